@@ -1,0 +1,67 @@
+"""The one place that decides which device a rank computes on and which backend carries its collectives.
+
+CUDA with NCCL where there is a GPU, else CPU with gloo. ``SHARDSTACK_DEVICE=cpu`` keeps a machine with GPUs on the
+CPU. Once a default process group exists its backend has the last word, so that a rank under gloo or under torch's
+``fake`` backend never touches a GPU that it was not given.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but left out of __all__
+
+from .errors import ConfigError
+
+_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def device_type() -> str:
+    """``"cuda"`` or ``"cpu"``: where parameters, activations and collectives of this process live."""
+    if dist.is_available() and dist.is_initialized():
+        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+    asked = os.environ.get("SHARDSTACK_DEVICE")
+    if asked is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked not in _BACKENDS:
+        raise ConfigError(f"SHARDSTACK_DEVICE is {asked!r}; it takes one of {sorted(_BACKENDS)}")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("SHARDSTACK_DEVICE is 'cuda', but torch sees no GPU; unset it, or set it to 'cpu'")
+    return asked
+
+
+def distributed_backend() -> str:
+    """The process-group backend that belongs to :func:`device_type`."""
+    return _BACKENDS[device_type()]
+
+
+def current_device() -> torch.device:
+    """The device of this process, with its index where it has one."""
+    return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+
+
+def init_process_group(timeout_minutes: float = 30.0) -> None:
+    """Joins the default process group from the environment that ``torchrun`` sets, and claims this rank's GPU.
+
+    Run without a launcher it makes a group of one, so that a script needs no second code path. Does nothing when
+    the caller has made the group already.
+    """
+    if dist.is_initialized():
+        return
+    kind = device_type()
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:
+        dist.init_process_group(_BACKENDS[kind], timeout=timeout)
+    else:
+        dist.init_process_group(_BACKENDS[kind], store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def synchronize() -> None:
+    """Waits for the device's queued work; on CPU there is none."""
+    if device_type() == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,49 @@
+"""Every exception that this library raises on purpose.
+
+    ShardstackError
+    ├── ConfigError (ValueError)               a setting that cannot be honoured
+    │   └── ParallelConfigError                degrees or sharding settings that contradict or do not divide
+    ├── ParallelStateError (RuntimeError)      process groups used before they exist, or made twice
+    ├── WrapError (ValueError)                 a module that a data-parallel wrapper cannot take
+    ├── DataError (ValueError)                 a corpus, an index or a token that cannot be used
+    ├── CheckpointError (RuntimeError)         a checkpoint that is missing, damaged, or of another model
+    └── MissingExtraError (ImportError)        an optional dependency that is not installed
+
+Each message says what was asked, what was found, and what to do. The command line prints it as one line and exits
+with status 2; everything else is a bug and keeps its traceback.
+"""
+
+
+class ShardstackError(Exception):
+    """Base of every exception that a user's input or environment can cause."""
+
+
+class ConfigError(ShardstackError, ValueError):
+    """A setting, or a combination of settings, that cannot be honoured."""
+
+
+class ParallelConfigError(ConfigError):
+    """Parallel degrees or sharding settings that contradict each other or do not divide."""
+
+
+class ParallelStateError(ShardstackError, RuntimeError):
+    """Process groups were asked for before they were built, or built twice."""
+
+
+class WrapError(ShardstackError, ValueError):
+    """A module that a data-parallel wrapper cannot take as it is."""
+
+
+class DataError(ShardstackError, ValueError):
+    """A corpus, an index file, a tokenizer or a token id that cannot be used."""
+
+
+class CheckpointError(ShardstackError, RuntimeError):
+    """A checkpoint that is missing, damaged, unsafe to read, or of another model."""
+
+
+class MissingExtraError(ShardstackError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}: pip install 'shardstack[{extra}]'")

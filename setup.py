@@ -1,0 +1,35 @@
+"""Distribution metadata of shardstack. The import name is the folder's: ``core``."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# What only some users need. `core` itself imports with torch and numpy alone; each of these is imported where
+# it is used, and its absence is an error that names the extra.
+EXTRAS = {
+    "train": [
+        "cyclopts>=4",
+        "tqdm>=4.66",
+        "tokenizers>=0.20",
+        "zstandard>=0.22",
+        "tensorboard>=2.16",
+        "matplotlib>=3.8",
+    ],
+    "hf": ["transformers>=4.50", "safetensors>=0.4", "tokenizers>=0.20"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3"],
+    "dev": ["ruff>=0.9", "mypy>=1.14", "import-linter>=2.1", "types-tqdm"],
+}
+
+setup(
+    name="shardstack",
+    version="0.1.0",
+    description="Data parallelism for large transformer stacks: DDP, ZeRO and FSDP2 behind one wrapper contract",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["core", "core.*"]),
+    package_data={"core": ["py.typed"]},
+    install_requires=["torch>=2.11", "numpy>=1.26"],
+    extras_require=EXTRAS,
+)

@@ -1,0 +1,161 @@
+"""Runs a function on several ranks, each a process of its own, and shows a rank's traceback when it fails.
+
+    def _sums_ranks(offset: int) -> float:                    # at module level: it travels by name
+        value = torch.tensor(float(dist.get_rank() + offset))
+        dist.all_reduce(value)
+        return value.item()
+
+    def test_all_reduce():
+        assert run_distributed(_sums_ranks, 2, 10) == [21.0, 21.0]
+
+Starting a process costs seconds of imports, so the processes of a world size are started once and reused by every
+test of the session. They meet through a file store, never a port. Each job has a time limit; after a failure or a
+time-out the processes are ended, and the next test gets new ones, so that no test inherits a broken group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing as mp
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+START_LIMIT_S = 120.0
+JOB_LIMIT_S = 120.0
+IDLE_POOLS_KEPT = 2  # world sizes whose processes stay alive: each rank holds about 300 MB
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died, or did not finish in time; the message holds the tracebacks of all that raised."""
+
+
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, limit_s: float = JOB_LIMIT_S) -> list[Any]:
+    """Calls `fn(*args)` on `world_size` gloo ranks and returns what each rank returned, in rank order.
+
+    `fn` must be importable (defined at module level); arguments and results are pickled. Seeds are set to the same
+    value on every rank before each call, and `core.parallel_state` is torn down after it.
+    """
+    pool = _POOLS.pop(world_size, None) or _RankPool(world_size)
+    results = pool.run(fn, args, limit_s)  # a failure closes the pool, which then is not put back
+    _POOLS[world_size] = pool
+    while len(_POOLS) > IDLE_POOLS_KEPT:
+        _POOLS.pop(next(iter(_POOLS))).close()
+    return results
+
+
+class _RankPool:
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self._store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)  # noqa: SIM115
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, self._store.name), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._collect(START_LIMIT_S, "starting")
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_s: float) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        return self._collect(limit_s, fn.__name__)
+
+    def _collect(self, limit_s: float, what: str) -> list[Any]:
+        deadline = time.monotonic() + limit_s
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(results) + len(failures) < len(self._pipes):
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results | failures]
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = [rank for rank in range(len(self._pipes)) if rank not in results | failures]
+                failures |= dict.fromkeys(silent, f"no answer within {limit_s:g} s")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    succeeded, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self._processes[rank].join(5)
+                    succeeded, value = False, f"died with exit code {self._processes[rank].exitcode}"
+                (results if succeeded else failures)[rank] = value
+            if failures:  # the others may be waiting in a collective for the one that failed
+                deadline = min(deadline, time.monotonic() + 2.0)
+        if failures:
+            self.close()
+            report = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items()))
+            raise RankFailure(f"{what} on {len(self._pipes)} ranks:\n{report}")
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._store.close()
+        Path(self._store.name).unlink(missing_ok=True)
+
+
+_POOLS: dict[int, _RankPool] = {}
+
+
+@atexit.register
+def close_pools() -> None:
+    """Ends every rank process that is still alive."""
+    while _POOLS:
+        _POOLS.popitem()[1].close()
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> None:
+    """The life of one rank: join the group, then answer jobs until the pipe closes."""
+    os.environ.update(OMP_NUM_THREADS="1", SHARDSTACK_DEVICE="cpu", RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=JOB_LIMIT_S)
+    )
+    dist.barrier()
+    pipe.send((True, None))
+    while True:
+        try:
+            fn, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            _seed_everything()
+            answer = (True, fn(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            _tear_down()
+        pipe.send(answer)
+
+
+def _seed_everything() -> None:
+    random.seed(1234)
+    np.random.seed(1234)
+    torch.manual_seed(1234)
+
+
+def _tear_down() -> None:
+    parallel_state = sys.modules.get("core.parallel_state")  # only a job that imported it can have built groups
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
