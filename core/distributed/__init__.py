@@ -1,0 +1,19 @@
+"""Data parallelism: one contract, several wrappers, and the numbers do not change between them."""
+
+from .data_parallel_base import _BaseDataParallel
+from .distributed_data_parallel import DistributedDataParallel
+from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .finalize_model_grads import finalize_model_grads
+from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from .wrap import wrap_model
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "TorchFullyShardedDataParallel",
+    "TorchFullyShardedDataParallelConfig",
+    "_BaseDataParallel",
+    "finalize_model_grads",
+    "wrap_model",
+]

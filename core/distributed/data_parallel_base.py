@@ -1,0 +1,153 @@
+"""The contract that every data-parallel wrapper keeps, so that a training script can swap one for another."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ShardstackError
+from ..transformer.module import Float16Module
+from .distributed_data_parallel_config import DistributedDataParallelConfig
+
+
+class _BaseDataParallel(nn.Module, ABC):
+    """A module whose gradients are made global over a data-parallel group.
+
+    One optimizer step over ``n`` micro-batches is::
+
+        model.zero_grad_buffer()
+        for i, batch in enumerate(micro_batches):
+            with model.no_sync() if i < n - 1 else nullcontext():
+                model(batch).backward()
+        finalize_model_grads([model], num_tokens)
+        optimizer.step()
+
+    Only the last micro-batch communicates. Gradients of replicas are averaged, once; under
+    ``config.calculate_per_token_loss`` they are summed and `finalize_model_grads` divides by the token count. The
+    optimizer reads ``param.main_grad`` where there is one, else ``param.grad``.
+
+    Args:
+        config: the model's config. Any object will do: an absent field takes its default.
+        module: the model, wrapped in place.
+        ddp_config: the wrapper's settings.
+        process_group: the ranks that hold replicas; data parallel times context parallel.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        module: nn.Module,
+        ddp_config: DistributedDataParallelConfig,
+        process_group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.module = module
+        self.ddp_config = ddp_config
+        self.process_group = process_group
+        self._syncs_gradients = True
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
+        return bool(getattr(self.config, "calculate_per_token_loss", False))
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside it, backward accumulates on this rank alone: no gradient crosses ranks. Nests; restored on errors."""
+        before = self._syncs_gradients
+        self._set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._set_gradient_sync(before)
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        self._syncs_gradients = enabled
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Starts what `finish_grad_sync` completes; a wrapper that overlaps nothing has nothing to start."""
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """After it, every rank's shard of every gradient is the global one.
+
+        Args:
+            force_all_reduce: leave every rank with the whole gradient where the wrapper would have left it a shard;
+                as in Megatron-LM, only wrappers that keep whole gradients have such a form.
+
+        Raises:
+            ShardstackError: inside `no_sync`, or (with ``check_for_nan_in_grad``) on a gradient that is not finite.
+        """
+        if not self._syncs_gradients:
+            raise ShardstackError("finish_grad_sync was called inside no_sync; leave the context first")
+        self._finish_grad_sync(force_all_reduce)
+
+    @abstractmethod
+    def _finish_grad_sync(self, force_all_reduce: bool) -> None: ...
+
+    @abstractmethod
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies every gradient that the optimizer will read by a number or a 0-dim tensor."""
+
+    @abstractmethod
+    def zero_grad_buffer(self) -> None:
+        """After it, every gradient is zero or None."""
+
+    @abstractmethod
+    def broadcast_params(self) -> None:
+        """After it, all replicas hold data-parallel rank 0's parameters and buffers."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The wrapped module's, with the names that it has without a wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Megatron-LM's name for what a checkpoint holds of this model."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copies into the wrapped module's parameters and buffers."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and local part of every gradient that the optimizer will read."""
+        for name, parameter in unwrap_model(self).named_parameters():
+            gradient = local_gradient(parameter)
+            if gradient is not None:
+                yield name, gradient
+
+    def _check_gradients_are_finite(self) -> None:
+        if not self.ddp_config.check_for_nan_in_grad:
+            return
+        for name, gradient in self._gradients():
+            if not torch.isfinite(gradient).all():
+                raise ShardstackError(
+                    f"rank {dist.get_rank()}: the gradient of {name} is not finite; lower the learning rate, look at "
+                    "the batch, or drop check_for_nan_in_grad to go on"
+                )
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the gradient that the optimizer reads: ``main_grad`` where present, else ``grad``."""
+    gradient = getattr(parameter, "main_grad", None)
+    if gradient is None:
+        gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def unwrap_model(module: nn.Module) -> nn.Module:
+    """The model inside data-parallel wrappers and `Float16Module`, whose parameter names checkpoints use."""
+    while isinstance(module, (_BaseDataParallel, Float16Module)):
+        module = module.module
+    return module

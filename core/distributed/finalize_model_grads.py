@@ -1,0 +1,67 @@
+"""The one place where gradients are finished and scaled, once a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .. import device, parallel_state
+from ..errors import ConfigError
+from .data_parallel_base import _BaseDataParallel, local_gradient
+
+
+def finalize_model_grads(
+    model_chunks: Sequence[_BaseDataParallel], num_tokens: torch.Tensor | float | None = None
+) -> None:
+    """Finishes the gradients of a step, after which the optimizer may read them (Megatron-LM's function of this name).
+
+    In order: every chunk finishes its data-parallel reduction; gradients of parameters that tensor-parallel ranks
+    hold alike but used on different tokens (norms under sequence parallelism) are summed over those ranks; and, with
+    a token count, everything is divided by the number of tokens of all ranks.
+
+    Args:
+        model_chunks: the wrapped model, in the list that Megatron's interfaces take.
+        num_tokens: this rank's count of the step's loss-carrying tokens, for ``config.calculate_per_token_loss``. It
+            is summed over data and context parallel ranks here and not changed.
+
+    Raises:
+        ConfigError: a token count without ``calculate_per_token_loss``, or the reverse.
+    """
+    for chunk in model_chunks:
+        if chunk.sums_gradients != (num_tokens is not None):
+            raise ConfigError(
+                f"calculate_per_token_loss is {chunk.sums_gradients}, but num_tokens is {num_tokens}; gradients are "
+                "divided either by the number of ranks or by the number of tokens: give both or neither"
+            )
+    for chunk in model_chunks:
+        chunk.finish_grad_sync()
+    _sum_over_sequence_parallel_ranks(model_chunks)
+    if num_tokens is not None:
+        scaling_factor = _one_over_global_tokens(num_tokens, model_chunks[0].process_group)
+        for chunk in model_chunks:
+            chunk.scale_gradients(scaling_factor)
+
+
+def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.ProcessGroup) -> torch.Tensor:
+    # In double, because fp32 counts exactly only up to 16.7 million; a tensor, so that a GPU need not be waited for.
+    total = torch.as_tensor(num_tokens, dtype=torch.float64, device=device.current_device()).clone()
+    dist.all_reduce(total, group=group)
+    return torch.where(total > 0, 1.0 / total, 0.0)
+
+
+def _sum_over_sequence_parallel_ranks(model_chunks: Sequence[_BaseDataParallel]) -> None:
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            if getattr(parameter, "sequence_parallel", False) and (gradient := local_gradient(parameter)) is not None:
+                by_dtype[gradient.dtype].append(gradient)
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))

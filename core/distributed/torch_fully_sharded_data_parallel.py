@@ -1,0 +1,198 @@
+"""Fully sharded data parallelism on PyTorch FSDP2, as a drop-in for `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from .. import device, parallel_state
+from ..errors import ParallelConfigError
+from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from ..tensor_parallel.layers import ColumnParallelLinear
+from ..transformer.module import materialize
+from ..transformer.transformer_layer import TransformerLayer
+from .broadcast import broadcast_tensors
+from .data_parallel_base import _BaseDataParallel, local_gradient
+from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .sharding import fsdp_modules, shard_model
+from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from .units import parameter_attributes_kept
+from .unsharded_gradients import drop_unsharded_gradients, reduce_unsharded_gradients
+
+DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
+    TransformerLayer,
+    LanguageModelEmbedding,
+    RotaryEmbedding,
+    ColumnParallelLinear,
+)
+"""What Megatron-LM's FSDP2 wrapper wraps; only outermost matches count, so that a layer's own linears stay in it."""
+
+
+class TorchFullyShardedDataParallel(_BaseDataParallel):
+    """Parameters, gradients and optimizer state sharded over the group (ZeRO-3), by PyTorch's `fully_shard`.
+
+    Parameters become DTensors on dim 0 and keep Megatron's attributes; ``param.grad`` is sharded alike. With fp32
+    parameters and ``config.bf16`` or ``fp16`` the fp32 shard is the master copy: it is cast for the all-gather, and
+    gradients are reduced in that dtype, or in fp32 with ``ddp_config.grad_reduce_in_fp32``. Parameters that arrive in
+    low precision stay so.
+
+    Args:
+        config: the model's config; ``bf16``, ``fp16`` and ``calculate_per_token_loss`` are read where present.
+        ddp_config: the wrapper's settings, of either type; a plain one takes FSDP2's defaults.
+        module: the model. Built on the meta device it is sharded first and then materialized shard by shard.
+        sub_modules_to_wrap: classes whose outermost instances become units; `DEFAULT_UNIT_CLASSES` by default.
+        disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
+        process_group: the ranks to shard over. Given, `core.parallel_state` is not touched; by default it is the
+            data-parallel group with context parallelism, two-dimensional with several optimizer instances.
+
+    Raises:
+        ParallelConfigError: a field that FSDP2 cannot honour.
+        WrapError: a model that is sharded already or cannot be.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        sub_modules_to_wrap: Iterable[type[nn.Module]] | None = None,
+        disable_bucketing: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        settings = _fsdp2_settings(ddp_config)
+        if process_group is None:
+            mesh = parallel_state.get_data_parallel_mesh()
+            process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        elif ddp_config.num_distributed_optimizer_instances == 1:
+            mesh = DeviceMesh.from_group(process_group, device.device_type(), mesh_dim_names=("dp_cp",))
+        else:
+            raise ParallelConfigError(
+                f"num_distributed_optimizer_instances is {ddp_config.num_distributed_optimizer_instances} with a "
+                "process_group given, which has one axis; drop one of the two"
+            )
+        super().__init__(config, module, ddp_config, process_group)
+        starts_on_meta = any(parameter.is_meta for parameter in module.parameters())
+        self._mesh = mesh
+        self.units = shard_model(
+            module,
+            mesh,
+            unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=_mixed_precision(config, ddp_config, module),
+            sync_module_states=settings.sync_module_states and not starts_on_meta,
+            averages_gradients=not self.sums_gradients,
+        )
+        if starts_on_meta:
+            materialize(module)
+        self._warned_about_load = False
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        super()._set_gradient_sync(enabled)
+        for module in fsdp_modules(self.module):
+            module.set_requires_gradient_sync(enabled, recurse=False)
+
+    def _finish_grad_sync(self, force_all_reduce: bool) -> None:
+        if force_all_reduce:
+            raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
+        reduce_unsharded_gradients(self.module)
+        self._check_gradients_are_finite()
+
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        gradients = [g for p in self.module.parameters() if (g := local_gradient(p)) is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        drop_unsharded_gradients(self.module)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def broadcast_params(self) -> None:
+        """Sends rank 0's buffers to all, and each shard to its replicas across optimizer instances.
+
+        Within an instance a shard exists once and has nobody to agree with: replicas that started different were made
+        equal before they were cut (``sync_module_states``).
+        """
+        broadcast_tensors(self.module.buffers(), self.process_group)
+        if self._mesh.ndim == 2:
+            broadcast_tensors(self.module.parameters(), self._mesh.get_group(0))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Does nothing: a checkpoint loader has already written into the sharded parameters in place.
+
+        Warns once when the given tensors are not the module's own storage, because then nothing has been loaded.
+        """
+        own = {_storage_of(tensor) for tensor in self.module.state_dict().values()}
+        given = {_storage_of(tensor) for tensor in state_dict.values() if isinstance(tensor, torch.Tensor)}
+        if not self._warned_about_load and not (given and given <= own):
+            self._warned_about_load = True
+            warnings.warn(
+                "TorchFullyShardedDataParallel.load_state_dict loads nothing: it expects the module's own tensors, "
+                "already filled in place, and got others; load full or sharded state dicts with "
+                "core.dist_checkpointing.load_model_state_dict(module, state_dict)",
+                stacklevel=2,
+            )
+        return _IncompatibleKeys([], [])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with parameter_attributes_kept(self.module):
+            return super()._apply(fn, recurse)
+
+
+def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return (local.untyped_storage().data_ptr(), local.storage_offset())
+
+
+def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:
+    """FSDP2's own settings, or their defaults; raises or warns on what FSDP2 has no counterpart for."""
+    if ddp_config.sharding_strategy in ("optim", "optim_grads"):
+        raise ParallelConfigError(
+            f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
+            f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
+        )
+    without_effect = [field for field in _BUFFER_FIELDS if getattr(ddp_config, field)]
+    if without_effect:
+        _warn_once(
+            f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "
+            "unit by unit and overlaps by itself. No number changes"
+        )
+    if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
+        return ddp_config
+    return TorchFullyShardedDataParallelConfig()
+
+
+_BUFFER_FIELDS = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "average_in_collective")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+def _mixed_precision(
+    config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module
+) -> MixedPrecisionPolicy:
+    """Casts where parameters arrived in fp32, inputs and outputs too, as `Float16Module` does for others."""
+    reduce_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
+    compute_dtype = _low_precision(config)
+    if compute_dtype is None or all(parameter.dtype != torch.float32 for parameter in module.parameters()):
+        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(compute_dtype, reduce_dtype or compute_dtype, output_dtype=torch.float32)
+
+
+def _low_precision(config: Any) -> torch.dtype | None:
+    if getattr(config, "bf16", False):
+        return torch.bfloat16
+    return torch.float16 if getattr(config, "fp16", False) else None

@@ -1,0 +1,139 @@
+"""Which modules become a unit, that is, a set of parameters that is gathered and reduced together.
+
+Nothing here talks to another rank: these functions read a module tree and return a plan for `shard_model`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import WrapError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters travel together, innermost first in a plan; usually one module."""
+
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def is_needed_in_backward(self) -> bool:
+        """False where no backward of the unit reads a weight, as in an embedding: then it is gathered once only."""
+        return any(getattr(module, "weights_used_in_backward", True) for module in self.modules)
+
+
+def plan_units(root: nn.Module, classes: Iterable[type[nn.Module]]) -> list[Unit]:
+    """The units of a model, children before parents, each parameter in one unit or else left to the root.
+
+    A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
+    attribute ``_fsdp_modules`` of the root or of any module below it (Megatron-LM's way for a model to name its own
+    units). A module without parameters is no unit. A module that holds a weight which others read, that is, one that
+    is marked ``shared_embedding`` (Megatron's mark) or registered outside the unit too, is left to the root, which is
+    gathered for the whole forward; units that share a weight among themselves only are united into one.
+
+    Raises:
+        WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class.
+    """
+    outermost, always = _as_classes(classes, "sub_modules_to_wrap"), _declared_by_modules(root)
+    chosen = list(_matching_modules(root, outermost, always))
+    owners = _owners_of_parameters(root, chosen)
+    while any(_is_read_outside(module, owners) for module in chosen):  # a parent may inherit the weight: look again
+        chosen = [module for module in chosen if not _is_read_outside(module, owners)]
+        owners = _owners_of_parameters(root, chosen)
+    return _unite_sharers(chosen, owners)
+
+
+def _as_classes(classes: Iterable[Any], origin: str) -> tuple[type[nn.Module], ...]:
+    found = tuple(classes)
+    for entry in found:
+        if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise WrapError(f"{origin} holds {entry!r}, which is not a module class; give classes such as nn.Linear")
+    return found
+
+
+def _declared_by_modules(root: nn.Module) -> tuple[type[nn.Module], ...]:
+    declared = (entry for module in root.modules() for entry in getattr(module, "_fsdp_modules", ()))
+    return tuple(dict.fromkeys(_as_classes(declared, "_fsdp_modules")))
+
+
+def _matching_modules(
+    root: nn.Module, outermost: tuple[type[nn.Module], ...], always: tuple[type[nn.Module], ...]
+) -> Iterator[nn.Module]:
+    """Modules below the root that match, children before parents, each once."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, is_inside_match: bool) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child in seen:
+                continue
+            seen.add(child)
+            matches = isinstance(child, always) or (not is_inside_match and isinstance(child, outermost))
+            yield from visit(child, is_inside_match or matches)
+            if matches and any(True for _ in child.parameters()):
+                yield child
+
+    yield from visit(root, False)
+
+
+_Owners = dict[nn.Parameter, set["nn.Module | None"]]
+
+
+def _owners_of_parameters(root: nn.Module, chosen: list[nn.Module]) -> _Owners:
+    """For each parameter the chosen modules that hold it most closely; None stands for the root."""
+    owners: _Owners = defaultdict(set)
+    chosen_set = set(chosen)
+
+    def visit(module: nn.Module, owner: nn.Module | None) -> None:
+        owner = module if module in chosen_set else owner
+        for parameter in module.parameters(recurse=False):
+            owners[parameter].add(owner)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(root, None)
+    return owners
+
+
+def _is_read_outside(module: nn.Module, owners: _Owners) -> bool:
+    return any(
+        getattr(parameter, "shared_embedding", False) or None in owners[parameter]
+        for parameter in module.parameters()
+        if module in owners[parameter]
+    )
+
+
+def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[Unit]:
+    """Groups modules that share a parameter; a group stands where its last member stood, after all its children."""
+    group_of = {module: {module} for module in modules}
+    for holders in owners.values():
+        sharers = [module for module in modules if module in holders]
+        united = set().union(*(group_of[module] for module in sharers)) if len(sharers) > 1 else set()
+        for module in united:
+            group_of[module] = united
+    units = []
+    for index, module in enumerate(modules):
+        group = group_of[module]
+        if group.isdisjoint(modules[index + 1 :]):
+            units.append(Unit(tuple(member for member in modules if member in group)))
+    return units
+
+
+@contextmanager
+def parameter_attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Puts back, by name, the custom attributes that parameters lose when something replaces them inside.
+
+    FSDP2 builds new parameters, as do ``to_empty``, ``.to(dtype)`` of sharded modules and ``assign=True``; torch drops
+    Megatron's ``tensor_model_parallel``, ``partition_dim``, ``sequence_parallel`` and the like on the way.
+    """
+    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    yield
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        for key, value in attributes.get(name, {}).items():
+            if key not in vars(parameter):
+                setattr(parameter, key, value)

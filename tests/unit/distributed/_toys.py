@@ -1,0 +1,126 @@
+"""A small model with everything that makes wrapping hard, and an oracle for its gradients."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    _BaseDataParallel,
+)
+
+WRAPPERS = ("ddp", "fsdp2")
+
+
+class Block(nn.Module):
+    """Odd sizes, so that two ranks divide no dimension, and a size-one weight, so that one rank's shard is empty."""
+
+    def __init__(self, width: int = 7, inner: int = 5) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * self.gain
+
+
+class Toy(nn.Module):
+    """Tokens in, logits out: tied or untied, with a buffer and a frozen weight."""
+
+    def __init__(self, tied: bool = True, vocab: int = 11, width: int = 7) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.frozen = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self.register_buffer("offset", torch.linspace(0, 1, width))
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.embedding.weight.partition_dim = 0  # one of Megatron's attributes, which wrapping must keep
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.offset * self.frozen.sum()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+UNITS = (Block, nn.Embedding, nn.Linear)
+
+
+def build(kind: str, module: nn.Module, *, config: Any = None, group: Any = None, **fields: Any) -> _BaseDataParallel:
+    """A wrapper of the given kind over the default group."""
+    config = config or SimpleNamespace()
+    group = group or dist.group.WORLD
+    if kind == "ddp":
+        return DistributedDataParallel(config, DistributedDataParallelConfig(**fields), module, process_group=group)
+    ddp_config = TorchFullyShardedDataParallelConfig(**fields)
+    return TorchFullyShardedDataParallel(config, ddp_config, module, UNITS, process_group=group)
+
+
+def toy(seed: int = 1, **kwargs: Any) -> Toy:
+    torch.manual_seed(seed)
+    return Toy(**kwargs)
+
+
+def batches(rank: int, count: int = 3) -> list[torch.Tensor]:
+    """Micro-batches `[2, 4]` of tokens, different on every rank."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randint(0, 11, (2, 4), generator=generator) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(-1))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every gradient that the optimizer would read, whole, under the plain model's names."""
+    module = model.module if isinstance(model, _BaseDataParallel) else model
+    found = {}
+    for name, parameter in module.named_parameters():
+        gradient = getattr(parameter, "main_grad", None)
+        gradient = parameter.grad if gradient is None else gradient
+        if gradient is not None:
+            found[name] = full(gradient)
+    return found
+
+
+def oracle(world_size: int = 2, reduce: str = "mean", **kwargs: Any) -> dict[str, torch.Tensor]:
+    """What wrappers must hold after a step: each rank's gradients accumulated serially, then added in rank order."""
+    totals: dict[str, torch.Tensor] = {}
+    for rank in range(world_size):
+        model = toy(**kwargs)
+        for tokens in batches(rank):
+            loss_of(model, tokens).backward()
+        for name, gradient in gradients(model).items():
+            totals[name] = totals[name] + gradient if name in totals else gradient
+    return {name: total / world_size if reduce == "mean" else total for name, total in totals.items()}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts collectives by name (`allreduce_`, `_reduce_scatter_base_`, ...) dispatched on this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._schema.name.removeprefix("c10d::")] += 1
+        return func(*args, **(kwargs or {}))

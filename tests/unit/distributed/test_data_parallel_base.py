@@ -1,0 +1,252 @@
+"""The contract of a wrapper (`_BaseDataParallel`), run over every wrapper on two ranks."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed import finalize_model_grads
+from core.errors import ShardstackError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed import _toys
+from tests.unit.distributed._toys import CollectiveCounter, batches, build, full, gradients, loss_of, oracle, toy
+
+pytestmark = pytest.mark.parametrize("kind", _toys.WRAPPERS)
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not wrong, f"differ: {wrong}"
+
+
+def accumulate(model: nn.Module, *, sync_last: bool = True) -> None:
+    steps = batches(dist.get_rank())
+    for index, tokens in enumerate(steps):
+        synchronises = sync_last and index == len(steps) - 1
+        with nullcontext() if synchronises else model.no_sync():
+            loss_of(model, tokens).backward()
+
+
+def _accumulates_like_the_oracle(kind: str, tied: bool) -> None:
+    model = build(kind, toy(tied=tied))
+    for _ in range(2):  # a second step shows what the first left behind
+        model.zero_grad_buffer()
+        accumulate(model)
+        finalize_model_grads([model])
+        assert_same(gradients(model), oracle(tied=tied))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_are_bitwise_the_mean_over_ranks(kind, tied):
+    run_distributed(_accumulates_like_the_oracle, 2, kind, tied)
+
+
+def _skips_the_last_sync(kind: str) -> None:
+    model = build(kind, toy())
+    with model.no_sync(), CollectiveCounter() as inside:
+        accumulate(model)
+    carriers = {name: n for name, n in inside.counts.items() if "reduce" in name}
+    assert not carriers, f"gradients crossed ranks inside no_sync: {carriers}"
+    finalize_model_grads([model])
+    assert_same(gradients(model), oracle())
+
+
+def test_no_gradient_crosses_ranks_inside_no_sync_and_finish_reduces_what_it_kept(kind):
+    run_distributed(_skips_the_last_sync, 2, kind)
+
+
+def _counts_collectives(kind: str, micro_batches: int) -> int:
+    model = build(kind, toy(tied=False))
+    with CollectiveCounter() as counter:
+        steps = batches(dist.get_rank(), micro_batches)
+        for index, tokens in enumerate(steps):
+            with nullcontext() if index == len(steps) - 1 else model.no_sync():
+                loss_of(model, tokens).backward()
+        finalize_model_grads([model])
+    return sum(n for name, n in counter.counts.items() if "reduce" in name)
+
+
+def test_the_number_of_gradient_collectives_does_not_depend_on_the_number_of_micro_batches(kind):
+    # DDP: one buffer of fp32. FSDP2: embedding, two blocks, head; the root holds a frozen weight only.
+    expected = {"ddp": 1, "fsdp2": 4}[kind]
+    for micro_batches in (1, 4):
+        assert run_distributed(_counts_collectives, 2, kind, micro_batches) == [expected, expected]
+
+
+def _survives_an_exception(kind: str) -> None:
+    model = build(kind, toy())
+    with pytest.raises(ZeroDivisionError), model.no_sync():
+        with model.no_sync():
+            pass
+        with pytest.raises(ShardstackError, match="inside no_sync"):
+            model.finish_grad_sync()
+        raise ZeroDivisionError
+    accumulate(model)
+    model.finish_grad_sync()
+    assert_same(gradients(model), oracle())
+
+
+def test_no_sync_nests_and_is_restored_on_exceptions(kind):
+    run_distributed(_survives_an_exception, 2, kind)
+
+
+def _sums_per_token(kind: str, as_tensor: bool) -> None:
+    model = build(kind, toy(), config=SimpleNamespace(calculate_per_token_loss=True))
+    accumulate(model)
+    own_tokens = [3, 10][dist.get_rank()]
+    num_tokens = torch.tensor(own_tokens, dtype=torch.float64) if as_tensor else own_tokens
+    finalize_model_grads([model], num_tokens)
+    assert int(num_tokens) == own_tokens
+    assert_same(gradients(model), {name: total * (1 / 13) for name, total in oracle(reduce="sum").items()})
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_per_token_loss_divides_the_sum_by_the_global_token_count(kind, as_tensor):
+    run_distributed(_sums_per_token, 2, kind, as_tensor)
+
+
+def _refuses_half_a_per_token_loss(kind: str) -> None:
+    with pytest.raises(ValueError, match="give both or neither"):
+        finalize_model_grads([build(kind, toy())], 5)
+    with pytest.raises(ValueError, match="give both or neither"):
+        finalize_model_grads([build(kind, toy(), config=SimpleNamespace(calculate_per_token_loss=True))])
+
+
+def test_a_token_count_belongs_to_a_per_token_loss(kind):
+    run_distributed(_refuses_half_a_per_token_loss, 1, kind)
+
+
+def _scales(kind: str, factor: float | torch.Tensor) -> None:
+    model = build(kind, toy())
+    accumulate(model)
+    model.finish_grad_sync()
+    model.scale_gradients(factor)
+    assert_same(gradients(model), {name: gradient * 0.375 for name, gradient in oracle().items()})
+
+
+@pytest.mark.parametrize("factor", [0.375, torch.tensor(0.375)], ids=["float", "tensor"])
+def test_scale_gradients_reaches_every_gradient(kind, factor):
+    run_distributed(_scales, 2, kind, factor)
+
+
+def _zeroes(kind: str) -> None:
+    model = build(kind, toy())
+    accumulate(model)
+    model.finish_grad_sync()
+    with model.no_sync():
+        loss_of(model, batches(dist.get_rank())[0]).backward()  # an abandoned step leaves whole gradients behind
+    model.zero_grad_buffer()
+    assert all(not gradient.any() for gradient in gradients(model).values())
+    accumulate(model)
+    finalize_model_grads([model])
+    assert_same(gradients(model), oracle())
+    for parameter in model.parameters():
+        parameter.grad = None  # always legal between steps
+    model.zero_grad_buffer()
+    accumulate(model)
+    finalize_model_grads([model])
+    assert_same(gradients(model), oracle())
+
+
+def test_zero_grad_buffer_forgets_an_abandoned_step(kind):
+    run_distributed(_zeroes, 2, kind)
+
+
+def _broadcasts(kind: str) -> None:
+    module = toy(seed=1 + dist.get_rank())
+    module.offset += dist.get_rank()
+    model = build(kind, module)
+    model.broadcast_params()
+    state = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    assert_same(state, toy(seed=1).state_dict())
+
+
+def test_broadcast_params_makes_replicas_equal_to_rank_0(kind):
+    run_distributed(_broadcasts, 2, kind)
+
+
+def _keeps_names_and_attributes(kind: str) -> None:
+    model = build(kind, toy())
+    names = list(toy().state_dict())
+    assert list(model.state_dict()) == names
+    assert list(model.state_dict_for_save_checkpoint()) == names
+    assert model.module.embedding.weight is model.module.head.weight
+    assert model.module.embedding.weight.partition_dim == 0
+    model.to(torch.float64)
+    assert model.module.embedding.weight.partition_dim == 0
+
+
+def test_names_ties_and_parameter_attributes_survive(kind):
+    run_distributed(_keeps_names_and_attributes, 2, kind)
+
+
+def _loads(kind: str) -> None:
+    model = build(kind, toy(seed=1))
+    before = full(model.module.blocks[0].up.weight)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_state_dict(model.state_dict())
+        assert not caught
+        model.load_state_dict(toy(seed=2).state_dict())
+        model.load_state_dict(toy(seed=2).state_dict())
+    after = full(model.module.blocks[0].up.weight)
+    if kind == "ddp":
+        assert not caught
+        assert torch.equal(after, toy(seed=2).blocks[0].up.weight)
+    else:
+        assert len(caught) == 1
+        assert "core.dist_checkpointing.load_model_state_dict" in str(caught[0].message)
+        assert torch.equal(after, before)
+
+
+def test_load_state_dict_copies_or_says_that_it_does_not(kind):
+    run_distributed(_loads, 2, kind)
+
+
+def _names_the_bad_gradient(kind: str) -> str:
+    model = build(kind, toy(), check_for_nan_in_grad=True)
+    accumulate(model)
+    model.finish_grad_sync()  # finite: passes
+    with torch.no_grad():
+        for name, parameter in model.module.named_parameters():
+            if name == "blocks.1.down.weight":
+                gradient = getattr(parameter, "main_grad", parameter.grad)
+                (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(float("nan"))
+    try:
+        model.finish_grad_sync()
+    except ShardstackError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_gradient_that_is_not_finite_is_named(kind):
+    for rank, message in enumerate(run_distributed(_names_the_bad_gradient, 2, kind)):
+        assert f"rank {rank}: the gradient of blocks.1.down.weight is not finite" in message
+
+
+def _accumulates_low_precision_in_fp32(kind: str) -> None:
+    config = SimpleNamespace(bf16=True)
+    model = build(kind, toy().bfloat16(), config=config, grad_reduce_in_fp32=True)
+    accumulate(model)
+    finalize_model_grads([model])
+    totals: dict[str, torch.Tensor] = {}
+    for rank in range(2):
+        for tokens in batches(rank):  # each micro-batch's bf16 gradient, added in fp32
+            serial = toy().bfloat16()
+            loss_of(serial, tokens).backward()
+            for name, gradient in gradients(serial).items():
+                totals.setdefault(f"{rank}.{name}", torch.zeros_like(gradient, dtype=torch.float32)).add_(gradient)
+    for name, gradient in gradients(model).items():
+        expected = (totals[f"0.{name}"] + totals[f"1.{name}"]) / 2
+        assert torch.equal(gradient, expected.to(gradient.dtype)), name
+
+
+def test_grad_reduce_in_fp32_accumulates_and_reduces_in_fp32(kind):
+    run_distributed(_accumulates_low_precision_in_fp32, 2, kind)

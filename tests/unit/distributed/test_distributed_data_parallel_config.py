@@ -1,0 +1,31 @@
+"""The settings of wrappers check themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from core.errors import ParallelConfigError
+
+
+@pytest.mark.parametrize("config_class", [DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig])
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"data_parallel_sharding_strategy": "zero3"}, "'zero3'; it takes one of no_shard, optim, optim_grads, "),
+        ({"num_distributed_optimizer_instances": 0}, "num_distributed_optimizer_instances is 0"),
+        ({"bucket_size": 0}, "bucket_size is 0"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_is_allowed(config_class, fields, said):
+    with pytest.raises(ParallelConfigError, match=said):
+        config_class(**fields)
+
+
+def test_use_distributed_optimizer_alone_means_optim():
+    assert DistributedDataParallelConfig().sharding_strategy == "no_shard"
+    assert DistributedDataParallelConfig(use_distributed_optimizer=True).sharding_strategy == "optim"
+    both = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, data_parallel_sharding_strategy="optim_grads_params"
+    )
+    assert both.sharding_strategy == "optim_grads_params"

@@ -1,0 +1,155 @@
+"""What is particular to the FSDP2 wrapper; the contract is tested in `test_data_parallel_base.py`."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    wrap_model,
+)
+from core.errors import ParallelConfigError, WrapError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed import _toys
+from tests.unit.distributed._toys import CollectiveCounter, batches, build, full, gradients, loss_of, oracle, toy
+
+
+def _shards_everything() -> list[int]:
+    model = build("fsdp2", toy())
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    for name, parameter in model.module.named_parameters():
+        assert torch.equal(full(parameter), dict(toy().named_parameters())[name]), name
+    return [parameter.to_local().numel() for parameter in model.parameters()]
+
+
+def test_every_parameter_is_cut_and_nothing_is_lost():
+    shards = run_distributed(_shards_everything, 2)
+    assert [sum(parts) for parts in zip(*shards, strict=True)] == [p.numel() for p in toy().parameters()]
+    assert max(map(sum, shards)) < 0.6 * sum(map(sum, shards))
+
+
+def _counts_all_gathers(reshard_after_forward: bool) -> int:
+    module = toy(tied=False)
+    module.embedding.weights_used_in_backward = False
+    model = build("fsdp2", module, reshard_after_forward=reshard_after_forward)
+    with CollectiveCounter() as counter:
+        loss_of(model, batches(dist.get_rank())[0]).backward()
+    model.finish_grad_sync()
+    for name, expected in gradients(model).items():
+        assert expected.abs().sum() > 0, name
+    return sum(n for name, n in counter.counts.items() if "allgather" in name)
+
+
+def test_the_last_unit_and_the_root_stay_gathered_and_embeddings_are_gathered_once():
+    # Forward gathers root, embedding, two blocks and head. Backward needs the blocks again: head and root are still
+    # there, and no backward reads an embedding's weight.
+    assert run_distributed(_counts_all_gathers, 2, True) == [7, 7]
+    assert run_distributed(_counts_all_gathers, 2, False) == [5, 5]
+
+
+def _casts_fp32_parameters(grad_reduce_in_fp32: bool) -> None:
+    config = SimpleNamespace(bf16=True)
+    model = build("fsdp2", toy(), config=config, grad_reduce_in_fp32=grad_reduce_in_fp32)
+    seen = []
+    model.module.blocks[0].register_forward_hook(lambda module, args, out: seen.append((module.up.weight.dtype, out)))
+    logits = model(batches(0)[0])
+    assert logits.dtype == torch.float32  # as Float16Module's output
+    weight_dtype, output = seen[0]
+    assert (weight_dtype, output.dtype) == (torch.bfloat16, torch.bfloat16)
+    loss_of(model, batches(dist.get_rank())[0]).backward()
+    model.finish_grad_sync()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert all(g.dtype == torch.float32 for g in gradients(model).values())
+    exact = all(torch.equal(g, g.bfloat16().float()) for g in gradients(model).values())
+    assert exact != grad_reduce_in_fp32  # a mean of two bf16 values needs more bits than bf16 has
+
+
+@pytest.mark.parametrize("grad_reduce_in_fp32", [True, False])
+def test_the_fp32_shard_is_the_master_and_grad_reduce_in_fp32_sets_the_reduction(grad_reduce_in_fp32):
+    run_distributed(_casts_fp32_parameters, 2, grad_reduce_in_fp32)
+
+
+def _warns_once() -> None:
+    fields = {"overlap_grad_reduce": True, "bucket_size": 7}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            build("fsdp2", toy(), **fields)
+    said = [str(warning.message) for warning in caught if "gradient buffers" in str(warning.message)]
+    assert len(said) == 1
+    assert said[0].startswith("overlap_grad_reduce, bucket_size: ")
+
+
+def test_fields_that_only_buffers_have_warn_once():
+    run_distributed(_warns_once, 1)
+
+
+def _takes_a_plain_config() -> None:
+    model = TorchFullyShardedDataParallel(
+        object(), DistributedDataParallelConfig(), toy(), _toys.UNITS, process_group=dist.group.WORLD
+    )
+    for tokens in batches(dist.get_rank()):
+        with model.no_sync():
+            loss_of(model, tokens).backward()
+    model.finish_grad_sync()
+    for name, expected in oracle().items():
+        assert torch.equal(gradients(model)[name], expected), name
+
+
+def test_a_plain_config_takes_the_defaults_of_fsdp2():
+    run_distributed(_takes_a_plain_config, 2)
+
+
+def _refuses() -> None:
+    world = {"process_group": dist.group.WORLD}
+    for strategy in ("optim", "optim_grads"):
+        with pytest.raises(ParallelConfigError, match=f"'{strategy}'"):
+            TorchFullyShardedDataParallel(
+                object(), DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy), toy(), **world
+            )
+    with pytest.raises(ParallelConfigError, match="num_distributed_optimizer_instances is 2 with a process_group"):
+        build("fsdp2", toy(), num_distributed_optimizer_instances=2)
+    model = build("fsdp2", toy())
+    with pytest.raises(WrapError, match="it is sharded already"):
+        build("fsdp2", model.module)
+    with pytest.raises(WrapError, match=r"its module 'blocks\.0' is sharded already"):
+        build("fsdp2", nn.ModuleDict({"blocks": model.module.blocks}))
+    scalar = nn.Linear(2, 2)
+    scalar.register_parameter("gain", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(WrapError, match=r"parameter gain is a scalar.*shape \(1,\)"):
+        build("fsdp2", scalar)
+    with pytest.raises(ParallelConfigError, match="force_all_reduce"):
+        model.finish_grad_sync(force_all_reduce=True)
+
+
+def test_what_fsdp2_cannot_honour_is_refused_by_name():
+    run_distributed(_refuses, 1)
+
+
+def _chooses() -> list[str]:
+    group = {"process_group": dist.group.WORLD}
+    chosen = [
+        wrap_model(toy(), object(), ddp_config, **group)
+        for ddp_config in (
+            DistributedDataParallelConfig(),
+            DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params"),
+            TorchFullyShardedDataParallelConfig(),
+        )
+    ]
+    with pytest.raises(ParallelConfigError, match="'optim' has no wrapper yet"):
+        wrap_model(toy(), object(), DistributedDataParallelConfig(use_distributed_optimizer=True), **group)
+    return [type(model).__name__ for model in chosen]
+
+
+def test_wrap_model_chooses_by_type_then_by_strategy():
+    sharded = "TorchFullyShardedDataParallel"
+    assert run_distributed(_chooses, 1) == [["DistributedDataParallel", sharded, sharded]]
