@@ -60,11 +60,10 @@ def _casts_fp32_parameters(grad_reduce_in_fp32: bool) -> None:
     config = SimpleNamespace(bf16=True)
     model = build("fsdp2", toy(), config=config, grad_reduce_in_fp32=grad_reduce_in_fp32)
     seen = []
-    model.module.blocks[0].register_forward_hook(lambda module, args, out: seen.append((module.up.weight.dtype, out)))
+    model.module.blocks[0].up.register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, out.dtype)))
     logits = model(batches(0)[0])
     assert logits.dtype == torch.float32  # as Float16Module's output
-    weight_dtype, output = seen[0]
-    assert (weight_dtype, output.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
     loss_of(model, batches(dist.get_rank())[0]).backward()
     model.finish_grad_sync()
     assert all(p.dtype == torch.float32 for p in model.parameters())
