@@ -1,0 +1,205 @@
+"""How every benchmark here measures: paired rounds, high-water marks, and counters of the loopback interface."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class PairedRatio:
+    """The ratios of candidate to baseline, one a round: their median and the 95 % interval of that median."""
+
+    ratios: tuple[float, ...]
+
+    @staticmethod
+    def of(candidate: Sequence[float], baseline: Sequence[float]) -> PairedRatio:
+        """Pairs the two round by round."""
+        return PairedRatio(tuple(c / b for c, b in zip(candidate, baseline, strict=True)))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ratios)
+
+    def interval(self, resamples: int = 10_000) -> tuple[float, float]:
+        """Percentile bootstrap (Efron, 1979), seeded, so that equal rounds give equal intervals."""
+        draw = random.Random(0)
+        medians = sorted(statistics.median(draw.choices(self.ratios, k=len(self.ratios))) for _ in range(resamples))
+        return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
+
+    def holds(self, limit: float) -> bool:
+        """False when the whole interval lies above the limit."""
+        return self.interval()[0] <= limit
+
+    def __str__(self) -> str:
+        low, high = self.interval()
+        return f"{self.median:.3f} x  (95 % interval {low:.3f} to {high:.3f}, {len(self.ratios)} rounds)"
+
+
+def interleaved_seconds(
+    candidates: dict[str, Callable[[], None]], rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every candidate in every round, the slowest rank's; each round reverses the order of the last."""
+    for _ in range(warmup):
+        for run in candidates.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for index in range(rounds):
+        names = list(candidates)
+        for name in names if index % 2 == 0 else reversed(names):
+            dist.barrier()
+            started = time.perf_counter()
+            candidates[name]()
+            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds[name].append(slowest.item())
+    return seconds
+
+
+def high_water_bytes() -> int:
+    """The most memory that this process has had resident (`VmHWM`), bytes."""
+    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def reset_high_water() -> None:
+    """Makes the high-water mark start from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def live_tensor_bytes(root_tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in root_tensors}
+    return sum(storages.values())
+
+
+def peak_allocation_above_start(run: Callable[[], None]) -> int:
+    """The most bytes that tensors held during `run` beyond those that lived before it, as the allocator reports."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    held = peak = 0
+    for _, nbytes in sorted(changes):
+        held += nbytes
+        peak = max(peak, held)
+    return peak
+
+
+def loopback_bytes() -> int:
+    """Bytes that the loopback interface has sent since the machine started."""
+    line = next(s for s in Path("/proc/net/dev").read_text().splitlines() if s.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def wire_bytes_per_step(step: Callable[[], None], steps: int = 20) -> float:
+    """Bytes over the loopback interface a step, both directions of all ranks, less those of an equally long pause."""
+    dist.barrier()
+    started, before = time.perf_counter(), loopback_bytes()
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    sent, elapsed = loopback_bytes() - before, time.perf_counter() - started
+    pause = min(elapsed, 20.0)
+    before = loopback_bytes()
+    time.sleep(pause)
+    idle = (loopback_bytes() - before) * elapsed / pause
+    dist.barrier()
+    return (sent - idle) / steps
+
+
+class CollectivePayload(TorchDispatchMode):
+    """Counts collectives and the bytes that each must move: tensors in and out of this rank's calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            self.calls[name] += 1
+            self.bytes[name] += _ring_bytes(name, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _ring_bytes(name: str, args: Sequence[Any]) -> int:
+    """What one rank sends in a ring: 2 (n - 1) / n of the tensor to all-reduce, (n - 1) / n to gather or scatter."""
+    world = dist.get_world_size()
+    tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, torch.Tensor)]
+    largest = max((t.numel() * t.element_size() for t in tensors), default=0)
+    return largest * (world - 1) * (2 if name == "allreduce_" else 1) // world
+
+
+def run_on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Calls `fn(*args)` on fresh gloo ranks, one thread each, and returns what each returned, in rank order."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        results = context.SimpleQueue()
+        processes = [
+            context.Process(target=_rank_main, args=(fn, args, rank, world_size, f"{folder}/store", results))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        answers: dict[int, Any] = {}
+        while len(answers) < world_size:
+            while results.empty():
+                if any(process.exitcode not in (None, 0) for process in processes):
+                    for process in processes:
+                        process.kill()
+                    raise SystemExit("a rank failed; its traceback is above")
+                time.sleep(0.05)
+            rank, answer = results.get()
+            answers[rank] = answer
+        for process in processes:
+            process.join()
+    return [answers[rank] for rank in range(world_size)]
+
+
+def _rank_main(fn: Callable[..., Any], args: Any, rank: int, world_size: int, store_path: str, results: Any) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), SHARDSTACK_DEVICE="cpu")
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    results.put((rank, fn(*args)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def section(title: str) -> Iterator[None]:
+    """Prints a heading, and how long what follows took."""
+    started = time.perf_counter()
+    print(f"\n{title}\n{'-' * len(title)}", flush=True)
+    yield
+    print(f"({time.perf_counter() - started:.0f} s)", flush=True)
+
+
+def machine() -> str:
+    """One line about where a result was measured."""
+    model = next(
+        (s.split(":", 1)[1].strip() for s in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in s),
+        platform.processor() or "unknown processor",
+    )
+    return f"{model}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
