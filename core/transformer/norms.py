@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ..tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
 from .initializers import init_ones, init_zeros
@@ -36,13 +37,16 @@ class LayerNorm(ParameterOwner):
             `sequence_parallel`. None: exactly when the config has sequence_parallel.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+
     def __init__(self, config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> None:
         super().__init__()
         self.size, self.eps = (size,), config.layernorm_epsilon
         partial = config.sequence_parallel if partial_gradients is None else partial_gradients
         dtype = config.params_dtype
-        self.weight = self.add_parameter("weight", self.size, init_ones, dtype=dtype, sequence_parallel=partial)
-        self.bias = self.add_parameter("bias", self.size, init_zeros, dtype=dtype, sequence_parallel=partial)
+        self.add_parameter("weight", self.size, init_ones, dtype=dtype, sequence_parallel=partial)
+        self.add_parameter("bias", self.size, init_zeros, dtype=dtype, sequence_parallel=partial)
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -57,13 +61,13 @@ class LayerNorm(ParameterOwner):
 class RMSNorm(ParameterOwner):
     """x / sqrt(mean(x^2) + eps) x weight over the last dim (Zhang and Sennrich, 2019). Arguments as `LayerNorm`."""
 
+    weight: nn.Parameter
+
     def __init__(self, config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> None:
         super().__init__()
         self.size, self.eps = (size,), config.layernorm_epsilon
         partial = config.sequence_parallel if partial_gradients is None else partial_gradients
-        self.weight = self.add_parameter(
-            "weight", self.size, init_ones, dtype=config.params_dtype, sequence_parallel=partial
-        )
+        self.add_parameter("weight", self.size, init_ones, dtype=config.params_dtype, sequence_parallel=partial)
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -77,5 +81,5 @@ class RMSNorm(ParameterOwner):
 
 def build_norm(config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> LayerNorm | RMSNorm:
     """The norm that `config.normalization` names."""
-    kind = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     return kind(config, size, partial_gradients=partial_gradients)

@@ -26,7 +26,7 @@ class TransformerConfig(ModelParallelConfig):
     carries the values that were derived from the old sizes.
 
     Raises:
-        ConfigError: everything that is wrong, in one message, a line each; a `ParallelConfigError` when all of it
+        ConfigError: everything that is wrong, in one message, separated by |; a `ParallelConfigError` when all of it
             is about parallel degrees.
     """
 
@@ -114,7 +114,7 @@ class TransformerConfig(ModelParallelConfig):
         violations += self._violations()
         if violations:
             kind = ParallelConfigError if all(isinstance(v, ParallelConfigError) for v in violations) else ConfigError
-            raise kind("\n".join(str(violation) for violation in violations))
+            raise kind(" | ".join(str(violation) for violation in violations))
 
     @property
     def init_method(self) -> Initializer:

@@ -117,7 +117,7 @@ class GPTModel(MegatronModule):
             rotation = self.rotary_pos_emb(input_ids.shape[1], hidden_states.device, position_ids)
         hidden_states = self.decoder(hidden_states, attention_mask, rotation)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits = self.output_layer(hidden_states, weight=weight)[0]  # [s, b, v / tp]
+        logits: torch.Tensor = self.output_layer(hidden_states, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
             return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t().contiguous()
         if not self.parallel_output:

@@ -6,7 +6,9 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from ....errors import DataError
 from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
 from ....tensor_parallel.layers import VocabParallelEmbedding
 from ....tensor_parallel.mappings import scatter_to_sequence_parallel_region
@@ -20,15 +22,27 @@ PositionEmbeddingType = Literal["rope", "learned_absolute"]
 class PositionEmbedding(ParameterOwner):
     """A learned vector for each position, whole on every rank."""
 
+    weight: nn.Parameter
+
     def __init__(self, config: TransformerConfig, max_sequence_length: int) -> None:
         super().__init__()
         shape = (max_sequence_length, config.hidden_size)
-        self.weight = self.add_parameter("weight", shape, config.init_method, dtype=config.params_dtype)
+        self.add_parameter("weight", shape, config.init_method, dtype=config.params_dtype)
         initialize_unless_deferred(self, config)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Positions `[s, b or 1]` to `[s, b or 1, h]`."""
-        return F.embedding(position_ids, self.weight)
+        """Positions `[s, b or 1]` to `[s, b or 1, h]`.
+
+        Raises:
+            DataError: a position beyond the table. On a GPU torch's kernel asserts.
+        """
+        try:
+            return F.embedding(position_ids, self.weight)
+        except IndexError as error:
+            raise DataError(
+                f"position_ids has positions outside 0 to {self.weight.shape[0] - 1}, the model's "
+                "max_sequence_length; build the model for longer sequences"
+            ) from error
 
 
 class LanguageModelEmbedding(MegatronModule):
