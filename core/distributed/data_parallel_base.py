@@ -108,7 +108,7 @@ class _BaseDataParallel(nn.Module, ABC):
     def broadcast_params(self) -> None:
         """After it, all replicas hold data-parallel rank 0's parameters and buffers."""
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped module's, with the names that it has without a wrapper."""
         return self.module.state_dict(*args, **kwargs)
 

@@ -152,7 +152,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
 def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return (local.untyped_storage().data_ptr(), local.storage_offset())
+    return (local.untyped_storage().data_ptr(), int(local.storage_offset()))
 
 
 def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:

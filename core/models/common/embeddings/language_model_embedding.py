@@ -1,0 +1,97 @@
+"""Token ids to the first hidden states."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ....errors import DataError
+from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
+from ....tensor_parallel.layers import VocabParallelEmbedding
+from ....tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from ....transformer.dropout import hidden_dropout
+from ....transformer.module import MegatronModule
+from ....transformer.transformer_config import TransformerConfig
+
+PositionEmbeddingType = Literal["rope", "learned_absolute"]
+
+
+class PositionEmbedding(ParameterOwner):
+    """A learned vector for each position, whole on every rank."""
+
+    weight: nn.Parameter
+
+    def __init__(self, config: TransformerConfig, max_sequence_length: int) -> None:
+        super().__init__()
+        shape = (max_sequence_length, config.hidden_size)
+        self.add_parameter("weight", shape, config.init_method, dtype=config.params_dtype)
+        initialize_unless_deferred(self, config)
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Positions `[s, b or 1]` to `[s, b or 1, h]`.
+
+        Raises:
+            DataError: a position beyond the table. On a GPU torch's kernel asserts.
+        """
+        try:
+            return F.embedding(position_ids, self.weight)
+        except IndexError as error:
+            raise DataError(
+                f"position_ids has positions outside 0 to {self.weight.shape[0] - 1}, the model's "
+                "max_sequence_length; build the model for longer sequences"
+            ) from error
+
+
+class LanguageModelEmbedding(MegatronModule):
+    """Word embeddings over the vocabulary cut by tensor-parallel ranks, learned positions if asked for, dropout."""
+
+    weights_used_in_backward = False
+    """Read by fully sharded wrappers: the gradient of a look-up needs ids, not the table, which need not be there."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: PositionEmbeddingType = "learned_absolute",
+    ) -> None:
+        super().__init__(config)
+        learned = position_embedding_type == "learned_absolute"
+        # Positions are added before the sequence is cut; without them the sum over ranks can do the cutting.
+        self.scatters_sequence = config.sequence_parallel and learned
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.init_method,
+            reduce_scatter_embeddings=config.sequence_parallel and not learned,
+        )
+        self.position_embeddings = PositionEmbedding(config, max_sequence_length) if learned else None
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Ids `[b, s]` to `[s, b, h]`; with sequence parallelism to this rank's `[s / tp, b, h]`.
+
+        Args:
+            position_ids: `[b, s]`, for learned positions; None is 0 to s - 1 in every row.
+        """
+        if self.word_embeddings.reduce_scatter_embeddings:
+            embeddings = self.word_embeddings(input_ids)  # [s / tp, b, h]
+        else:
+            embeddings = self.word_embeddings(input_ids.t())  # [s, b, h] at once: moving ids is cheaper
+        if self.position_embeddings is not None:
+            if position_ids is None:
+                positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(1)  # [s, 1]
+            else:
+                positions = position_ids.t()
+            embeddings = embeddings + self.position_embeddings(positions)
+        if self.scatters_sequence:
+            embeddings = scatter_to_sequence_parallel_region(embeddings)
+        return hidden_dropout(
+            embeddings,
+            self.config.hidden_dropout,
+            training=self.training,
+            sequence_parallel=self.config.sequence_parallel,
+        )

@@ -1,0 +1,60 @@
+"""The angles of rotary position embeddings (Su et al., 2021)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ....errors import ConfigError
+from ....transformer.rotary import Rotation, apply_rotary_pos_emb
+
+__all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of position x base^(-2i / r) for the first r = kv_channels x rotary_percent channels.
+
+    Holds neither parameters nor buffers, so that no cast, no sharding and no start on meta can touch the angles:
+    they are computed in fp32 on the device that asks, and those of the last length are kept.
+
+    Raises:
+        ConfigError: the number of rotated channels is not even.
+    """
+
+    def __init__(self, kv_channels: int, *, rotary_percent: float = 1.0, rotary_base: float = 10000.0) -> None:
+        super().__init__()
+        self.size, self.base = int(kv_channels * rotary_percent), float(rotary_base)
+        if self.size < 2 or self.size % 2:
+            raise ConfigError(
+                f"kv_channels {kv_channels} x rotary_percent {rotary_percent:g} is {self.size} rotated channels, and "
+                "channels turn in pairs; choose sizes that give an even number from 2"
+            )
+        self._kept: tuple[tuple[int, torch.device], Rotation] | None = None
+
+    def forward(
+        self, sequence_length: int, device: torch.device, position_ids: torch.Tensor | None = None
+    ) -> Rotation:
+        """Cosine and sine, `[s, 1, 1, r]` each, fp32; `[s, b, 1, r]` with explicit positions.
+
+        Args:
+            sequence_length: of the whole sequence, also where a rank holds a part of the activations.
+            position_ids: `[b, s]`; None is 0 to s - 1 in every row.
+        """
+        if position_ids is not None:
+            return self._rotation(position_ids.t())
+        key = (sequence_length, device)
+        if self._kept is not None and self._kept[0] == key:
+            return self._kept[1]
+        rotation = self._rotation(torch.arange(sequence_length, device=device).unsqueeze(1))
+        if not (
+            torch.is_inference_mode_enabled() or torch.compiler.is_compiling()
+        ):  # neither's tensors may outlive it
+            self._kept = key, rotation
+        return rotation
+
+    def _rotation(self, positions: torch.Tensor) -> Rotation:
+        """Positions `[s, b or 1]` to angles `[s, b or 1, 1, r]`."""
+        exponents = torch.arange(0, self.size, 2, dtype=torch.float32, device=positions.device) / self.size
+        angles = positions.float().unsqueeze(-1) / self.base**exponents  # [s, b or 1, r / 2]
+        angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
+        return angles.cos(), angles.sin()

@@ -1,0 +1,349 @@
+"""Linear layers and embeddings of which each tensor-parallel rank holds a part (Shoeybi et al., 2019).
+
+A column-parallel layer followed by a row-parallel one needs one all-reduce in the forward and one in the backward.
+With sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and what lies
+between the pairs holds a part of the sequence only.
+
+Activations are `[s, b, h]`. A rank alone in its group computes with torch's own functions, without a detour.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import ConfigError, ParallelConfigError
+from ..model_parallel_config import ModelParallelConfig
+from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
+from .mappings import (
+    Group,
+    gather_first_dim,
+    gather_from_tensor_model_parallel_region,
+    group_rank,
+    group_size,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_first_dim,
+    reduce_scatter_to_sequence_parallel_region,
+    resolve_group,
+    scatter_to_tensor_model_parallel_region,
+)
+from .vocab import check_ids
+
+Output = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class ColumnParallelLinear(ParameterOwner):
+    """`y = x A^T + b`, whose output features are cut: each rank has `A` `[output_size / tp, input_size]`.
+
+    The backward overlaps the input gradient's all-reduce (or reduce-scatter) with the weight gradient's product.
+
+    Args:
+        input_size: features of the input, which every rank holds whole, or with `config.sequence_parallel` for its
+            part of the sequence.
+        output_size: features of the output over all ranks.
+        init_method: fills the whole `[output_size, input_size]` weight; biases start at zero.
+        gather_output: give every rank all output features instead of its own.
+        skip_bias_add: return the bias beside the output, for a caller who fuses the addition.
+        skip_weight_param_allocation: own no weight; each forward is given one.
+        tp_group: default is that of `core.parallel_state`.
+
+    Raises:
+        ParallelConfigError: tp does not divide `output_size`, or is not the group's size.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
+        tp_group: Group = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.input_size, self.output_size = input_size, output_size
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.tp_group = _group_for(config, tp_group)
+        self.output_size_per_partition = _per_rank(output_size, self.tp_group, "output_size of a ColumnParallelLinear")
+        self.sequence_parallel = config.sequence_parallel
+        rows = self.output_size_per_partition
+        if skip_weight_param_allocation:
+            self.register_parameter("weight", None)
+        else:
+            self.add_parameter("weight", (rows, input_size), init_method, dtype=config.params_dtype, partition_dim=0)
+        if bias:
+            self.add_parameter("bias", (rows,), _zeros, dtype=config.params_dtype, partition_dim=0)
+        else:
+            self.register_parameter("bias", None)
+        initialize_unless_deferred(self, config)
+
+    def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None) -> Output:
+        """`[s, b, input_size]` to `[s, b, output_size / tp]` (whole with `gather_output`), and the bias if skipped.
+
+        With sequence parallelism the input is `[s / tp, b, input_size]`.
+
+        Args:
+            weight: `[output_size / tp, input_size]`, used instead of the layer's own.
+
+        Raises:
+            ConfigError: there is neither, or its shape is another.
+        """
+        weight = self.weight if weight is None else weight
+        if weight is None:
+            raise ConfigError(
+                "this ColumnParallelLinear was built with skip_weight_param_allocation and owns no weight; "
+                "pass one: forward(input_, weight=...)"
+            )
+        expected = (self.output_size_per_partition, self.input_size)
+        if weight.shape != expected:
+            raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {expected}")
+        bias = None if self.skip_bias_add else self.bias
+        output = _column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
+        if self.gather_output:
+            output = gather_from_tensor_model_parallel_region(output, self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={group_size(self.tp_group)}"
+
+
+class RowParallelLinear(ParameterOwner):
+    """`y = x A^T + b`, whose input features are cut: each rank has `A` `[output_size, input_size / tp]`.
+
+    Ranks' products are added by an all-reduce, or with `config.sequence_parallel` by a reduce-scatter over the
+    sequence; the bias, which every rank holds whole, is added after that.
+
+    Args:
+        input_size: features of the input over all ranks.
+        output_size: features of the output.
+        init_method: fills the whole `[output_size, input_size]` weight; biases start at zero.
+        input_is_parallel: the input is already cut, as a column-parallel layer leaves it.
+        skip_bias_add: return the bias beside the output, for a caller who fuses the addition.
+        tp_group: default is that of `core.parallel_state`.
+
+    Raises:
+        ParallelConfigError: tp does not divide `input_size`, or is not the group's size; or a whole input is asked
+            for together with sequence parallelism, whose inputs are parts of the sequence.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        tp_group: Group = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.input_size, self.output_size = input_size, output_size
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.tp_group = _group_for(config, tp_group)
+        self.input_size_per_partition = _per_rank(input_size, self.tp_group, "input_size of a RowParallelLinear")
+        self.sequence_parallel = config.sequence_parallel
+        if self.sequence_parallel and not input_is_parallel:
+            raise ParallelConfigError(
+                "RowParallelLinear(input_is_parallel=False) cannot be used with sequence_parallel; "
+                "give it the output of a ColumnParallelLinear, or turn sequence_parallel off"
+            )
+        shape = (output_size, self.input_size_per_partition)
+        self.add_parameter("weight", shape, init_method, dtype=config.params_dtype, partition_dim=1)
+        if bias:
+            self.add_parameter(
+                "bias", (output_size,), _zeros, dtype=config.params_dtype, sequence_parallel=self.sequence_parallel
+            )
+        else:
+            self.register_parameter("bias", None)
+        initialize_unless_deferred(self, config)
+
+    def forward(self, input_: torch.Tensor) -> Output:
+        """`[s, b, input_size / tp]` (whole without `input_is_parallel`) to `[s, b, output_size]`, and a skipped bias.
+
+        With sequence parallelism the output is `[s / tp, b, output_size]`.
+        """
+        bias = None if self.skip_bias_add else self.bias
+        skipped = self.bias if self.skip_bias_add else None
+        if group_size(self.tp_group) == 1:
+            return F.linear(input_, self.weight, bias), skipped
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+        partial = F.linear(input_, self.weight)  # [s, b, output_size], this rank's addend
+        if self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
+        else:
+            output = reduce_from_tensor_model_parallel_region(partial, self.tp_group)
+        return output if bias is None else output + bias, skipped
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={group_size(self.tp_group)}"
+
+
+class VocabParallelEmbedding(ParameterOwner):
+    """A table of which each rank has the rows of consecutive tokens, `[num_embeddings / tp, embedding_dim]`.
+
+    Args:
+        num_embeddings: rows over all ranks; see :func:`~core.tensor_parallel.pad_vocab_size`.
+        init_method: fills the whole table.
+        reduce_scatter_embeddings: give each rank its part of the sequence, `[s / tp, b, h]`, instead of `[b, s, h]`.
+        tp_group: default is that of `core.parallel_state`.
+
+    Raises:
+        ParallelConfigError: tp does not divide `num_embeddings`, or is not the group's size.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Initializer,
+        reduce_scatter_embeddings: bool = False,
+        tp_group: Group = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        self.tp_group = _group_for(config, tp_group)
+        rows = _per_rank(num_embeddings, self.tp_group, "vocabulary (num_embeddings) of a VocabParallelEmbedding")
+        self.vocab_start_index = rows * group_rank(self.tp_group)
+        self.vocab_end_index = self.vocab_start_index + rows
+        self.add_parameter("weight", (rows, embedding_dim), init_method, dtype=config.params_dtype, partition_dim=0)
+        initialize_unless_deferred(self, config)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Ids `[b, s]` to `[b, s, h]`, or to `[s / tp, b, h]` with `reduce_scatter_embeddings`.
+
+        Raises:
+            DataError: an id outside the vocabulary. On a GPU looking would stall it: there torch's kernel asserts,
+                and under tensor parallelism the token's embedding is zero.
+        """
+        check_ids(input_, self.num_embeddings, "token")
+        if group_size(self.tp_group) == 1:
+            output = F.embedding(input_, self.weight)
+        else:
+            elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
+            output = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.reduce_scatter_embeddings:  # the sequence goes first, to be cut
+            return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), self.tp_group)
+        return reduce_from_tensor_model_parallel_region(output, self.tp_group)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={group_size(self.tp_group)}"
+
+
+def _column_parallel_linear(
+    input_: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    sequence_parallel: bool,
+) -> torch.Tensor:
+    if group_size(group) == 1:
+        return F.linear(input_, weight, bias)
+    kind = input_.device.type
+    if torch.is_autocast_enabled(kind):  # the backward runs outside autocast: cast here, where autograd sees it
+        dtype = torch.get_autocast_dtype(kind)
+        input_, weight = input_.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    output: torch.Tensor = _ColumnParallelLinear.apply(input_, weight, bias, group, sequence_parallel)
+    return output
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    """Forward: gather the sequence (if it is cut), multiply.
+
+    Backward, in this order: start gathering the sequence again, which is not kept; compute the input gradient;
+    start to add it over ranks; compute the weight and bias gradients meanwhile; wait.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+    ) -> torch.Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(input_ if needs_weight else None, weight if needs_input else None)
+        whole = gather_first_dim(input_, group)[0] if sequence_parallel else input_  # [s, b, input_size]
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input_, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_input = grad_weight = grad_bias = None
+        gathering = adding = None
+        flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, output_size / tp]
+        if needs_weight and ctx.sequence_parallel:
+            input_, gathering = gather_first_dim(input_, ctx.group, async_op=True)
+        if needs_input:
+            grad_input = flat_grad.matmul(weight).view(*grad.shape[:-1], -1)  # [s, b, input_size]
+            if ctx.sequence_parallel:
+                grad_input, adding = reduce_scatter_first_dim(grad_input, ctx.group, async_op=True)
+            else:
+                adding = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
+        if needs_weight:
+            if gathering is not None:
+                gathering.wait()
+            grad_weight = flat_grad.t().matmul(input_.reshape(-1, input_.shape[-1]))
+        if needs_bias:
+            grad_bias = flat_grad.sum(0)
+        if adding is not None:
+            adding.wait()
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _group_for(config: ModelParallelConfig, group: Group) -> Group:
+    group = resolve_group(group)
+    asked, found = config.tensor_model_parallel_size, group_size(group)
+    if asked != found:
+        fix = (
+            "call initialize_model_parallel with the same size first, or pass tp_group" if group is None else "use one"
+        )
+        raise ParallelConfigError(
+            f"config.tensor_model_parallel_size is {asked}, but the tensor-parallel group has {found} rank(s); {fix}"
+        )
+    return group
+
+
+def _per_rank(size: int, group: Group, what: str) -> int:
+    ranks = group_size(group)
+    if size % ranks:
+        raise ParallelConfigError(
+            f"the {what} is {size}, which tensor_model_parallel_size {ranks} does not divide; "
+            f"make it {-(-size // ranks) * ranks}, or choose another tensor_model_parallel_size"
+        )
+    return size // ranks
+
+
+def _zeros(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    tensor.zero_()

@@ -1,0 +1,238 @@
+"""How activations cross tensor-parallel ranks: each mapping's forward and backward are one conjugate pair.
+
+    mapping                                        forward                     backward
+    copy_to_tensor_model_parallel_region           identity                    all-reduce
+    reduce_from_tensor_model_parallel_region       all-reduce                  identity
+    scatter_to_tensor_model_parallel_region        keep own part of last dim   all-gather last dim
+    gather_from_tensor_model_parallel_region       all-gather last dim         keep own part of last dim
+    scatter_to_sequence_parallel_region            keep own part of dim 0      all-gather dim 0
+    gather_from_sequence_parallel_region           all-gather dim 0            reduce-scatter dim 0 (or keep own part)
+    reduce_scatter_to_sequence_parallel_region     reduce-scatter dim 0        all-gather dim 0
+
+Names and pairs are Megatron-LM's (Shoeybi et al., 2019; the sequence-parallel ones Korthikanti et al., 2022). A
+backward is the conjugate mapping itself, so that gradients of gradients are right too. Nothing writes into the
+tensor that it was given: autograd may hand the same gradient to two consumers.
+
+`group=None` means the tensor-parallel group of `core.parallel_state`. Where there is none, or one rank is alone in
+it, every mapping returns its input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import parallel_state
+from .._torch_compat import all_gather_single, reduce_scatter_single
+from ..errors import ParallelConfigError
+
+Group = dist.ProcessGroup | None
+
+
+def resolve_group(group: Group) -> Group:
+    """`group`, or the tensor-parallel group of `core.parallel_state`, or None before that is initialised."""
+    return group if group is not None else parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+
+
+def group_size(group: Group) -> int:
+    """The number of ranks in `group`; no group is one rank."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """This rank's number within `group`; 0 without one."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Forward: identity. Backward: all-reduce. Enters a region whose ranks each compute a part from the whole."""
+    group = resolve_group(group)
+    return input_ if group_size(group) == 1 else _Copy.apply(input_, group)
+
+
+def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Forward: all-reduce of partial sums. Backward: identity."""
+    group = resolve_group(group)
+    return input_ if group_size(group) == 1 else _Reduce.apply(input_, group)
+
+
+def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Forward: `[..., n]` to this rank's `[..., n / tp]`. Backward: all-gather of the last dim.
+
+    Raises:
+        ParallelConfigError: tp does not divide the last dim.
+    """
+    group = resolve_group(group)
+    return input_ if group_size(group) == 1 else _Scatter.apply(input_, group)
+
+
+def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Forward: `[..., n / tp]` to `[..., n]`. Backward: this rank's part of the gradient, which is the same on all."""
+    group = resolve_group(group)
+    return input_ if group_size(group) == 1 else _Gather.apply(input_, group)
+
+
+def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Forward: `[s, ...]` to this rank's `[s / tp, ...]`. Backward: all-gather of dim 0.
+
+    Raises:
+        ParallelConfigError: tp does not divide the sequence.
+    """
+    group = resolve_group(group)
+    return input_ if group_size(group) == 1 else _ScatterSequence.apply(input_, group)
+
+
+def gather_from_sequence_parallel_region(
+    input_: torch.Tensor, tensor_parallel_output_grad: bool = True, group: Group = None
+) -> torch.Tensor:
+    """Forward: `[s / tp, ...]` to `[s, ...]`. Backward: reduce-scatter, or this rank's part.
+
+    Args:
+        tensor_parallel_output_grad: the ranks go on to compute different parts, so that their gradients are
+            partial sums and are added. False where they all compute the same thing with the gathered sequence.
+    """
+    group = resolve_group(group)
+    if group_size(group) == 1:
+        return input_
+    output: torch.Tensor = _GatherSequence.apply(input_, group, tensor_parallel_output_grad)
+    return output
+
+
+def reduce_scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """Forward: partial sums `[s, ...]` to this rank's part of their total, `[s / tp, ...]`. Backward: all-gather.
+
+    Raises:
+        ParallelConfigError: tp does not divide the sequence.
+    """
+    group = resolve_group(group)
+    return input_ if group_size(group) == 1 else _ReduceScatterSequence.apply(input_, group)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return input_.view_as(input_)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce_from_tensor_model_parallel_region(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        output = input_.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(output, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return copy_to_tensor_model_parallel_region(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return own_part(input_, -1, group).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gather_from_tensor_model_parallel_region(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        parts, _ = gather_first_dim(input_.unsqueeze(0), group)  # [tp, ..., n / tp]
+        return torch.cat(parts.unbind(), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return scatter_to_tensor_model_parallel_region(grad, ctx.group), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return own_part(input_, 0, group).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gather_from_sequence_parallel_region(grad, False, ctx.group), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup, tensor_parallel_output_grad: bool
+    ) -> torch.Tensor:
+        ctx.group, ctx.partial = group, tensor_parallel_output_grad
+        return gather_first_dim(input_, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.partial:
+            return reduce_scatter_to_sequence_parallel_region(grad, ctx.group), None, None
+        return scatter_to_sequence_parallel_region(grad, ctx.group), None, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return reduce_scatter_first_dim(input_, group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gather_from_sequence_parallel_region(grad, True, ctx.group), None
+
+
+def own_part(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's part of `tensor` along `dim`, as a view.
+
+    Raises:
+        ParallelConfigError: the ranks do not divide it.
+    """
+    size = group_size(group)
+    _check_divides(tensor, dim, size)
+    return tensor.chunk(size, dim)[group_rank(group)]
+
+
+def gather_first_dim(
+    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """`[n, ...]` of every rank as one `[tp * n, ...]`; with `async_op`, filled once the work is waited for."""
+    whole = tensor.new_empty(tensor.shape[0] * group_size(group), *tensor.shape[1:])
+    return whole, all_gather_single(whole, tensor.contiguous(), group, async_op)
+
+
+def reduce_scatter_first_dim(
+    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """This rank's `[n / tp, ...]` of the sum of every rank's `[n, ...]`; `async_op` as in :func:`gather_first_dim`.
+
+    Raises:
+        ParallelConfigError: the ranks do not divide dim 0.
+    """
+    size = group_size(group)
+    _check_divides(tensor, 0, size)
+    part = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+    return part, reduce_scatter_single(part, tensor.contiguous(), group, async_op)
+
+
+def _check_divides(tensor: torch.Tensor, dim: int, size: int) -> None:
+    length = tensor.shape[dim]
+    if length % size:
+        what, fix = "last dim", "choose a size that it divides"
+        if dim == 0:
+            what, fix = "sequence", f"pad the sequence to a multiple of {size}, or turn sequence_parallel off"
+        raise ParallelConfigError(
+            f"a {what} of {length} ({list(tensor.shape)}) cannot be split over {size} tensor-parallel ranks; {fix}"
+        )

@@ -1,0 +1,152 @@
+"""Which random numbers tensor-parallel ranks share, and recomputation that draws the same ones again.
+
+Activations that every tensor-parallel rank holds whole need the same dropout mask on all of them: they draw from
+torch's default stream, which :func:`model_parallel_manual_seed` seeds alike on all. Activations of which each rank
+holds a part need different masks: they draw inside ``get_rng_tracker().fork()``, from a stream of the rank's own.
+The rule and the offset are Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from .. import parallel_state
+from ..device import device_type
+from ..errors import ConfigError, ParallelStateError
+
+MODEL_PARALLEL_RNG = "model-parallel-rng"
+_MODEL_PARALLEL_OFFSET = 2718
+
+
+class RNGStatesTracker:
+    """Named random streams beside torch's default one, on the device of this process."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, torch.Tensor] = {}
+
+    def reset(self) -> None:
+        """Forgets every stream."""
+        self._states = {}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """The state of every stream by name, as byte tensors on the CPU; drawing later does not change them."""
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Replaces every stream, for example by those of a checkpoint."""
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Starts the stream `name` at `seed`; torch's default stream is not touched.
+
+        Raises:
+            ConfigError: there is a stream of that name.
+        """
+        if name in self._states:
+            raise ConfigError(
+                f"the random stream {name!r} exists already; reset() the tracker before seeding it again"
+            )
+        self._states[name] = torch.Generator(device=device_type()).manual_seed(seed).get_state()
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
+        """Inside it torch's default stream continues the stream `name`; afterwards, on exceptions too, its own.
+
+        Before any stream was added, and where this rank is alone in its tensor-parallel group, nothing tells
+        shared from unshared: the default stream serves both, and a model needs no more than `torch.manual_seed`.
+
+        Raises:
+            ParallelStateError: there is no stream of that name.
+        """
+        if not self._states and parallel_state.get_tensor_model_parallel_world_size() == 1:
+            yield
+            return
+        if name not in self._states:
+            raise ParallelStateError(
+                f"no random stream {name!r} (there are {sorted(self._states)}); call "
+                "core.tensor_parallel.model_parallel_manual_seed(seed) after initialize_model_parallel()"
+            )
+        outer = _get_rng_state()
+        _set_rng_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _get_rng_state()
+            _set_rng_state(outer)
+
+
+_tracker = RNGStatesTracker()
+
+
+def get_rng_tracker() -> RNGStatesTracker:
+    """The tracker of this process."""
+    return _tracker
+
+
+get_cuda_rng_tracker = get_rng_tracker
+
+
+def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
+    """Seeds the default stream alike on all tensor-parallel ranks, and each rank's own stream differently.
+
+    Args:
+        tp_rank: this rank's number in its tensor-parallel group, where `core.parallel_state` does not hold it.
+    """
+    if tp_rank is None:
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    torch.manual_seed(seed)
+    _tracker.reset()
+    _tracker.add(MODEL_PARALLEL_RNG, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
+
+
+model_parallel_cuda_manual_seed = model_parallel_manual_seed
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, whose activations are not kept but computed again in the backward.
+
+    Recomputation draws the random numbers of the forward, from the default stream and from tracked ones, and leaves
+    all streams where they were (Chen et al., 2016; torch's non-reentrant checkpoint underneath).
+    """
+    return torch_checkpoint(
+        functools.partial(function, **kwargs), *args, use_reentrant=False, context_fn=_tracked_contexts
+    )
+
+
+def _tracked_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _TrackedStates(_tracker.get_states())
+
+
+class _TrackedStates:
+    """The tracked streams of an earlier moment, within it. Entered anew by each backward through a kept graph."""
+
+    def __init__(self, states: dict[str, torch.Tensor]) -> None:
+        self._states = states
+        self._outer: list[dict[str, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._outer.append(_tracker.get_states())
+        _tracker.set_states(self._states)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _tracker.set_states(self._outer.pop())
+
+
+def _get_rng_state() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if device_type() == "cuda" else torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor) -> None:
+    if device_type() == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)

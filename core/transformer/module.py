@@ -1,0 +1,116 @@
+"""What every module of a model shares, half precision around a whole model, and the way from meta to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..device import current_device
+from ..errors import ConfigError
+from ..tensor_parallel.initialization import initialize_parameters
+from .transformer_config import TransformerConfig
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class MegatronModule(nn.Module):
+    """A module that knows its config."""
+
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """What a checkpoint holds of this module: its `state_dict`."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+
+class Float16Module(MegatronModule):
+    """`module` computing in fp16 or bf16: parameters cast once, floating inputs cast in, outputs cast to fp32.
+
+    The parameters stay the same objects with the attributes they carry, so that an optimizer or a wrapper made
+    before still holds them. Buffers keep their dtype. State dicts have the module's own names.
+
+    Raises:
+        ConfigError: neither fp16 nor bf16 is set.
+    """
+
+    def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
+        if not (config.fp16 or config.bf16):
+            raise ConfigError(
+                "Float16Module with neither fp16 nor bf16 in its config; set one, or use the module bare"
+            )
+        super().__init__(config)
+        self.module = module
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(config.compute_dtype)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward: fp32 inputs in the compute dtype, outputs in fp32, also inside containers."""
+        args, kwargs = _cast((args, kwargs), (torch.float32,), self.config.compute_dtype)
+        return _cast(self.module(*args, **kwargs), (torch.float16, torch.bfloat16), torch.float32)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's, without a prefix of this wrapper."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """The module's, without a prefix of this wrapper."""
+        if isinstance(self.module, MegatronModule):
+            return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """The module's, from names without a prefix."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def materialize(model: Model, device: torch.device | str | None = None) -> Model:
+    """Gives a model that was built on the meta device its storage and its initial values, and returns it.
+
+        with torch.device("meta"):
+            model = GPTModel(...)
+        materialize(model)
+
+    The values are, bit for bit, those of direct construction under the same seed, also for a model that has been
+    sharded in between; parameters that had values lose them. With `config.perform_initialization` False storage is
+    left as allocated, for a checkpoint to fill.
+
+    Args:
+        device: None is the device of this process.
+
+    Raises:
+        ConfigError: the model kept no `init_seed`, or holds a buffer on meta, which nothing could fill.
+    """
+    seed = getattr(model, "init_seed", None)
+    if seed is None:
+        raise ConfigError(f"{type(model).__name__} has no init_seed, so nothing says which values to start from")
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if lost:
+        raise ConfigError(f"buffers on the meta device cannot be filled: {lost}; build these modules on a device")
+    buffers = {name: buffer.to(device or current_device()) for name, buffer in model.named_buffers()}
+    model.to_empty(device=device or current_device())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    if model.config.perform_initialization:  # type: ignore[union-attr]
+        initialize_parameters(model, seed)
+    return model
+
+
+def _cast(value: Any, from_dtypes: tuple[torch.dtype, ...], to_dtype: torch.dtype) -> Any:
+    """`value` with every tensor of `from_dtypes` in it cast, through tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(to_dtype) if value.dtype in from_dtypes else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, from_dtypes, to_dtype) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast(item, from_dtypes, to_dtype) for item in value)
+    if isinstance(value, dict):
+        return {key: _cast(item, from_dtypes, to_dtype) for key, item in value.items()}
+    return value

@@ -1,0 +1,85 @@
+"""LayerNorm and RMSNorm, on NVIDIA apex's fused kernels where they are really installed, else on torch's."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
+from .initializers import init_ones, init_zeros
+from .transformer_config import TransformerConfig
+
+
+@functools.cache
+def apex_kernels() -> Any | None:
+    """The module of apex's fused norms, or None: PyPI's `apex` is another project, and apex may lack its kernels."""
+    try:
+        importlib.import_module("fused_layer_norm_cuda")  # the compiled part, which apex loads only when first called
+        module = importlib.import_module("apex.normalization.fused_layer_norm")
+    except ImportError:
+        return None
+    functions = ("fused_layer_norm_affine", "fused_rms_norm_affine")
+    return module if all(hasattr(module, name) for name in functions) else None
+
+
+class LayerNorm(ParameterOwner):
+    """(x - mean) / sqrt(variance + eps) x weight + bias over the last dim (Ba et al., 2016).
+
+    Args:
+        size: of the last dim.
+        partial_gradients: tensor-parallel ranks see different parts of the input, so that this rank's gradients
+            are partial sums over them; marked as Megatron marks them, by the parameter attribute
+            `sequence_parallel`. None: exactly when the config has sequence_parallel.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> None:
+        super().__init__()
+        self.size, self.eps = (size,), config.layernorm_epsilon
+        partial = config.sequence_parallel if partial_gradients is None else partial_gradients
+        dtype = config.params_dtype
+        self.add_parameter("weight", self.size, init_ones, dtype=dtype, sequence_parallel=partial)
+        self.add_parameter("bias", self.size, init_zeros, dtype=dtype, sequence_parallel=partial)
+        initialize_unless_deferred(self, config)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """`[..., size]` to `[..., size]`."""
+        kernels = apex_kernels() if input_.is_cuda else None
+        if kernels is not None:
+            output: torch.Tensor = kernels.fused_layer_norm_affine(input_, self.weight, self.bias, self.size, self.eps)
+            return output
+        return F.layer_norm(input_, self.size, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(ParameterOwner):
+    """x / sqrt(mean(x^2) + eps) x weight over the last dim (Zhang and Sennrich, 2019). Arguments as `LayerNorm`."""
+
+    weight: nn.Parameter
+
+    def __init__(self, config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> None:
+        super().__init__()
+        self.size, self.eps = (size,), config.layernorm_epsilon
+        partial = config.sequence_parallel if partial_gradients is None else partial_gradients
+        self.add_parameter("weight", self.size, init_ones, dtype=config.params_dtype, sequence_parallel=partial)
+        initialize_unless_deferred(self, config)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """`[..., size]` to `[..., size]`."""
+        kernels = apex_kernels() if input_.is_cuda else None
+        if kernels is not None:
+            output: torch.Tensor = kernels.fused_rms_norm_affine(input_, self.weight, self.size, self.eps)
+            return output
+        return F.rms_norm(input_, self.size, self.weight, self.eps)
+
+
+def build_norm(config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> LayerNorm | RMSNorm:
+    """The norm that `config.normalization` names."""
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    return kind(config, size, partial_gradients=partial_gradients)

@@ -1,0 +1,206 @@
+"""What a transformer is made of: one dataclass, with Megatron-LM's field names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..errors import ConfigError, ParallelConfigError
+from ..model_parallel_config import ModelParallelConfig
+from ..tensor_parallel.initialization import Initializer
+from .initializers import init_method_normal, scaled_init_method_normal
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+RecomputeGranularity = Literal["selective", "full"]
+RecomputeMethod = Literal["uniform", "block"]
+
+
+@dataclass(kw_only=True)
+class TransformerConfig(ModelParallelConfig):
+    """The shape of a transformer and how it is computed.
+
+    Fields that default to None are given their value here, once, from the others; `dataclasses.replace` therefore
+    carries the values that were derived from the old sizes.
+
+    Raises:
+        ConfigError: everything that is wrong, in one message, separated by |; a `ParallelConfigError` when all of it
+            is about parallel degrees.
+    """
+
+    num_layers: int
+    """Transformer layers."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+
+    num_attention_heads: int
+    """Query heads of a layer."""
+
+    num_query_groups: int = None  # type: ignore[assignment]  # an int once __post_init__ has run, as for those below
+    """Key and value heads of a layer, each shared by heads / groups query heads (Ainslie et al., 2023). None: one
+    for every query head."""
+
+    ffn_hidden_size: int = None  # type: ignore[assignment]
+    """Width of the MLP; with `gated_linear_unit` of the gate and of the up branch each. None: 4 x hidden_size."""
+
+    kv_channels: int = None  # type: ignore[assignment]
+    """Width of one head. None: hidden_size / num_attention_heads."""
+
+    hidden_dropout: float = 0.1
+    """Probability of dropping an element after the embedding, the attention and the MLP."""
+
+    attention_dropout: float = 0.1
+    """Probability of dropping an attention weight. torch's fused kernel for CPU has no dropout: with it attention
+    on CPU takes memory quadratic in the sequence."""
+
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance (LayerNorm) or to the mean square (RMSNorm)."""
+
+    normalization: Normalization = "LayerNorm"
+    """Kind of every norm: "LayerNorm" or "RMSNorm"."""
+
+    add_bias_linear: bool = True
+    """Biases in the projections of attention and MLP."""
+
+    add_qkv_bias: bool = False
+    """A bias in the query, key and value projection also without `add_bias_linear`."""
+
+    gated_linear_unit: bool = False
+    """The MLP multiplies activation(gate) by an up branch; with "silu" it is SwiGLU (Shazeer, 2020)."""
+
+    activation_func: Activation = "gelu"
+    """Activation of the MLP: "gelu" (exact), "gelu_tanh" (its tanh approximation, as in GPT-2) or "silu"."""
+
+    qk_layernorm: bool = False
+    """Norm each head's query and key before the rotation."""
+
+    rotary_percent: float = 1.0
+    """Share of a head's channels that rotary embeddings turn; the rest passes unchanged."""
+
+    rotary_base: float = 10000.0
+    """Base of the geometric series of rotary wavelengths."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; the projections that end in the residual stream get it divided by
+    sqrt(2 x num_layers) (Radford et al., 2019)."""
+
+    recompute_granularity: RecomputeGranularity | None = None
+    """What backward computes again instead of keeping: "selective", the core of attention (Korthikanti et al., 2022);
+    "full", whole layers; None, nothing."""
+
+    recompute_method: RecomputeMethod | None = None
+    """Which layers "full" recomputes: "uniform", all, in chunks of `recompute_num_layers` of which only the input is
+    kept; "block", the first `recompute_num_layers`, each a chunk of its own."""
+
+    recompute_num_layers: int | None = None
+    """Layers, as `recompute_method` says."""
+
+    def __post_init__(self) -> None:
+        violations: list[ConfigError] = []
+        try:
+            super().__post_init__()
+        except ConfigError as error:
+            violations.append(error)
+        if self.num_query_groups is None:
+            self.num_query_groups = self.num_attention_heads
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = 4 * self.hidden_size
+        divides = self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
+        if self.kv_channels is None and divides:
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+        violations += self._violations()
+        if violations:
+            kind = ParallelConfigError if all(isinstance(v, ParallelConfigError) for v in violations) else ConfigError
+            raise kind(" | ".join(str(violation) for violation in violations))
+
+    @property
+    def init_method(self) -> Initializer:
+        """Fills a weight that reads the residual stream."""
+        return init_method_normal(self.init_method_std)
+
+    @property
+    def output_layer_init_method(self) -> Initializer:
+        """Fills a weight that writes to the residual stream."""
+        return scaled_init_method_normal(self.init_method_std, self.num_layers)
+
+    def _violations(self) -> Iterator[ConfigError]:
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
+        not_positive = [name for name in sizes if getattr(self, name) < 1]
+        if self.kv_channels is not None and self.kv_channels < 1:
+            not_positive.append("kv_channels")
+        for name in not_positive:
+            yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
+        if not not_positive:
+            yield from self._size_violations()
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                yield ConfigError(f"{name} is {getattr(self, name)}; it takes a probability from 0 to below 1")
+        if not 0.0 < self.rotary_percent <= 1.0:
+            yield ConfigError(f"rotary_percent is {self.rotary_percent}; it takes a share above 0 and up to 1")
+        for name in ("layernorm_epsilon", "rotary_base"):
+            if not 0.0 < getattr(self, name) < math.inf:
+                yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
+        if not 0.0 <= self.init_method_std < math.inf:
+            yield ConfigError(f"init_method_std is {self.init_method_std}; it takes zero or a positive number")
+        for name, choices in (("normalization", Normalization), ("activation_func", Activation)):
+            if getattr(self, name) not in get_args(choices):
+                yield ConfigError(f"{name} is {getattr(self, name)!r}; it takes one of {_listed(get_args(choices))}")
+        yield from self._recompute_violations()
+
+    def _size_violations(self) -> Iterator[ConfigError]:
+        heads, groups, tp = self.num_attention_heads, self.num_query_groups, max(1, self.tensor_model_parallel_size)
+        if self.kv_channels is None:
+            yield ConfigError(
+                f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}; "
+                f"take a hidden_size of {_nearest(self.hidden_size, heads)}, or give kv_channels"
+            )
+        if heads % groups:
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+            below = max(n for n in divisors if n <= groups)
+            above = min(n for n in divisors if n >= min(groups, heads))
+            fitting = " or ".join(str(n) for n in sorted({below, above}))
+            yield ConfigError(
+                f"num_query_groups {groups} does not divide num_attention_heads {heads}; take {fitting} groups"
+            )
+        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+            size = getattr(self, name)
+            if size % tp and not (name == "num_query_groups" and groups == heads):  # said once for both
+                yield ParallelConfigError(
+                    f"{name} {size} cannot be split over tensor_model_parallel_size {tp}; take {_nearest(size, tp)}"
+                )
+
+    def _recompute_violations(self) -> Iterator[ConfigError]:
+        granularity, method, number = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
+        for name, value, choices in (
+            ("recompute_granularity", granularity, get_args(RecomputeGranularity)),
+            ("recompute_method", method, get_args(RecomputeMethod)),
+        ):
+            if value is not None and value not in choices:
+                yield ConfigError(f"{name} is {value!r}; it takes None or one of {_listed(choices)}")
+        if granularity == "full":
+            if method is None:
+                yield ConfigError('recompute_granularity "full" needs recompute_method: "uniform" or "block"')
+            if number is None or not 1 <= number <= max(1, self.num_layers):
+                yield ConfigError(
+                    f'recompute_granularity "full" needs recompute_num_layers from 1 to {self.num_layers} '
+                    f"(num_layers), and it is {number}"
+                )
+        elif method is not None or number is not None:
+            given = [n for n in ("recompute_method", "recompute_num_layers") if getattr(self, n) is not None]
+            yield ConfigError(
+                f"{' and '.join(given)} given with recompute_granularity {granularity!r}, where nothing reads it; "
+                'drop it, or take "full"'
+            )
+
+
+def _nearest(size: int, divisor: int) -> str:
+    """The multiples of `divisor` on both sides of `size`."""
+    below = size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)
+
+
+def _listed(choices: tuple[str, ...]) -> str:
+    return ", ".join(f'"{choice}"' for choice in choices)

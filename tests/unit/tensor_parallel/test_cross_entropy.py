@@ -1,0 +1,104 @@
+"""The loss over a cut vocabulary beside torch's over the whole: values, gradients, precision, extremes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from core.errors import DataError
+from core.tensor_parallel import cross_entropy, vocab_parallel_cross_entropy
+from tests.unit._spawn import run_distributed
+from tests.unit.tensor_parallel._layers import all_gather, own
+
+S, B, V = 5, 3, 14
+
+
+def _logits(scale: float, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(S, B, V, generator=torch.Generator().manual_seed(2)) * scale).to(dtype)
+
+
+def _targets() -> torch.Tensor:
+    targets = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(4))
+    targets[0, 0], targets[1, 1], targets[2, 0] = 0, V - 1, -100
+    return targets
+
+
+def _check(scale: float, dtype: torch.dtype, tolerance: float, chunk_elements: int) -> None:
+    target = _targets()
+    weights = torch.rand(S, B, generator=torch.Generator().manual_seed(6))
+    whole = _logits(scale, dtype).requires_grad_()
+    reference = F.cross_entropy(whole.double().view(-1, V), target.view(-1), reduction="none").view(S, B)
+    (reference * weights).sum().backward()
+
+    part = own(_logits(scale, dtype), -1).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy, "_CHUNK_ELEMENTS", chunk_elements)
+        loss = vocab_parallel_cross_entropy(part, target, dist.group.WORLD)
+        assert loss.dtype is torch.float32
+        torch.testing.assert_close(loss.double(), reference.detach(), rtol=tolerance, atol=tolerance)
+        assert loss[2, 0] == 0
+        before = part.detach().clone()
+        (loss * weights).sum().backward(retain_graph=True)
+        first = part.grad.clone()
+        part.grad = None
+        (loss * weights).sum().backward()  # nothing that the first backward needed was overwritten
+    assert torch.equal(part.grad, first)
+    assert torch.equal(part, before)
+    gradient = all_gather(part.grad, -1)
+    assert gradient.dtype is dtype
+    assert not gradient[2, 0].any()
+    grad_tolerance = 4e-3 if dtype is torch.bfloat16 else tolerance  # half a last place of the bf16 gradient
+    torch.testing.assert_close(gradient, whole.grad, rtol=grad_tolerance, atol=1e-6)
+
+
+def _agreement_with_the_serial_path() -> tuple[float, float]:
+    target = _targets()
+    results = []
+    for logits, group in ((_logits(3.0, torch.float32), None), (own(_logits(3.0, torch.float32), -1), "world")):
+        leaf = logits.clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(leaf, target, dist.group.WORLD if group else None)
+        loss.sum().backward()
+        results.append((loss.detach(), leaf.grad))
+    (loss, gradient), (loss_cut, gradient_cut) = results
+    return (
+        (loss - loss_cut).abs().max().item(),
+        (gradient - all_gather(gradient_cut, -1)).abs().max().item(),
+    )
+
+
+def _unknown_target() -> str:
+    with pytest.raises(DataError) as caught:
+        vocab_parallel_cross_entropy(torch.zeros(1, 2, V // 2), torch.tensor([[0, V]]), dist.group.WORLD)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("chunk_elements", [2**24, 3 * V])  # all tokens at once; a few at a time, uneven at the end
+def test_two_ranks_equal_torch_on_the_whole_vocabulary(chunk_elements: int):
+    run_distributed(_check, 2, 3.0, torch.float32, 1e-6, chunk_elements)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss():
+    run_distributed(_check, 2, 1e4, torch.float32, 1e-6, 2**24)
+
+
+def test_bf16_logits_are_summed_in_fp32():
+    run_distributed(_check, 2, 3.0, torch.bfloat16, 1e-6, 2**24)
+
+
+def test_two_ranks_agree_with_the_serial_path_to_1e_6():
+    for loss_gap, gradient_gap in run_distributed(_agreement_with_the_serial_path, 2):
+        assert loss_gap <= 1e-6
+        assert gradient_gap <= 1e-6
+
+
+def test_alone_it_is_torchs():
+    logits, target = _logits(3.0, torch.bfloat16), _targets()
+    loss = vocab_parallel_cross_entropy(logits, target)
+    assert torch.equal(loss.view(-1), F.cross_entropy(logits.float().view(-1, V), target.view(-1), reduction="none"))
+
+
+def test_a_target_outside_the_vocabulary_is_named_on_every_rank():
+    for message in run_distributed(_unknown_target, 2):
+        assert f"target id {V} is outside the vocabulary of {V}" in message

@@ -1,0 +1,161 @@
+"""Streams that ranks share or not, and recomputation that draws what the forward drew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from core.errors import ConfigError, ParallelStateError
+from core.tensor_parallel import checkpoint, get_cuda_rng_tracker, get_rng_tracker, model_parallel_manual_seed
+from tests.unit._spawn import run_distributed
+
+
+@pytest.fixture(autouse=True)
+def _tracker_is_empty():
+    get_rng_tracker().reset()
+    yield
+    get_rng_tracker().reset()
+
+
+def _draws() -> dict[str, list[float]]:
+    model_parallel_manual_seed(11, tp_rank=dist.get_rank())
+    shared = torch.rand(3)
+    with get_rng_tracker().fork():
+        own = torch.rand(3)
+    shared_again = torch.rand(3)
+    with get_rng_tracker().fork():
+        own_again = torch.rand(3)
+    get_rng_tracker().reset()
+    return {
+        "shared": [*shared.tolist(), *shared_again.tolist()],
+        "own": [*own.tolist(), *own_again.tolist()],
+    }
+
+
+def test_ranks_share_the_default_stream_and_have_a_stream_of_their_own():
+    first, second = run_distributed(_draws, 2)
+    assert first["shared"] == second["shared"]
+    assert first["own"] != second["own"]
+    # Megatron's rule, and neither stream disturbs the other
+    torch.manual_seed(11)
+    assert first["shared"] == torch.rand(6).tolist()
+    for rank, drawn in enumerate((first, second)):
+        torch.manual_seed(11 + 2718 + rank)
+        assert drawn["own"] == torch.rand(6).tolist()
+
+
+def test_fork_restores_and_advances_on_exceptions_too():
+    model_parallel_manual_seed(11)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="planted"), get_rng_tracker().fork():
+        first = torch.rand(2)
+        raise RuntimeError("planted")
+    assert torch.equal(torch.get_rng_state(), before)
+    with get_rng_tracker().fork():
+        assert not torch.equal(torch.rand(2), first)
+
+
+def test_states_are_a_snapshot_that_can_be_set_again():
+    model_parallel_manual_seed(11)
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    with tracker.fork():
+        first = torch.rand(2)
+    tracker.set_states(states)
+    with tracker.fork():
+        assert torch.equal(torch.rand(2), first)
+
+
+def test_streams_by_name():
+    tracker = get_rng_tracker()
+    before = torch.get_rng_state()
+    tracker.add("mine", 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ConfigError, match="'mine' exists"):
+        tracker.add("mine", 4)
+    with (
+        pytest.raises(ParallelStateError, match=r"no random stream 'other' \(there are \['mine'\]\)"),
+        tracker.fork("other"),
+    ):
+        pass
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    with tracker.fork("mine"):
+        assert torch.equal(torch.rand(2), expected)
+
+
+def test_unseeded_and_alone_the_default_stream_serves():
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    with get_rng_tracker().fork():
+        assert torch.equal(torch.rand(2), expected)
+
+
+def _block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Dropout from both streams between operations that keep activations."""
+    x = F.dropout(torch.tanh(x @ weight), 0.5)
+    with get_rng_tracker().fork():
+        x = F.dropout(x * x, 0.5)
+    return F.dropout(torch.tanh(x @ weight), 0.5)
+
+
+def _run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Two blocks in a row, and draws after the forward, from both streams, that a recomputation must not follow."""
+    model_parallel_manual_seed(11)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 6, generator=generator).requires_grad_()
+    weight = torch.randn(6, 6, generator=generator).requires_grad_()
+    y = call(_block, call(_block, x, weight), weight)
+    after_forward = torch.rand(4)
+    with get_rng_tracker().fork():
+        own_after_forward = torch.rand(4)
+    y.sum().backward(retain_graph=True)
+    once = x.grad.clone()
+    y.sum().backward()
+    after_backward = torch.rand(4)
+    with get_rng_tracker().fork():
+        own_after_backward = torch.rand(4)
+    return (
+        y.detach(),
+        once,
+        x.grad,
+        weight.grad,
+        after_forward,
+        own_after_forward,
+        after_backward,
+        own_after_backward,
+    )
+
+
+def test_recomputation_changes_no_output_no_gradient_and_no_stream():
+    kept = _run(lambda fn, *args: fn(*args))
+    recomputed = _run(checkpoint)
+    for one, other in zip(kept, recomputed, strict=True):
+        assert torch.equal(one, other)
+    assert kept[1].any()
+    # torch's own does not know the tracked stream: what this one adds shows
+    naive = _run(lambda fn, *args: torch_checkpoint(fn, *args, use_reentrant=False))
+    assert torch.equal(naive[0], kept[0])
+    assert not torch.equal(naive[1], kept[1])
+
+
+def test_recomputation_keeps_no_activations_and_passes_keywords():
+    calls = []
+
+    def fn(x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        calls.append(scale)
+        return (x * scale).exp().exp()
+
+    x = torch.randn(3, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = checkpoint(fn, x, scale=0.5)
+    assert [tensor is x for tensor in saved] == [True]  # the argument alone
+    y.sum().backward()
+    assert calls == [0.5, 0.5]
