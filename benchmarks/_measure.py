@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: its profiler would announce itself
+
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
