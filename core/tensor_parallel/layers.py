@@ -28,7 +28,6 @@ from .mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_first_dim,
     reduce_scatter_to_sequence_parallel_region,
-    resolve_group,
     scatter_to_tensor_model_parallel_region,
 )
 from .vocab import check_ids
@@ -71,11 +70,11 @@ class ColumnParallelLinear(ParameterOwner):
         skip_weight_param_allocation: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tp_group)
+        _check_degree(config, self.tp_group)
         self.config = config
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.tp_group = _group_for(config, tp_group)
         self.output_size_per_partition = _per_rank(output_size, self.tp_group, "output_size of a ColumnParallelLinear")
         self.sequence_parallel = config.sequence_parallel
         rows = self.output_size_per_partition
@@ -111,7 +110,7 @@ class ColumnParallelLinear(ParameterOwner):
             raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {expected}")
         bias = None if self.skip_bias_add else self.bias
         output = _column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
-        if self.gather_output:
+        if self.gather_output and group_size(self.tp_group) > 1:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
@@ -153,11 +152,11 @@ class RowParallelLinear(ParameterOwner):
         skip_bias_add: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tp_group)
+        _check_degree(config, self.tp_group)
         self.config = config
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.tp_group = _group_for(config, tp_group)
         self.input_size_per_partition = _per_rank(input_size, self.tp_group, "input_size of a RowParallelLinear")
         self.sequence_parallel = config.sequence_parallel
         if self.sequence_parallel and not input_is_parallel:
@@ -222,11 +221,11 @@ class VocabParallelEmbedding(ParameterOwner):
         reduce_scatter_embeddings: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tp_group)
+        _check_degree(config, self.tp_group)
         self.config = config
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        self.tp_group = _group_for(config, tp_group)
         rows = _per_rank(num_embeddings, self.tp_group, "vocabulary (num_embeddings) of a VocabParallelEmbedding")
         self.vocab_start_index = rows * group_rank(self.tp_group)
         self.vocab_end_index = self.vocab_start_index + rows
@@ -242,11 +241,11 @@ class VocabParallelEmbedding(ParameterOwner):
         """
         check_ids(input_, self.num_embeddings, "token")
         if group_size(self.tp_group) == 1:
-            output = F.embedding(input_, self.weight)
-        else:
-            elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-            local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
-            output = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+            whole = F.embedding(input_, self.weight)
+            return whole.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else whole
+        elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
+        output = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:  # the sequence goes first, to be cut
             return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), self.tp_group)
         return reduce_from_tensor_model_parallel_region(output, self.tp_group)
@@ -322,17 +321,18 @@ class _ColumnParallelLinear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _group_for(config: ModelParallelConfig, group: Group) -> Group:
-    group = resolve_group(group)
+def _check_degree(config: ModelParallelConfig, group: Group) -> None:
     asked, found = config.tensor_model_parallel_size, group_size(group)
-    if asked != found:
-        fix = (
-            "call initialize_model_parallel with the same size first, or pass tp_group" if group is None else "use one"
-        )
-        raise ParallelConfigError(
-            f"config.tensor_model_parallel_size is {asked}, but the tensor-parallel group has {found} rank(s); {fix}"
-        )
-    return group
+    if asked == found:
+        return
+    fix = (
+        "call initialize_model_parallel with the same size first, or pass tp_group"
+        if group is None
+        else "make them equal"
+    )
+    raise ParallelConfigError(
+        f"config.tensor_model_parallel_size is {asked}, but the tensor-parallel group has {found} rank(s); {fix}"
+    )
 
 
 def _per_rank(size: int, group: Group, what: str) -> int:
