@@ -185,9 +185,7 @@ def initialize_parameters(module: nn.Module, seed: int, *, prefix: str = "") -> 
                     f"function that fills it into its `initializers[{name!r}]`, or give the module reset_parameters()"
                 )
             group = submodule.tp_group if isinstance(submodule, ParameterOwner) else resolve_group(None)
-            full = torch.empty(_whole_shape(parameter, group), dtype=torch.float32, device="cpu")
-            initializers[name](full, torch.Generator(device="cpu").manual_seed(_seed_of(seed, where + name)))
-            _copy_own_part(full, parameter, group)
+            _fill(parameter, initializers[name], _seed_of(seed, where + name), group)
 
 
 def _name_in_model(prefix: str, path: str) -> str:
@@ -201,12 +199,13 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
-def _whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
-    """The shape before the tensor-parallel cut; a DTensor's own shape is already that before its sharding."""
-    shape = list(parameter.shape)
+def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: Group) -> None:
+    shape = list(parameter.shape)  # a DTensor's own shape is already that before its sharding
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= group_size(group)  # type: ignore[attr-defined]
-    return shape
+    full = torch.empty(shape, dtype=torch.float32, device="cpu")
+    initializer(full, torch.Generator(device="cpu").manual_seed(seed))
+    _copy_own_part(full, parameter, group)
 
 
 def _copy_own_part(full: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:

@@ -116,7 +116,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     all streams where they were (Chen et al., 2016; torch's non-reentrant checkpoint underneath).
     """
     # torch.compile takes no such contexts; a model without tracked streams does not need them.
-    tracked = {"context_fn": _tracked_contexts} if _tracker.get_states() else {}
+    tracked: dict[str, Any] = {"context_fn": _tracked_contexts} if _tracker.get_states() else {}
     return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **tracked)
 
 
