@@ -9,24 +9,20 @@ Activations are `[s, b, h]`. A rank alone in its group computes with torch's own
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from ..errors import ConfigError, ParallelConfigError
 from ..model_parallel_config import ModelParallelConfig
+from .column_linear import column_parallel_linear
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .mappings import (
     Group,
-    gather_first_dim,
     gather_from_tensor_model_parallel_region,
     group_rank,
     group_size,
     reduce_from_tensor_model_parallel_region,
-    reduce_scatter_first_dim,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
@@ -109,7 +105,7 @@ class ColumnParallelLinear(ParameterOwner):
         if weight.shape != expected:
             raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {expected}")
         bias = None if self.skip_bias_add else self.bias
-        output = _column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
+        output = column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
         if self.gather_output and group_size(self.tp_group) > 1:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -252,73 +248,6 @@ class VocabParallelEmbedding(ParameterOwner):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={group_size(self.tp_group)}"
-
-
-def _column_parallel_linear(
-    input_: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: Group,
-    sequence_parallel: bool,
-) -> torch.Tensor:
-    if group_size(group) == 1:
-        return F.linear(input_, weight, bias)
-    kind = input_.device.type
-    if torch.is_autocast_enabled(kind):  # the backward runs outside autocast: cast here, where autograd sees it
-        dtype = torch.get_autocast_dtype(kind)
-        input_, weight = input_.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    output: torch.Tensor = _ColumnParallelLinear.apply(input_, weight, bias, group, sequence_parallel)
-    return output
-
-
-class _ColumnParallelLinear(torch.autograd.Function):
-    """Forward: gather the sequence (if it is cut), multiply.
-
-    Backward, in this order: start gathering the sequence again, which is not kept; compute the input gradient;
-    start to add it over ranks; compute the weight and bias gradients meanwhile; wait.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input_: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-    ) -> torch.Tensor:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(input_ if needs_weight else None, weight if needs_input else None)
-        whole = gather_first_dim(input_, group)[0] if sequence_parallel else input_  # [s, b, input_size]
-        return F.linear(whole, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input_, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_input = grad_weight = grad_bias = None
-        gathering = adding = None
-        flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, output_size / tp]
-        if needs_weight and ctx.sequence_parallel:
-            input_, gathering = gather_first_dim(input_, ctx.group, async_op=True)
-        if needs_input:
-            grad_input = flat_grad.matmul(weight).view(*grad.shape[:-1], -1)  # [s, b, input_size]
-            if ctx.sequence_parallel:
-                grad_input, adding = reduce_scatter_first_dim(grad_input, ctx.group, async_op=True)
-            else:
-                adding = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
-        if needs_weight:
-            if gathering is not None:
-                gathering.wait()
-            grad_weight = flat_grad.t().matmul(input_.reshape(-1, input_.shape[-1]))
-        if needs_bias:
-            grad_bias = flat_grad.sum(0)
-        if adding is not None:
-            adding.wait()
-        return grad_input, grad_weight, grad_bias, None, None
 
 
 def _check_degree(config: ModelParallelConfig, group: Group) -> None:

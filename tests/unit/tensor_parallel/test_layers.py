@@ -19,9 +19,9 @@ from core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    column_linear,
     draw_init_seed,
     initialize_parameters,
-    layers,
 )
 from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel._layers import all_gather, config, integer_tensor, integers, own
@@ -177,7 +177,7 @@ def _backward_order(sequence_parallel: bool, frozen: bool, with_input_grad: bool
     with pytest.MonkeyPatch.context() as patch, _Order() as order:
         patch.setattr(dist, "all_reduce", order.watch(dist.all_reduce, "all-reduce"))
         for name in ("gather_first_dim", "reduce_scatter_first_dim"):
-            patch.setattr(layers, name, order.watch(getattr(layers, name), name.split("_first")[0]))
+            patch.setattr(column_linear, name, order.watch(getattr(column_linear, name), name.split("_first")[0]))
         loss.backward()
     assert (layer.weight.grad is None) == frozen
     assert layer.bias.grad is not None
