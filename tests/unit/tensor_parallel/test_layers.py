@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -243,8 +242,9 @@ def _two_layers(tp: int) -> tuple[ColumnParallelLinear, RowParallelLinear]:
 def _check_under_fsdp2() -> None:
     """FSDP2 gathers the fp32 weight as bf16 and frees it between forward and backward; the integers fit in bf16."""
     serial, parallel = _pair(ColumnParallelLinear, H, OUT)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    fully_shard(parallel, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    mesh = parallel_state.get_data_parallel_mesh()  # of this rank alone
+    fully_shard(parallel, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     x, x_cast = integer_tensor(S, B, H).requires_grad_(), integer_tensor(S, B, H).requires_grad_()
     y, y_part = serial(x)[0], parallel(x_cast)[0]
     assert y_part.dtype is torch.bfloat16
