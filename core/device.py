@@ -22,7 +22,7 @@ _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 def device_type() -> str:
     """``"cuda"`` or ``"cpu"``: where parameters, activations and collectives of this process live."""
     if dist.is_available() and dist.is_initialized():
-        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+        return "cuda" if "nccl" in dist.get_backend_config() else "cpu"  # get_backend() may say "undefined"
     asked = os.environ.get("SHARDSTACK_DEVICE")
     if asked is None:
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from core import parallel_state
 from core.errors import ConfigError
 from core.model_parallel_config import ModelParallelConfig
 from core.tensor_parallel import (
@@ -119,9 +120,9 @@ def test_a_meta_start_changes_no_value_and_the_dtype_only_rounds(dtype: torch.dt
     with torch.device("meta"):
         model = _Model().to(dtype)
     model.to_empty(device="cpu")
+    assert model.down.weight.partition_dim == 1  # to_empty makes new parameters, which are marked like the old
     initialize_parameters(model, SEED)
     _assert_same(_local_values(model), {name: value.to(dtype) for name, value in _serial_values().items()})
-    assert model.down.weight.partition_dim == 1  # to_empty made new parameters, which must be marked like the old
 
 
 def _sharded_on_meta(model: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
@@ -162,7 +163,8 @@ def test_sharding_on_top_of_a_cut_changes_no_value():
 
 
 def _gathered_values() -> dict[str, torch.Tensor]:
-    mesh = init_device_mesh("cpu", (2,))
+    parallel_state.initialize_model_parallel()
+    mesh = parallel_state.get_data_parallel_mesh()
     with torch.device("meta"):
         model = _Model()
     model = _sharded_on_meta(model, mesh)

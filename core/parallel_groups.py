@@ -1,0 +1,233 @@
+"""How a world of ranks is cut: the grids, the groups of every kind along their axes, and the meshes over them.
+
+This makes what `parallel_state` keeps. The kinds of groups and the checks of sizes are plain arithmetic; only
+`make_parallel_groups` touches torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .device import device_type
+from .errors import ParallelConfigError, ParallelStateError
+from .rank_generator import parse_order, rank_groups
+
+# Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance
+# shards over the inner one and is replicated over the outer one.
+_DP = ("dp_shard", "dp_replicate")
+_DENSE_KINDS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "pp": ("pp",),
+    "dp": _DP,
+    "dp_cp": (*_DP, "cp"),
+    "dp_shard": ("dp_shard",),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_replicate": ("dp_replicate",),
+    "tp_pp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp": ("tp", *_DP),
+    "tp_dp_cp": ("tp", *_DP, "cp"),
+    "optimizer_instance": ("tp", "cp", "dp_shard", "pp"),
+}
+# Experts cut the same ranks a second time, with a grid of their own that has no context axis. Where they stand on the
+# grid of dense layers instead, "cp" makes their data-parallel group the one of dense layers.
+_EXPERT_KINDS: dict[str, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "expert_tp": ("tp",),
+    "expert_tp_ep": ("tp", "ep"),
+    "expert_tp_ep_pp": ("tp", "ep", "pp"),
+    "expert_dp": (*_DP, "cp"),
+    "expert_dp_shard": ("dp_shard", "cp"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSizes:
+    """How a world is cut; names, meanings and defaults are those of `initialize_model_parallel`."""
+
+    world: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    optimizer_instances: int
+    order: str
+
+    def __post_init__(self) -> None:
+        named = {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
+        }
+        others = {
+            "expert_model_parallel_size": self.expert,
+            "num_distributed_optimizer_instances": self.optimizer_instances,
+        }
+        for name, size in (named | others).items():
+            if size < 1:
+                raise ParallelConfigError(f"{name} is {size}; it takes a positive number")
+        model_size = prod(named.values())
+        if self.world % model_size:
+            product = " x ".join(f"{name} {size}" for name, size in named.items())
+            raise ParallelConfigError(
+                f"the world of {self.world} ranks is not divisible by {model_size} = {product}; change a size, or "
+                f"start a multiple of {model_size} ranks"
+            )
+        replicas = self.data * self.context
+        if self.data % self.optimizer_instances:
+            raise ParallelConfigError(
+                f"num_distributed_optimizer_instances {self.optimizer_instances} does not divide the data-parallel "
+                f"size {self.data} (world {self.world} / {model_size}); choose a divisor of it"
+            )
+        if replicas % self.expert:
+            raise ParallelConfigError(
+                f"expert_model_parallel_size {self.expert} does not divide {replicas} = data-parallel size "
+                f"{self.data} x context_parallel_size {self.context}, over which experts are spread (world "
+                f"{self.world} ranks); choose a divisor of it"
+            )
+        if self.expert_data % self.optimizer_instances:
+            raise ParallelConfigError(
+                f"num_distributed_optimizer_instances {self.optimizer_instances} does not divide the experts' "
+                f"data-parallel size {self.expert_data} = {replicas} / expert_model_parallel_size {self.expert}; "
+                "lower one of the two"
+            )
+
+    @property
+    def data(self) -> int:
+        """Replicas of a dense parameter that see different samples."""
+        return self.world // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Replicas of an expert's parameter."""
+        return self.data * self.context // self.expert
+
+    def grids(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Axis sizes, stride 1 first, of the grid of dense layers and of that of experts.
+
+        Raises:
+            ParallelConfigError: an order under which the two do not fit together.
+        """
+        both = {"tp": self.tensor, "pp": self.pipeline}
+        dense = self._grid(both | {"cp": self.context, "ep": 1, "dp": self.data})
+        expert = self._grid(both | {"cp": 1, "ep": self.expert, "dp": self.expert_data})
+        axes = list(dense)
+        if self.optimizer_instances > 1 and self.context > 1 and axes.index("cp") > axes.index("dp_shard"):
+            raise ParallelConfigError(
+                f"order {self.order!r} puts 'dp' before 'cp', so that num_distributed_optimizer_instances "
+                f"{self.optimizer_instances} would cut through context-parallel groups; put 'cp' before 'dp', as in "
+                "the default order"
+            )
+        if sorted(rank_groups(expert, ["pp"])) != sorted(rank_groups(dense, ["pp"])):
+            if self.expert > 1:
+                raise ParallelConfigError(
+                    f"with order {self.order!r} the experts (expert_model_parallel_size {self.expert}) and the dense "
+                    f"layers (context_parallel_size {self.context}) would stand on different pipelines; put 'pp' "
+                    "last, as in the default order"
+                )
+            expert = dense  # nothing calls for a second cut of the world
+        if self.expert > 1 and rank_groups(expert, ["dp_replicate"]) != rank_groups(dense, ["dp_replicate"]):
+            raise ParallelConfigError(
+                f"with order {self.order!r} the {self.optimizer_instances} optimizer instances would not be the same "
+                "ranks for experts as for dense layers; put 'dp' after 'cp' and 'ep', as in the default order"
+            )
+        return dense, expert
+
+    def _grid(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        grid: dict[str, int] = {}
+        for token in parse_order(self.order, sizes):
+            if token == "dp":
+                grid["dp_shard"] = sizes["dp"] // self.optimizer_instances
+                grid["dp_replicate"] = self.optimizer_instances
+            else:
+                grid[token] = sizes[token]
+        return grid
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """This rank's group of one kind: global ranks ascending, and this rank's place among them."""
+
+    process_group: ProcessGroup
+    ranks: tuple[int, ...]
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelGroups:
+    """Everything that `initialize_model_parallel` made, as seen from this rank."""
+
+    by_kind: Mapping[str, RankGroup]
+    process_groups: tuple[ProcessGroup, ...]
+    """Each process group that this rank is in, once: kinds with equal ranks share one."""
+    world: ProcessGroup
+    """The default group of that time: the others end with it, and a later default group does not know them."""
+    mesh: DeviceMesh
+    data_parallel_mesh: DeviceMesh
+
+    def destroy(self) -> None:
+        """Destroys the process groups; the default group stays."""
+        if dist.is_initialized() and dist.group.WORLD is self.world:
+            for process_group in self.process_groups:
+                dist.destroy_process_group(process_group)
+
+
+def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGroups:
+    """Makes every process group and mesh; all ranks call it with equal arguments."""
+    world = dist.group.WORLD
+    if world is None:
+        raise ParallelStateError("torch.distributed is not initialised; call core.device.init_process_group() first")
+    dense, expert = sizes.grids()
+    kinds = {kind: rank_groups(dense, axes) for kind, axes in _DENSE_KINDS.items()}
+    kinds |= {kind: rank_groups(expert, axes) for kind, axes in _EXPERT_KINDS.items()}
+    kinds["embedding"] = [sorted({pipeline[0], pipeline[-1]}) for pipeline in kinds["pp"]]
+    kinds["position_embedding"] = [pipeline[:1] for pipeline in kinds["pp"]]
+    this_rank = dist.get_rank()
+    by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+    by_kind: dict[str, RankGroup] = {}
+    for kind, rank_lists in kinds.items():  # every rank makes every group, in this same sequence
+        for ranks in map(tuple, rank_lists):
+            if ranks not in by_ranks:
+                by_ranks[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=kind)
+            if this_rank in ranks:
+                by_kind[kind] = RankGroup(by_ranks[ranks], ranks, ranks.index(this_rank))
+    return ParallelGroups(
+        by_kind=by_kind,
+        process_groups=tuple(group for ranks, group in by_ranks.items() if this_rank in ranks),
+        world=world,
+        mesh=_mesh_of_world(dense, by_kind),
+        data_parallel_mesh=_mesh_of_data_parallelism(sizes.optimizer_instances, by_kind),
+    )
+
+
+def _mesh_of_world(grid: dict[str, int], by_kind: Mapping[str, RankGroup]) -> DeviceMesh:
+    axes = [axis for axis in reversed(grid) if axis != "ep"]  # a mesh's last axis is the one of stride 1
+    shape = [grid[axis] for axis in axes]
+    return DeviceMesh.from_group(
+        [by_kind[axis].process_group for axis in axes],
+        device_type(),
+        mesh=torch.arange(prod(shape), device="cpu").view(shape),
+        mesh_dim_names=tuple(axes),
+    )
+
+
+def _mesh_of_data_parallelism(num_instances: int, by_kind: Mapping[str, RankGroup]) -> DeviceMesh:
+    replicas = by_kind["dp_cp"]
+    if num_instances == 1:
+        return DeviceMesh.from_group(replicas.process_group, device_type(), mesh_dim_names=("dp_cp",))
+    axes = ("dp_replicate", "dp_shard_cp")
+    return DeviceMesh.from_group(
+        [by_kind[axis].process_group for axis in axes],
+        device_type(),
+        mesh=torch.tensor(replicas.ranks, device="cpu").view(num_instances, -1),
+        mesh_dim_names=axes,
+    )

@@ -1,0 +1,103 @@
+"""The arithmetic of ranks: which ranks form a group when a world is cut along several axes at once.
+
+A rank is a number written in mixed radix. Each kind of parallelism is a digit; the first one has stride 1, so that
+its neighbours are neighbouring ranks, and hence share a machine. A group along some axes is the set of ranks that
+agree in every other digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from math import prod
+
+from .errors import ParallelConfigError
+
+_TOKENS = ("tp", "pp", "dp", "ep", "cp")  # also the sequence in which an order's missing tokens are appended
+
+
+def rank_groups(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[int]]:
+    """All groups along `axes` of the world that `sizes` spans, each ascending.
+
+    `sizes` maps axis names to sizes, the axis of stride 1 first. Groups come in the order of the ranks' digits on
+    the remaining axes, the first of those the fastest.
+    """
+    strided: list[tuple[str, int, int]] = []
+    stride = 1
+    for name, size in sizes.items():
+        strided.append((name, size, stride))
+        stride *= size
+    inside = _offsets((size, step) for name, size, step in strided if name in axes)
+    outside = _offsets((size, step) for name, size, step in strided if name not in axes)
+    return [[base + offset for offset in inside] for base in outside]
+
+
+def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
+    offsets = [0]
+    for size, stride in digits:
+        offsets = [high * stride + low for high in range(size) for low in offsets]
+    return offsets
+
+
+def parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
+    """The tokens of `order`, completed by those that it leaves out and whose size is 1.
+
+    Raises:
+        ParallelConfigError: an unknown or repeated token, or a missing one whose size is above 1.
+    """
+    tokens = order.lower().split("-")
+    for token in tokens:
+        if token not in _TOKENS:
+            raise ParallelConfigError(
+                f"order {order!r} has the unknown token {token!r}; it is a permutation of {'-'.join(_TOKENS)}"
+            )
+        if tokens.count(token) > 1:
+            raise ParallelConfigError(f"order {order!r} names {token!r} twice; name each token once")
+    for token in _TOKENS:
+        if token in tokens:
+            continue
+        if sizes[token] != 1:
+            raise ParallelConfigError(
+                f"order {order!r} leaves out {token!r}, whose size is {sizes[token]}; add it where it belongs"
+            )
+        tokens.append(token)
+    return tokens
+
+
+class RankGenerator:
+    """Rank groups of a world of tp x ep x dp x pp x cp ranks, as Megatron-LM's class of this name lists them.
+
+    The leftmost token of `order` has stride 1. Tokens of size 1 may be left out. `rank_offset` is added to every
+    rank. Context and expert parallelism cut the same ranks in two different ways, so that one generator takes only
+    one of them above 1.
+
+    Raises:
+        ParallelConfigError: a size below 1, `ep` and `cp` both above 1, or an order that does not fit the sizes.
+    """
+
+    def __init__(self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0) -> None:
+        sizes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        for token, size in sizes.items():
+            if size < 1:
+                raise ParallelConfigError(f"the size of {token!r} is {size}; it takes a positive number")
+        if ep > 1 and cp > 1:
+            raise ParallelConfigError(
+                f"ep is {ep} and cp is {cp}; one generator takes only one of them above 1. Make one with ep=1 for "
+                "the dense layers and one with cp=1 for the experts"
+            )
+        tokens = parse_order(order, sizes)
+        self.order = "-".join(tokens)
+        self.sizes = {token: sizes[token] for token in tokens}  # stride 1 first
+        self.world_size = prod(sizes.values())
+        self.rank_offset = rank_offset
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """The groups along the kinds of parallelism in `token`, such as ``"tp"`` or ``"tp-dp"``.
+
+        Raises:
+            ParallelConfigError: `token` names a kind that does not exist.
+        """
+        axes = token.lower().split("-")
+        unknown = [axis for axis in axes if axis not in self.sizes]
+        if unknown:
+            raise ParallelConfigError(f"{token!r} names {unknown}; the kinds of parallelism are {sorted(self.sizes)}")
+        return [[self.rank_offset + rank for rank in group] for group in rank_groups(self.sizes, axes)]

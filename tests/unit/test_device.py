@@ -1,0 +1,107 @@
+"""Where a rank computes and over which backend: by machine, by environment, by the group that exists."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import device
+from core.errors import ConfigError
+from tests.unit._ranks import fake_world
+
+
+def _see_gpus(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+
+
+@pytest.mark.parametrize(("available", "kind", "backend"), [(True, "cuda", "nccl"), (False, "cpu", "gloo")])
+def test_the_machine_decides(monkeypatch: pytest.MonkeyPatch, available: bool, kind: str, backend: str) -> None:
+    monkeypatch.delenv("SHARDSTACK_DEVICE")
+    _see_gpus(monkeypatch, available)
+    assert (device.device_type(), device.distributed_backend()) == (kind, backend)
+
+
+def test_the_environment_keeps_a_machine_with_gpus_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _see_gpus(monkeypatch, True)
+    monkeypatch.setenv("SHARDSTACK_DEVICE", "cpu")
+    assert device.current_device() == torch.device("cpu")
+    assert device.distributed_backend() == "gloo"
+
+
+def test_the_current_gpu_is_named_with_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    _see_gpus(monkeypatch, True)
+    monkeypatch.setenv("SHARDSTACK_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device.current_device() == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [("gpu", r"SHARDSTACK_DEVICE is 'gpu'; it takes one of \['cpu', 'cuda'\]"), ("cuda", "sees no GPU; unset it")],
+)
+def test_a_device_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch, asked: str, message: str) -> None:
+    _see_gpus(monkeypatch, False)
+    monkeypatch.setenv("SHARDSTACK_DEVICE", asked)
+    with pytest.raises(ConfigError, match=message):
+        device.device_type()
+
+
+def test_the_default_group_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    _see_gpus(monkeypatch, True)
+    monkeypatch.setenv("SHARDSTACK_DEVICE", "cuda")
+    with fake_world(0, 8):
+        assert device.device_type() == "cpu"
+        device.synchronize()  # nothing to wait for, and no GPU touched
+        # what torch says of groups made with "nccl", "cpu:gloo,cuda:nccl", or with no backend named on such a machine
+        for backends in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
+            with monkeypatch.context() as patch:
+                patch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
+                assert device.device_type() == "cuda"
+
+
+def _default_group_timeout() -> timedelta:
+    group = dist.group.WORLD
+    assert group is not None
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
+def test_without_a_launcher_a_process_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    device.init_process_group(timeout_minutes=2)
+    try:
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        assert _default_group_timeout() == timedelta(minutes=2)
+        value = torch.tensor(5.0)
+        dist.all_reduce(value)
+        assert value.item() == 5.0
+        made = dist.group.WORLD
+        device.init_process_group(timeout_minutes=9)
+        assert dist.group.WORLD is made
+        assert _default_group_timeout() == timedelta(minutes=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_under_a_launcher_the_environment_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    device.init_process_group(timeout_minutes=3)
+    try:
+        assert (dist.get_world_size(), dist.get_backend()) == (1, "gloo")
+        assert _default_group_timeout() == timedelta(minutes=3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_with_a_gpu_claims_the_one_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    _see_gpus(monkeypatch, True)
+    for name, value in {"SHARDSTACK_DEVICE": "cuda", "RANK": "5", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append((args, kwargs)))
+    device.init_process_group(timeout_minutes=4)
+    assert calls == [1, (("nccl",), {"timeout": timedelta(minutes=4)})]

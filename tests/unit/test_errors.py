@@ -1,0 +1,41 @@
+"""The tree of exceptions is public: users catch its nodes, and it is drawn once, at the top of the file."""
+
+import re
+
+import pytest
+
+from core import errors
+
+TREE = {
+    "ShardstackError": (Exception,),
+    "ConfigError": (errors.ShardstackError, ValueError),
+    "ParallelConfigError": (errors.ConfigError,),
+    "ParallelStateError": (errors.ShardstackError, RuntimeError),
+    "WrapError": (errors.ShardstackError, ValueError),
+    "DataError": (errors.ShardstackError, ValueError),
+    "CheckpointError": (errors.ShardstackError, RuntimeError),
+    "MissingExtraError": (errors.ShardstackError, ImportError),
+}
+
+
+def test_the_tree() -> None:
+    found = {name: thing.__bases__ for name, thing in vars(errors).items() if isinstance(thing, type)}
+    assert found == TREE
+
+
+def test_the_drawing_is_the_tree() -> None:
+    drawn = re.findall(r"^ {4}([ │├└─]*)(\w+Error)(?: \((\w+)\))?", errors.__doc__ or "", re.MULTILINE)
+    parents: list[str] = []
+    found = {}
+    for lead, name, builtin in drawn:
+        depth = len(lead) // 4
+        parents[depth:] = [name]
+        found[name] = ([parents[depth - 1]] if depth else ["Exception"]) + ([builtin] if builtin else [])
+    assert found == {name: [base.__name__ for base in bases] for name, bases in TREE.items()}
+
+
+def test_a_missing_extra_names_what_to_install() -> None:
+    with pytest.raises(
+        ImportError, match=r"^the progress bar needs the package 'tqdm': pip install 'shardstack\[train\]'$"
+    ):
+        raise errors.MissingExtraError("tqdm", "train", "the progress bar")
