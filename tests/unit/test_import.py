@@ -1,0 +1,62 @@
+"""Every module of core imports with torch and numpy alone, in a bare environment, without a warning."""
+
+from __future__ import annotations
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NEED_EXTRAS: set[str] = set()  # modules that may import an optional dependency at their top; none does
+
+
+def _modules(folder: Path, package: str) -> Iterator[str]:
+    yield package
+    for info in pkgutil.iter_modules([str(folder)]):
+        if info.ispkg:
+            yield from _modules(folder / info.name, f"{package}.{info.name}")
+        elif info.name != "__main__":
+            yield f"{package}.{info.name}"
+
+
+MODULES = sorted(set(_modules(ROOT / "core", "core")) - NEED_EXTRAS)
+PLANTED = {
+    "uses_an_extra": "import pytest",
+    "warns": "import warnings; warnings.warn('a planted warning')",
+    "asks_politely": "from importlib.util import find_spec; assert find_spec('pytest') is None",
+}
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong with each module; empty where nothing did."""
+    folder = tmp_path_factory.mktemp("planted")
+    for name, text in PLANTED.items():
+        (folder / f"{name}.py").write_text(text)
+    program = ROOT / "tests" / "unit" / "_import_alone.py"
+    run = subprocess.run(
+        [sys.executable, "-I", "-W", "error", program, f"{ROOT}{os.pathsep}{folder}", *MODULES, *PLANTED],
+        env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    return dict(json.loads(line) for line in run.stdout.splitlines())
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_torch_and_numpy_are_enough(module: str, problems: dict[str, str]) -> None:
+    assert not problems[module], problems[module]
+
+
+def test_other_packages_and_warnings_would_show(problems: dict[str, str]) -> None:
+    assert "No module named 'pytest'" in problems["uses_an_extra"]
+    assert "UserWarning: a planted warning" in problems["warns"]
+    assert problems["asks_politely"] == ""
