@@ -67,8 +67,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         scale = grad.masked_fill(ignored, 0.0).unsqueeze(1)  # [n, 1]
         grad_logits = torch.empty_like(logits)
         for rows in _row_chunks(*logits.shape):
-            # (softmax - one_hot) * grad, in one fp32 buffer
-            part = (logits[rows].float() - log_sum_exp[rows].unsqueeze(1)).exp_()
+            # (softmax - one_hot) * grad, in one buffer; the subtraction promotes to fp32 without a copy of the logits
+            part = (logits[rows] - log_sum_exp[rows].unsqueeze(1)).exp_()
             part.scatter_add_(1, column[rows], -here[rows].to(part.dtype).unsqueeze(1))
             grad_logits[rows] = part.mul_(scale[rows])
         return grad_logits, None, None

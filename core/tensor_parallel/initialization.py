@@ -46,12 +46,15 @@ class ParameterOwner(nn.Module):
     Megatron's marks on a parameter (`tensor_model_parallel`, `partition_dim`, `partition_stride`,
     `sequence_parallel`) say how it was cut and how its gradient is finished. torch drops them wherever it replaces
     the parameter object (`to_empty`, `deepcopy`, `load_state_dict(assign=True)`): they are kept here and set again.
+
+    Args:
+        tp_group: the ranks that hold the other parts, now and for good; default is the tensor-parallel group of
+            `core.parallel_state`, or none where that is not initialised.
     """
 
-    tp_group: Group = None
-
-    def __init__(self) -> None:
+    def __init__(self, tp_group: Group = None) -> None:
         super().__init__()
+        self.tp_group = resolve_group(tp_group)
         self.initializers: dict[str, Initializer] = {}
         self.parameter_marks: dict[str, dict[str, Any]] = {}
 
@@ -181,10 +184,8 @@ def initialize_parameters(module: nn.Module, seed: int, *, prefix: str = "") -> 
                     f"nothing says how to initialise parameter {where}{name} of {type(submodule).__name__}; put a "
                     f"function that fills it into its `initializers[{name!r}]`, or give the module reset_parameters()"
                 )
-            group = resolve_group(getattr(submodule, "tp_group", None))
-            full = torch.empty(_whole_shape(parameter, group), dtype=torch.float32, device="cpu")
-            initializers[name](full, torch.Generator(device="cpu").manual_seed(_seed_of(seed, where + name)))
-            _copy_own_part(full, parameter, group)
+            group = submodule.tp_group if isinstance(submodule, ParameterOwner) else resolve_group(None)
+            _fill(parameter, initializers[name], _seed_of(seed, where + name), group)
 
 
 def _name_in_model(prefix: str, path: str) -> str:
@@ -198,12 +199,13 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
-def _whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
-    """The shape before the tensor-parallel cut; a DTensor's own shape is already that before its sharding."""
-    shape = list(parameter.shape)
+def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: Group) -> None:
+    shape = list(parameter.shape)  # a DTensor's own shape is already that before its sharding
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= group_size(group)  # type: ignore[attr-defined]
-    return shape
+    full = torch.empty(shape, dtype=torch.float32, device="cpu")
+    initializer(full, torch.Generator(device="cpu").manual_seed(seed))
+    _copy_own_part(full, parameter, group)
 
 
 def _copy_own_part(full: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:

@@ -9,26 +9,21 @@ Activations are `[s, b, h]`. A rank alone in its group computes with torch's own
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from ..errors import ConfigError, ParallelConfigError
 from ..model_parallel_config import ModelParallelConfig
+from .column_linear import column_parallel_linear
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .mappings import (
     Group,
-    gather_first_dim,
     gather_from_tensor_model_parallel_region,
     group_rank,
     group_size,
     reduce_from_tensor_model_parallel_region,
-    reduce_scatter_first_dim,
     reduce_scatter_to_sequence_parallel_region,
-    resolve_group,
     scatter_to_tensor_model_parallel_region,
 )
 from .vocab import check_ids
@@ -71,11 +66,11 @@ class ColumnParallelLinear(ParameterOwner):
         skip_weight_param_allocation: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tp_group)
+        _check_degree(config, self.tp_group)
         self.config = config
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.tp_group = _group_for(config, tp_group)
         self.output_size_per_partition = _per_rank(output_size, self.tp_group, "output_size of a ColumnParallelLinear")
         self.sequence_parallel = config.sequence_parallel
         rows = self.output_size_per_partition
@@ -110,8 +105,8 @@ class ColumnParallelLinear(ParameterOwner):
         if weight.shape != expected:
             raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {expected}")
         bias = None if self.skip_bias_add else self.bias
-        output = _column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
-        if self.gather_output:
+        output = column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
+        if self.gather_output and group_size(self.tp_group) > 1:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
@@ -153,11 +148,11 @@ class RowParallelLinear(ParameterOwner):
         skip_bias_add: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tp_group)
+        _check_degree(config, self.tp_group)
         self.config = config
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.tp_group = _group_for(config, tp_group)
         self.input_size_per_partition = _per_rank(input_size, self.tp_group, "input_size of a RowParallelLinear")
         self.sequence_parallel = config.sequence_parallel
         if self.sequence_parallel and not input_is_parallel:
@@ -222,11 +217,11 @@ class VocabParallelEmbedding(ParameterOwner):
         reduce_scatter_embeddings: bool = False,
         tp_group: Group = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tp_group)
+        _check_degree(config, self.tp_group)
         self.config = config
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        self.tp_group = _group_for(config, tp_group)
         rows = _per_rank(num_embeddings, self.tp_group, "vocabulary (num_embeddings) of a VocabParallelEmbedding")
         self.vocab_start_index = rows * group_rank(self.tp_group)
         self.vocab_end_index = self.vocab_start_index + rows
@@ -242,11 +237,11 @@ class VocabParallelEmbedding(ParameterOwner):
         """
         check_ids(input_, self.num_embeddings, "token")
         if group_size(self.tp_group) == 1:
-            output = F.embedding(input_, self.weight)
-        else:
-            elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-            local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
-            output = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+            whole = F.embedding(input_, self.weight)
+            return whole.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else whole
+        elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
+        output = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:  # the sequence goes first, to be cut
             return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), self.tp_group)
         return reduce_from_tensor_model_parallel_region(output, self.tp_group)
@@ -255,84 +250,18 @@ class VocabParallelEmbedding(ParameterOwner):
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={group_size(self.tp_group)}"
 
 
-def _column_parallel_linear(
-    input_: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: Group,
-    sequence_parallel: bool,
-) -> torch.Tensor:
-    if group_size(group) == 1:
-        return F.linear(input_, weight, bias)
-    kind = input_.device.type
-    if torch.is_autocast_enabled(kind):  # the backward runs outside autocast: cast here, where autograd sees it
-        dtype = torch.get_autocast_dtype(kind)
-        input_, weight = input_.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    output: torch.Tensor = _ColumnParallelLinear.apply(input_, weight, bias, group, sequence_parallel)
-    return output
-
-
-class _ColumnParallelLinear(torch.autograd.Function):
-    """Forward: gather the sequence (if it is cut), multiply.
-
-    Backward, in this order: start gathering the sequence again, which is not kept; compute the input gradient;
-    start to add it over ranks; compute the weight and bias gradients meanwhile; wait.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input_: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-    ) -> torch.Tensor:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(input_ if needs_weight else None, weight if needs_input else None)
-        whole = gather_first_dim(input_, group)[0] if sequence_parallel else input_  # [s, b, input_size]
-        return F.linear(whole, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input_, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        grad_input = grad_weight = grad_bias = None
-        gathering = adding = None
-        flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, output_size / tp]
-        if needs_weight and ctx.sequence_parallel:
-            input_, gathering = gather_first_dim(input_, ctx.group, async_op=True)
-        if needs_input:
-            grad_input = flat_grad.matmul(weight).view(*grad.shape[:-1], -1)  # [s, b, input_size]
-            if ctx.sequence_parallel:
-                grad_input, adding = reduce_scatter_first_dim(grad_input, ctx.group, async_op=True)
-            else:
-                adding = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
-        if needs_weight:
-            if gathering is not None:
-                gathering.wait()
-            grad_weight = flat_grad.t().matmul(input_.reshape(-1, input_.shape[-1]))
-        if needs_bias:
-            grad_bias = flat_grad.sum(0)
-        if adding is not None:
-            adding.wait()
-        return grad_input, grad_weight, grad_bias, None, None
-
-
-def _group_for(config: ModelParallelConfig, group: Group) -> Group:
-    group = resolve_group(group)
+def _check_degree(config: ModelParallelConfig, group: Group) -> None:
     asked, found = config.tensor_model_parallel_size, group_size(group)
-    if asked != found:
-        fix = (
-            "call initialize_model_parallel with the same size first, or pass tp_group" if group is None else "use one"
-        )
-        raise ParallelConfigError(
-            f"config.tensor_model_parallel_size is {asked}, but the tensor-parallel group has {found} rank(s); {fix}"
-        )
-    return group
+    if asked == found:
+        return
+    fix = (
+        "call initialize_model_parallel with the same size first, or pass tp_group"
+        if group is None
+        else "make them equal"
+    )
+    raise ParallelConfigError(
+        f"config.tensor_model_parallel_size is {asked}, but the tensor-parallel group has {found} rank(s); {fix}"
+    )
 
 
 def _per_rank(size: int, group: Group, what: str) -> int:

@@ -115,9 +115,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Recomputation draws the random numbers of the forward, from the default stream and from tracked ones, and leaves
     all streams where they were (Chen et al., 2016; torch's non-reentrant checkpoint underneath).
     """
-    return torch_checkpoint(
-        functools.partial(function, **kwargs), *args, use_reentrant=False, context_fn=_tracked_contexts
-    )
+    # torch.compile takes no such contexts; a model without tracked streams does not need them.
+    tracked: dict[str, Any] = {"context_fn": _tracked_contexts} if _tracker.get_states() else {}
+    return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **tracked)
 
 
 def _tracked_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -119,9 +119,9 @@ def test_a_meta_start_changes_no_value_and_the_dtype_only_rounds(dtype: torch.dt
     with torch.device("meta"):
         model = _Model().to(dtype)
     model.to_empty(device="cpu")
+    assert model.down.weight.partition_dim == 1  # to_empty makes new parameters, which are marked like the old
     initialize_parameters(model, SEED)
     _assert_same(_local_values(model), {name: value.to(dtype) for name, value in _serial_values().items()})
-    assert model.down.weight.partition_dim == 1  # to_empty made new parameters, which must be marked like the old
 
 
 def _sharded_on_meta(model: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:

@@ -9,10 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core import parallel_state
 from core.errors import ConfigError, DataError, ParallelConfigError
-from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, layers
+from core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_linear,
+    draw_init_seed,
+    initialize_parameters,
+)
 from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel._layers import all_gather, config, integer_tensor, integers, own
 
@@ -167,7 +177,7 @@ def _backward_order(sequence_parallel: bool, frozen: bool, with_input_grad: bool
     with pytest.MonkeyPatch.context() as patch, _Order() as order:
         patch.setattr(dist, "all_reduce", order.watch(dist.all_reduce, "all-reduce"))
         for name in ("gather_first_dim", "reduce_scatter_first_dim"):
-            patch.setattr(layers, name, order.watch(getattr(layers, name), name.split("_first")[0]))
+            patch.setattr(column_linear, name, order.watch(getattr(column_linear, name), name.split("_first")[0]))
         loss.backward()
     assert (layer.weight.grad is None) == frozen
     assert layer.bias.grad is not None
@@ -200,6 +210,51 @@ def _check_copied_and_saved() -> None:
     assert twin.weight.tensor_model_parallel
     assert twin.bias.sequence_parallel
     assert torch.equal(twin(integer_tensor(S, B, 2))[0], layer(integer_tensor(S, B, 2))[0])
+
+
+def _check_default_group() -> None:
+    """A column and a row layer in a row, with the sequence cut outside of them, in the group of parallel_state."""
+    serial = _two_layers(tp=1)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    parallel = _two_layers(tp=2)
+    assert parallel[0].tp_group is parallel_state.get_tensor_model_parallel_group()
+    whole = integer_tensor(S, B, H)
+    x, x_part = whole.clone().requires_grad_(), own(whole, 0).clone().requires_grad_()
+    y = serial[1](serial[0](x)[0])[0]  # built before there was a group, these two stay alone
+    y_part = parallel[1](parallel[0](x_part)[0])[0]
+    assert torch.equal(y_part, own(y, 0))
+    y.backward(integer_tensor(S, B, H, seed=8))
+    y_part.backward(own(integer_tensor(S, B, H, seed=8), 0))
+    assert torch.equal(x_part.grad, own(x.grad, 0))
+    assert torch.equal(all_gather(parallel[0].weight.grad, 0), serial[0].weight.grad)
+    assert torch.equal(all_gather(parallel[1].weight.grad, 1), serial[1].weight.grad)
+    before = serial[0].weight.detach().clone()
+    torch.manual_seed(0)
+    initialize_parameters(serial[0], draw_init_seed())
+    assert torch.equal(serial[0].weight, before)
+
+
+def _two_layers(tp: int) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    torch.manual_seed(0)
+    options = {"config": config(tp, sequence_parallel=tp > 1), "init_method": integers}
+    return ColumnParallelLinear(H, OUT, **options), RowParallelLinear(OUT, H, **options)
+
+
+def _check_under_fsdp2() -> None:
+    """FSDP2 gathers the fp32 weight as bf16 and frees it between forward and backward; the integers fit in bf16."""
+    serial, parallel = _pair(ColumnParallelLinear, H, OUT)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    fully_shard(parallel, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    x, x_cast = integer_tensor(S, B, H).requires_grad_(), integer_tensor(S, B, H).requires_grad_()
+    y, y_part = serial(x)[0], parallel(x_cast)[0]
+    assert y_part.dtype is torch.bfloat16
+    assert torch.equal(y_part.float(), own(y, -1))
+    upstream = integer_tensor(S, B, OUT, seed=8)
+    y.backward(upstream)
+    y_part.backward(own(upstream, -1).bfloat16())
+    assert torch.equal(x_cast.grad, x.grad)
+    assert torch.equal(all_gather(parallel.weight.grad.to_local(), 0), serial.weight.grad)
+    assert torch.equal(all_gather(parallel.bias.grad.to_local(), 0), serial.bias.grad)
 
 
 def _refusals() -> list[str]:
@@ -273,6 +328,14 @@ def test_a_frozen_weight_costs_no_product_and_an_input_without_gradient_no_colle
 
 def test_column_parallel_under_autocast():
     run_distributed(_check_autocast, 2)
+
+
+def test_without_an_explicit_group_layers_take_that_of_parallel_state_once():
+    run_distributed(_check_default_group, 2)
+
+
+def test_column_parallel_under_fsdp2_with_mixed_precision():
+    run_distributed(_check_under_fsdp2, 2)
 
 
 def test_marks_survive_copies_and_assignment():

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from core import parallel_state
 from core.errors import ConfigError, ParallelStateError
 from core.tensor_parallel import checkpoint, get_cuda_rng_tracker, get_rng_tracker, model_parallel_manual_seed
 from tests.unit._spawn import run_distributed
@@ -23,7 +23,11 @@ def _tracker_is_empty():
 
 
 def _draws() -> dict[str, list[float]]:
-    model_parallel_manual_seed(11, tp_rank=dist.get_rank())
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    get_rng_tracker().reset()
+    with pytest.raises(ParallelStateError, match="model_parallel_manual_seed"), get_rng_tracker().fork():
+        pass  # unlike for a rank alone, the default stream would be wrong here
+    model_parallel_manual_seed(11)
     shared = torch.rand(3)
     with get_rng_tracker().fork():
         own = torch.rand(3)

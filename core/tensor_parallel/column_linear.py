@@ -1,0 +1,82 @@
+"""The product of a column-parallel layer, whose backward computes while it communicates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from .mappings import Group, gather_first_dim, group_size, reduce_scatter_first_dim
+
+
+def column_parallel_linear(
+    input_: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    sequence_parallel: bool,
+) -> torch.Tensor:
+    """`x A^T + b` with this rank's rows of `A` `[n / tp, k]`: `[s, b, k]`, the same on all ranks, to `[s, b, n / tp]`.
+
+    With `sequence_parallel` each rank gives its `[s / tp, b, k]`. Alone, it is torch's own linear function.
+    """
+    if group_size(group) == 1:
+        return F.linear(input_, weight, bias)
+    kind = input_.device.type
+    if torch.is_autocast_enabled(kind):  # the backward runs outside autocast: cast here, where autograd sees it
+        dtype = torch.get_autocast_dtype(kind)
+        input_, weight = input_.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    output: torch.Tensor = _ColumnParallelLinear.apply(input_, weight, bias, group, sequence_parallel)
+    return output
+
+
+class _ColumnParallelLinear(torch.autograd.Function):
+    """Forward: gather the sequence (if it is cut), multiply.
+
+    Backward, in this order: start gathering the sequence again, which is not kept; compute the input gradient;
+    start to add it over ranks; compute the weight and bias gradients meanwhile; wait.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+    ) -> torch.Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(input_ if needs_weight else None, weight if needs_input else None)
+        whole = gather_first_dim(input_, group)[0] if sequence_parallel else input_  # [s, b, input_size]
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input_, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_input = grad_weight = grad_bias = None
+        gathering = adding = None
+        flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, output_size / tp]
+        if needs_weight and ctx.sequence_parallel:
+            input_, gathering = gather_first_dim(input_, ctx.group, async_op=True)
+        if needs_input:
+            grad_input = flat_grad.matmul(weight).view(*grad.shape[:-1], -1)  # [s, b, input_size]
+            if ctx.sequence_parallel:
+                grad_input, adding = reduce_scatter_first_dim(grad_input, ctx.group, async_op=True)
+            else:
+                adding = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
+        if needs_weight:
+            if gathering is not None:
+                gathering.wait()
+            grad_weight = flat_grad.t().matmul(input_.reshape(-1, input_.shape[-1]))
+        if needs_bias:
+            grad_bias = flat_grad.sum(0)
+        if adding is not None:
+            adding.wait()
+        return grad_input, grad_weight, grad_bias, None, None
