@@ -54,7 +54,7 @@ def find_files(inputs: Iterable[str | os.PathLike[str]], file_format: Format = "
     for item in inputs:
         path = Path(item)
         if path.is_dir():
-            inside = [p for p in path.rglob("*") if p.is_file() and not _is_ours(p.relative_to(path))]
+            inside = [p for p in path.rglob("*") if p.is_file() and not _is_skipped(p.relative_to(path))]
             files = sorted(p for p in inside if file_format != "auto" or _known_format(p))
             if not files:
                 raise DataError(f"{path}: no file with a known suffix ({_suffixes()}) in this folder")
@@ -79,10 +79,13 @@ def standard_library_sources() -> list[Path]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-    files = [path for path in sorted(root.rglob("*.py")) if skipped.isdisjoint(path.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in skipped]  # installed packages may be many: not entered
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"{root}: this Python's standard library has no sources; name a corpus of your own")
-    return files
+    return sorted(files)
 
 
 def resolve_format(path: Path, file_format: Format = "auto") -> Literal["text", "jsonl"]:
@@ -230,7 +233,7 @@ def _known_format(path: Path) -> Literal["text", "jsonl"] | None:
     return "jsonl" if plain.suffix in JSON_SUFFIXES else "text" if plain.suffix in TEXT_SUFFIXES else None
 
 
-def _is_ours(path: Path) -> bool:
+def _is_skipped(path: Path) -> bool:
     """Hidden, or what an earlier preparation left in its input's folder."""
     return any(part.startswith(".") for part in path.parts) or path.name.endswith(_LEFT_BY_PREPARE)
 
