@@ -1,0 +1,138 @@
+"""Which sample belongs to which step, micro-batch and rank.
+
+Step k of a run with global batch size g trains on samples `[c, c + g)`, c = k * g being the samples consumed before
+it. The slice is dealt out as Megatron-LM does: of micro-batch m, data-parallel rank r reads
+
+    [c + (m * dp + r) * micro_batch_size, c + (m * dp + r + 1) * micro_batch_size)
+
+so the set that a step trains on depends neither on the number of ranks nor on the micro-batch size, and
+`consumed_samples` is all that a checkpoint has to keep. Ranks that differ in tensor, context or pipeline coordinate
+alone pass the same data-parallel rank and read the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ..device import device_type
+from ..errors import ConfigError, DataError, ParallelConfigError
+
+
+def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
+    """Micro-batches that each rank runs in a step.
+
+    Raises:
+        ParallelConfigError: the global batch does not divide; the message names sizes that do.
+    """
+    sizes = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ParallelConfigError(f"{name} is {size}; it takes a positive number")
+    unit = micro_batch_size * data_parallel_size
+    if global_batch_size % unit:
+        below = global_batch_size // unit * unit
+        nearest = f"{below} or {below + unit}" if below else f"{unit}"
+        raise ParallelConfigError(
+            f"global_batch_size {global_batch_size} is no multiple of micro_batch_size {micro_batch_size} x "
+            f"data-parallel size {data_parallel_size} = {unit}; the nearest that is: {nearest}"
+        )
+    return global_batch_size // unit
+
+
+class PretrainingSampler(Sampler[list[int]]):
+    """Yields this rank's micro-batches, as lists of sample numbers, from `consumed_samples` on.
+
+    A last step for which fewer than `global_batch_size` samples are left is not begun, on any rank.
+
+    Raises:
+        ParallelConfigError: sizes that do not divide, or a rank outside the group.
+        DataError: not one full step is left.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        self.num_microbatches = num_microbatches(global_batch_size, micro_batch_size, data_parallel_size)
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ParallelConfigError(
+                f"data_parallel_rank is {data_parallel_rank} of data_parallel_size {data_parallel_size}; "
+                "ranks count from 0"
+            )
+        if consumed_samples < 0:
+            raise ConfigError(f"consumed_samples is {consumed_samples}; it takes 0 or more")
+        if total_samples - consumed_samples < global_batch_size:
+            raise DataError(
+                f"{max(0, total_samples - consumed_samples)} of {total_samples} samples are left after "
+                f"{consumed_samples} consumed, and a step takes global_batch_size {global_batch_size}; build the "
+                "dataset with more samples (it repeats its documents), or lower global_batch_size"
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = global_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+
+    def __len__(self) -> int:
+        """Micro-batches that this rank will yield."""
+        return (self.total_samples - self.consumed_samples) // self.global_batch_size * self.num_microbatches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for micro_batch in range(len(self)):  # micro-batches of a step follow each other, and steps do too
+            slot = micro_batch * self.data_parallel_size + self.data_parallel_rank
+            first = self.consumed_samples + slot * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
+
+def build_pretraining_data_loader(
+    dataset: Dataset[Any],
+    consumed_samples: int,
+    *,
+    micro_batch_size: int,
+    global_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    num_workers: int = 0,
+    seed: int = 0,
+) -> DataLoader[Any]:
+    """A loader of this rank's micro-batches, each a dict of tensors `[b, s]` for a `GPTDataset`.
+
+    Iterating it again starts again at `consumed_samples`.
+
+    Args:
+        num_workers: processes that read ahead; 0 reads in this one.
+        seed: of the loader's own generator. Without one, every new iterator would draw from torch's default
+            generator, and a resumed run would no longer equal the uninterrupted one.
+    """
+    if num_workers < 0:
+        raise ConfigError(f"num_workers is {num_workers}; it takes 0 or more")
+    sampler = PretrainingSampler(
+        len(dataset),  # type: ignore[arg-type]  # torch leaves __len__ out of Dataset on purpose
+        consumed_samples,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+    )
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=device_type() == "cuda",
+        generator=torch.Generator().manual_seed(seed),
+    )

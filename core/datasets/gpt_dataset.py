@@ -1,0 +1,238 @@
+"""Samples of fixed length for a causal language model, packed from the documents of a corpus.
+
+Item i of a :class:`GPTDataset` is already shuffled: reading items 0, 1, 2, ... is the training order. It depends on
+the corpus, the split, the sequence length, the seed and `num_samples`, and on nothing else; the same inputs give the
+same order as Megatron-LM's dataset of this name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from ..errors import ConfigError, DataError
+from .index_cache import default_directory, load_or_build
+from .indexed_dataset import IndexedDataset
+from .sample_index import build_indices
+
+SplitName = Literal["train", "valid", "test"]
+SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
+
+_ALGORITHM = 1  # raise when the same key would give other arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTDatasetConfig:
+    """How documents become samples; field names are Megatron-LM's where it has them.
+
+    Raises:
+        ConfigError: a value out of range, or an option that needs `eod` without it.
+    """
+
+    sequence_length: int
+    """Tokens in a sample's input, and in its labels."""
+
+    random_seed: int = 1234
+    """Seed of the order of documents and samples, 0 to 2**32 - 1."""
+
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test: the first ones, the next ones, the last ones."""
+
+    vocab_size: int | None = None
+    """Number of entries of the model's embedding; a corpus with a token beyond it is refused. None: not checked."""
+
+    eod: int | None = None
+    """Id of the end-of-document token, for the two options below."""
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end of document."""
+
+    eod_mask_loss: bool = False
+    """Leave out the loss where the input is an end of document, whose label no text can tell."""
+
+    cache_dir: Path | None = None
+    """Folder of the index cache. None: `<prefix>.cache`, beside the corpus."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise ConfigError(f"sequence_length is {self.sequence_length}; it takes a positive number of tokens")
+        if not 0 <= self.random_seed < 2**32:
+            raise ConfigError(f"random_seed is {self.random_seed}; it takes 0 to {2**32 - 1}")
+        if self.eod is None and (self.reset_position_ids or self.eod_mask_loss):
+            name = "reset_position_ids" if self.reset_position_ids else "eod_mask_loss"
+            raise ConfigError(f"{name} needs to know the end-of-document token: set eod to its id")
+        _shares(self.split)
+
+
+class GPTDataset(Dataset[dict[str, torch.Tensor]]):
+    """The samples of one split.
+
+    An item is a dict of tensors of shape `[s]`: `tokens` (int64), `labels` (int64, the tokens that follow),
+    `loss_mask` (float32) and `position_ids` (int64).
+
+    Args:
+        corpus: its sequences are the documents.
+        num_samples: at least so many items, over as many epochs as that takes. None: one epoch.
+
+    Raises:
+        DataError: the split has no document or too few tokens for one sample, a token is beyond the vocabulary, or
+            the cache cannot be written.
+    """
+
+    def __init__(
+        self, corpus: IndexedDataset, split: SplitName, config: GPTDatasetConfig, num_samples: int | None = None
+    ) -> None:
+        if num_samples is not None and num_samples < 1:
+            raise ConfigError(f"num_samples is {num_samples}; it takes a positive number, or None for one epoch")
+        self.corpus, self.split, self.config, self.num_samples = corpus, split, config, num_samples
+        first, last = document_range(len(corpus), split, config.split)
+        _check_size(corpus, split, config, first, last)
+        cache_dir = config.cache_dir or default_directory(corpus.prefix)
+        identity = _identity(corpus)
+        _check_tokens(corpus, config.vocab_size, cache_dir, identity)
+        key = {
+            "what": "samples",
+            "algorithm": _ALGORITHM,
+            "corpus": identity,
+            "documents": [first, last],
+            "sequence_length": config.sequence_length,
+            "num_samples": num_samples,
+            "seed": config.random_seed,
+        }
+        arrays = load_or_build(
+            cache_dir,
+            key,
+            lambda: build_indices(
+                corpus.sequence_lengths, first, last, config.sequence_length, num_samples, config.random_seed
+            ),
+        )
+        self._document_index = arrays["document_index"]
+        self._sample_index = arrays["sample_index"]
+        self._shuffle_index = arrays["shuffle_index"]
+
+    def __reduce__(self) -> tuple[type[GPTDataset], tuple[Any, ...]]:
+        # A loader's worker maps the same files again instead of receiving gigabytes of index.
+        return type(self), (self.corpus, self.split, self.config, self.num_samples)
+
+    def __len__(self) -> int:
+        return len(self._shuffle_index)
+
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
+        if not 0 <= idx < len(self):
+            raise IndexError(f"sample {idx} of a split of {len(self)} samples")
+        text = torch.from_numpy(self._read(int(self._shuffle_index[idx])))  # [s + 1]
+        tokens, labels = text[:-1], text[1:]  # [s]
+        loss_mask = torch.ones(len(tokens), dtype=torch.float32)
+        positions = torch.arange(len(tokens))
+        if self.config.eod is not None:
+            is_end = tokens.eq(self.config.eod)
+            if self.config.eod_mask_loss:
+                loss_mask[is_end] = 0.0
+            if self.config.reset_position_ids:
+                starts = torch.zeros_like(positions)  # of the document that each token belongs to
+                starts[1:] = torch.where(is_end[:-1], positions[1:], 0)
+                positions = positions - starts.cummax(0).values
+        return {"tokens": tokens, "labels": labels.clone(), "loss_mask": loss_mask, "position_ids": positions}
+
+    def _read(self, sample: int) -> NDArray[np.int64]:
+        """The `sequence_length + 1` tokens of a sample, in the order before shuffling."""
+        position, offset = (int(value) for value in self._sample_index[sample])
+        text = np.empty(self.config.sequence_length + 1, np.int64)
+        filled = 0
+        while filled < len(text):
+            document = int(self._document_index[position])
+            available = int(self.corpus.sequence_lengths[document]) - offset
+            part = self.corpus.get(document, offset, min(available, len(text) - filled))
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+            position, offset = position + 1, 0
+        return text
+
+
+def build_gpt_datasets(
+    prefix: str | os.PathLike[str], config: GPTDatasetConfig, num_samples: Sequence[int | None]
+) -> list[GPTDataset | None]:
+    """Datasets for training, validation and test, in this order, of one corpus.
+
+    Args:
+        num_samples: for each split: 0 for no dataset, None for one epoch of it.
+    """
+    corpus = IndexedDataset(prefix)
+    return [
+        None if count == 0 else GPTDataset(corpus, split, config, count)
+        for split, count in zip(SPLITS, num_samples, strict=True)
+    ]
+
+
+def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:
+    """The documents `[first, last)` of a split, by Megatron-LM's rounding of the shares."""
+    parsed = _shares(shares)
+    bounds = [0.0]
+    for share in parsed:
+        bounds.append(bounds[-1] + share / sum(parsed))
+    which = SPLITS.index(split)
+    return round(bounds[which] * num_documents), round(bounds[which + 1] * num_documents)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError:
+        shares = []
+    shares += [0.0] * (len(SPLITS) - len(shares))
+    if len(shares) > len(SPLITS) or not all(0 <= share < math.inf for share in shares) or sum(shares) == 0:
+        raise ConfigError(f"split is {text!r}; it takes one to three shares that are not all zero, like '969,30,1'")
+    return shares
+
+
+def _check_size(corpus: IndexedDataset, split: str, config: GPTDatasetConfig, first: int, last: int) -> None:
+    if first == last:
+        raise DataError(
+            f"{corpus.prefix}: split {split!r} of {config.split!r} gets none of the {len(corpus)} documents; "
+            "give it a larger share, or more documents"
+        )
+    tokens = int(corpus.sequence_lengths[first:last].sum(dtype=np.int64))
+    if tokens <= config.sequence_length:
+        raise DataError(
+            f"{corpus.prefix}: split {split!r} of {config.split!r} has {tokens} tokens in {last - first} documents, "
+            f"and one sample takes {config.sequence_length + 1}; give it a larger share, more text, or shorter samples"
+        )
+
+
+def _check_tokens(
+    corpus: IndexedDataset, vocab_size: int | None, cache_dir: Path, identity: list[dict[str, Any]]
+) -> None:
+    """Refuses a corpus whose tokens are no indices of the embedding; its range is found once and cached."""
+    if corpus.dtype.kind not in "iu":
+        raise DataError(f"{corpus.idx_path}: tokens are {corpus.dtype.name}; a language model needs integers")
+    limits = np.iinfo(corpus.dtype)
+    if vocab_size is None or (limits.min >= 0 and limits.max < vocab_size):
+        return
+    key = {"what": "token range", "corpus": identity}
+    low, high = (int(value) for value in load_or_build(cache_dir, key, lambda: _token_range(corpus))["range"])
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"{corpus.bin_path}: holds token id {low if low < 0 else high}, and the vocabulary has {vocab_size} "
+            "entries; prepare the corpus with the model's tokenizer, or enlarge the vocabulary"
+        )
+
+
+def _token_range(corpus: IndexedDataset) -> dict[str, NDArray[Any]]:
+    extremes = [(chunk.min(), chunk.max()) for chunk in corpus.iterate_tokens()]
+    lows, highs = zip(*extremes, strict=True)
+    return {"range": np.array([min(lows), max(highs)], np.int64)}
+
+
+def _identity(corpus: IndexedDataset) -> list[dict[str, Any]]:
+    """Names the content of a corpus without reading it; the folder is left out, mounts differ between machines."""
+    stats = [(path.name, path.stat()) for path in (corpus.idx_path, corpus.bin_path)]
+    return [{"name": name, "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns} for name, stat in stats]

@@ -1,0 +1,124 @@
+"""Arrays that are costly to compute, kept on disk, and safe when all ranks of a run start at once.
+
+An entry is a folder named by the hash of its key, with one ``.npy`` per array and a ``description.json``. It is
+written under another name and renamed, so a reader sees all of it or nothing. Readers memory-map: the ranks of a
+machine share one copy in memory. What does not match its description (cut short, overwritten, bits flipped) is
+built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+    """The arrays of `key`, memory-mapped; calls `build` when the cache does not have them.
+
+    Of several processes on a machine that ask at once, one builds and the others wait for it. Where the file system
+    has no locks each builds, with the same result.
+
+    Args:
+        key: everything the arrays depend on, as JSON values.
+
+    Raises:
+        DataError: the cache folder cannot be written.
+    """
+    text = json.dumps(key, sort_keys=True)
+    entry = directory / hashlib.sha256(text.encode()).hexdigest()[:32]
+    arrays = _load(entry, text)
+    if arrays is not None:
+        return arrays
+    with _one_at_a_time(directory):
+        arrays = _load(entry, text)
+        if arrays is None:
+            built = build()
+            try:
+                _store(entry, text, built)
+            except OSError as error:
+                raise _unwritable(directory, error) from error
+            arrays = _load(entry, text) or built
+    return arrays
+
+
+def _load(entry: Path, key: str) -> Arrays | None:
+    try:
+        description = json.loads((entry / "description.json").read_text(encoding="utf-8"))
+        if description["key"] != key:
+            return None
+        arrays: Arrays = {}
+        for name, checksum in description["crc32"].items():
+            arrays[name] = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            if _crc32(arrays[name]) != checksum:
+                return None
+        return arrays
+    except Exception:  # missing, or damaged: JSON, numpy's header parser and mmap each fail in ways of their own
+        return None
+
+
+def _store(entry: Path, key: str, arrays: Arrays) -> None:
+    draft = entry.with_name(f".{entry.name}.{uuid.uuid4().hex}")
+    draft.mkdir()
+    try:
+        for name, values in arrays.items():
+            np.save(draft / f"{name}.npy", values, allow_pickle=False)
+        description = {"key": key, "crc32": {name: _crc32(values) for name, values in arrays.items()}}
+        (draft / "description.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        with contextlib.suppress(FileNotFoundError):  # a damaged entry; those who have it mapped keep their pages
+            aside = draft.with_name(f"{draft.name}.old")
+            entry.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+        try:
+            draft.rename(entry)
+        except OSError:
+            if not entry.exists():  # otherwise another builder, where there are no locks, was quicker
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _crc32(values: NDArray[Any]) -> int:
+    return zlib.crc32(np.ascontiguousarray(values).data.cast("B"))
+
+
+@contextlib.contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Holds a lock that the kernel releases when its holder dies, where file system and platform have one."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / "lock").open("ab")
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    with file:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _unwritable(directory: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{directory}: the index cache cannot be written ({error.strerror}); make the folder writable, or choose "
+        "another as cache_dir"
+    )
+
+
+def default_directory(prefix: str | os.PathLike[str]) -> Path:
+    """Where the indices of a corpus are kept unless the user says otherwise: beside it."""
+    return Path(f"{os.fspath(prefix)}.cache")

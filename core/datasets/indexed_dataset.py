@@ -1,0 +1,334 @@
+"""Megatron-LM's corpus format: token ids in ``<prefix>.bin``, where each sequence lies in ``<prefix>.idx``.
+
+    .idx   9 bytes   b"MMIDIDX\\x00\\x00"
+           uint64    version, 1
+           uint8     dtype code of the tokens (`DType`)
+           uint64    S, number of sequences
+           uint64    D, length of the document indices: number of documents + 1
+           int32[S]  length of each sequence, in tokens
+           int64[S]  where each sequence starts in the .bin, in bytes
+           int64[D]  document d is sequences [indices[d], indices[d + 1])
+           int8[S]   mode of each sequence, in multimodal corpora only; not read here
+    .bin   the tokens of all sequences, end to end
+
+Everything is little-endian. Files written here are byte for byte those that Megatron-LM writes for the same tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import uuid
+from array import array
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from ..errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_HEADER = struct.Struct("<9sQBQQ")
+
+
+class DType(Enum):
+    """Codes of token dtypes in an index file, as Megatron-LM numbers them."""
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
+
+    @classmethod
+    def code_from_dtype(cls, dtype: DTypeLike) -> int:
+        """The code of a numpy dtype; `DataError` for one that the format does not have."""
+        name = np.dtype(dtype).name
+        if name not in cls.__members__:
+            raise DataError(f"dtype {name} cannot be stored in an index; it has {', '.join(cls.__members__)}")
+        return int(cls[name].value)
+
+    @classmethod
+    def dtype_from_code(cls, code: int) -> np.dtype[Any]:
+        """The numpy dtype of a code; `DataError` for an unknown one."""
+        if code not in {member.value for member in cls}:
+            raise DataError(f"dtype code {code} is unknown; codes run from 1 to {len(cls)}")
+        dtype: np.dtype[Any] = np.dtype(cls(code).name).newbyteorder("<")
+        return dtype
+
+    @staticmethod
+    def optimal_dtype(cardinality: int | None) -> np.dtype[Any]:
+        """Megatron-LM's choice for a vocabulary: uint16 below 65,500 entries, else int32."""
+        return np.dtype("<u2" if cardinality is not None and cardinality < 65500 else "<i4")
+
+
+def get_idx_path(prefix: str | os.PathLike[str]) -> Path:
+    """Path of the index file of a corpus."""
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+def get_bin_path(prefix: str | os.PathLike[str]) -> Path:
+    """Path of the token file of a corpus."""
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+class IndexedDataset:
+    """A corpus on disk, memory-mapped: opening costs nothing, and processes share the pages they read.
+
+    Items are read-only numpy arrays of token ids, one per sequence; modes of a multimodal index are ignored.
+
+    Raises:
+        DataError: a file is missing, truncated, of another format or version, does not fit its partner,
+            or holds no tokens.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.idx_path, self.bin_path = get_idx_path(prefix), get_bin_path(prefix)
+        index = _Index(self.idx_path)
+        if len(index.lengths) == 0 or int(index.pointers[-1]) + int(index.lengths[-1]) == 0:
+            raise DataError(f"{self.idx_path}: the corpus is empty (no token); prepare it again from non-empty text")
+        _check_bin_size(self.bin_path, index)
+        self._index = index
+        self._bytes = np.memmap(self.bin_path, dtype=np.uint8, mode="r")
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return type(self), (self.prefix,)  # a loader's worker opens the files again instead of receiving their content
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the tokens on disk."""
+        return self._index.dtype
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Tokens in each sequence, `[num_sequences]`."""
+        return self._index.lengths
+
+    @property
+    def document_indices(self) -> NDArray[np.int64]:
+        """`[num_documents + 1]`: document d is sequences `[indices[d], indices[d + 1])`."""
+        return self._index.document_indices
+
+    @staticmethod
+    def exists(prefix: str | os.PathLike[str]) -> bool:
+        """Whether both files of the corpus are there."""
+        return get_idx_path(prefix).is_file() and get_bin_path(prefix).is_file()
+
+    def __len__(self) -> int:
+        return len(self._index.lengths)
+
+    @overload
+    def __getitem__(self, idx: int) -> NDArray[Any]: ...
+    @overload
+    def __getitem__(self, idx: slice) -> list[NDArray[Any]]: ...
+    def __getitem__(self, idx: int | slice) -> NDArray[Any] | list[NDArray[Any]]:
+        if isinstance(idx, slice):
+            return [self.get(i) for i in range(*idx.indices(len(self)))]
+        return self.get(idx)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """`length` tokens of sequence `idx` from token `offset` on; to its end when `length` is None.
+
+        Raises:
+            IndexError: no such sequence.
+            DataError: the range reaches beyond the sequence, or the index points beyond the token file.
+        """
+        if not -len(self) <= idx < len(self):
+            raise IndexError(f"sequence {idx} of a corpus of {len(self)} sequences")
+        total = int(self._index.lengths[idx])
+        if length is None:
+            length = total - offset
+        if offset < 0 or length < 0 or offset + length > total:
+            raise DataError(f"tokens [{offset}, {offset + length}) of sequence {idx}, which has {total} tokens")
+        start = int(self._index.pointers[idx]) + offset * self.dtype.itemsize
+        try:
+            return np.frombuffer(self._bytes, self.dtype, length, start) if length else np.empty(0, self.dtype)
+        except ValueError:
+            raise DataError(
+                f"{self.idx_path}: sequence {idx} is said to start at byte {start}, but {self.bin_path} "
+                f"has {self._bytes.size} bytes; the index is damaged, prepare the corpus again"
+            ) from None
+
+    def iterate_tokens(self, chunk_tokens: int = 1 << 24) -> Iterator[NDArray[Any]]:
+        """All tokens of the corpus in file order, in views of at most `chunk_tokens`."""
+        tokens = self._bytes.view(self.dtype)
+        for start in range(0, len(tokens), chunk_tokens):
+            yield tokens[start : start + chunk_tokens]
+
+
+class IndexedDatasetBuilder:
+    """Writes a corpus; nothing bears its final name before :meth:`finalize` has written all of it.
+
+    Use it in a `with` statement: what was begun and not finalised, because of an exception or an interrupt, is
+    removed. A corpus of the same name stays readable until it is replaced.
+    """
+
+    def __init__(self, bin_path: str | os.PathLike[str], dtype: DTypeLike = np.int32) -> None:
+        self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
+        self._bin_path = Path(bin_path)
+        self._lengths = array("i")
+        self._document_indices = array("q", [0])
+        self._temporary, self._file = _open_beside(self._bin_path)
+
+    def __enter__(self) -> IndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Removes what was written so far; does nothing after :meth:`finalize`."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def add_document(self, tokens: ArrayLike, lengths: Sequence[int]) -> None:
+        """Appends one document: `tokens` are its sequences end to end, `lengths` the tokens in each.
+
+        Raises:
+            DataError: the lengths do not add up, or a token does not fit the dtype.
+        """
+        values = np.asarray(tokens)
+        if sum(lengths) != values.size or min(lengths, default=0) < 0:
+            raise DataError(f"a document of {values.size} tokens was given sequence lengths {list(lengths)}")
+        if max(lengths, default=0) > np.iinfo(np.int32).max:
+            raise DataError(f"a sequence of {max(lengths)} tokens; the format holds lengths below 2^31, split it")
+        self._file.write(_cast(values, self.dtype).tobytes())
+        self._lengths.extend(lengths)
+        self._document_indices.append(len(self._lengths))
+
+    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+        """Appends all documents of another corpus, which must have the same dtype."""
+        index = _Index(get_idx_path(prefix))
+        bin_path = get_bin_path(prefix)
+        if index.dtype != self.dtype:
+            raise DataError(
+                f"{get_idx_path(prefix)} holds {index.dtype.name} tokens and is to be merged into a corpus of "
+                f"{self.dtype.name}; prepare both with the same tokenizer"
+            )
+        _check_bin_size(bin_path, index)
+        first = len(self._lengths)
+        self._lengths.frombytes(index.lengths.astype(np.int32).tobytes())
+        self._document_indices.frombytes((index.document_indices[1:] + first).astype(np.int64).tobytes())
+        with bin_path.open("rb") as source:
+            shutil.copyfileobj(source, self._file, 1 << 22)
+
+    def finalize(self, idx_path: str | os.PathLike[str]) -> None:
+        """Writes the index, then gives both files their names, the index last."""
+        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        documents = np.frombuffer(self._document_indices, np.int64)
+        temporary, file = _open_beside(Path(idx_path))
+        try:
+            with file:
+                code = DType.code_from_dtype(self.dtype)
+                file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents)))
+                for values, dtype in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")):
+                    file.write(values.astype(dtype, copy=False).tobytes())
+            self._file.close()
+            Path(idx_path).unlink(missing_ok=True)  # an old index must never meet the new tokens
+            self._temporary.replace(self._bin_path)
+            temporary.replace(idx_path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class _Index:
+    """The content of an .idx file, memory-mapped and checked against itself."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                header = file.read(_HEADER.size)
+        except OSError as error:
+            raise DataError(_cannot_open(path, error)) from None
+        if header[: len(_MAGIC)] != _MAGIC[: len(header)]:
+            raise DataError(
+                f"{path}: starts with {header[: len(_MAGIC)]!r} and not {_MAGIC!r}, so it is no index of this format; "
+                "make one with prepare_data.py"
+            )
+        if len(header) < _HEADER.size:
+            raise DataError(
+                f"{path}: truncated, {len(header)} bytes of a {_HEADER.size}-byte header; prepare it again"
+            )
+        _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
+        if version != _VERSION:
+            raise DataError(f"{path}: index version {version}, only {_VERSION} is read; prepare the corpus again")
+        try:
+            self.dtype = DType.dtype_from_code(code)
+        except DataError as error:
+            raise DataError(f"{path}: {error}; the index is damaged, prepare the corpus again") from None
+        expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
+        if size not in (expected, expected + num_sequences):  # with modes: one byte more for each sequence
+            state = "truncated" if size < expected else "too long"
+            raise DataError(
+                f"{path}: {state}, {size} bytes where {num_sequences} sequences and {num_indices} document indices "
+                f"take {expected}; prepare the corpus again"
+            )
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+        self.lengths = np.frombuffer(content, "<i4", num_sequences, _HEADER.size)
+        self.pointers = np.frombuffer(content, "<i8", num_sequences, _HEADER.size + 4 * num_sequences)
+        self.document_indices = np.frombuffer(content, "<i8", num_indices, _HEADER.size + 12 * num_sequences)
+        if num_indices == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != num_sequences:
+            ends = [int(value) for value in self.document_indices[[0, -1]]] if num_indices else []
+            raise DataError(
+                f"{path}: documents must span sequences 0 to {num_sequences}, found {ends}; the index is damaged, "
+                "prepare the corpus again"
+            )
+
+
+def _check_bin_size(path: Path, index: _Index) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DataError(_cannot_open(path, error)) from None
+    expected = 0
+    if len(index.lengths):
+        expected = int(index.pointers[-1]) + int(index.lengths[-1]) * index.dtype.itemsize
+    if found != expected:
+        state = "truncated" if found < expected else "longer than its index says"
+        raise DataError(f"{path}: {state}, {found} bytes where the index says {expected}; prepare the corpus again")
+
+
+def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`values` in `dtype`; numpy alone would wrap a token that is too large around to another one."""
+    if values.size and dtype.kind in "iu" and values.dtype != dtype:
+        limits = np.iinfo(dtype)
+        low, high = values.min(), values.max()
+        if values.dtype.kind not in "iu" or low < limits.min or high > limits.max:
+            raise DataError(
+                f"tokens from {low} to {high} ({values.dtype.name}) do not fit {dtype.name}; "
+                "build with DType.optimal_dtype(vocab_size)"
+            )
+    return values.astype(dtype, copy=False)
+
+
+def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        return temporary, temporary.open("wb")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written ({error.strerror}); create the folder, make it writable, or choose another"
+        ) from None
+
+
+def _cannot_open(path: Path, error: OSError) -> str:
+    hint = "check the prefix, or make the corpus with prepare_data.py"
+    if path.stem.endswith((".bin", ".idx")):
+        hint = "the prefix is the path without .bin or .idx"
+    return f"{path}: cannot be read ({error.strerror}); {hint}"

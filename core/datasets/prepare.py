@@ -1,0 +1,259 @@
+"""Text to corpus: documents are read here, tokenised in worker processes, and written here in the order of reading.
+
+The order, and so every byte that is written, does not depend on the number of workers. What is in flight is bounded:
+a corpus of any size passes through a few MiB of memory per worker, beside its longest document.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, DataError, MissingExtraError
+from .indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
+from .text_sources import (
+    Format,
+    Record,
+    SplitOn,
+    find_files,
+    parse_record,
+    read_records,
+    resolve_format,
+    standard_library_sources,
+)
+from .tokenizer import (
+    Tokenizer,
+    build_byte_tokenizer,
+    load_tokenizer,
+    tokenizer_from_json,
+    tokenizer_path,
+    train_bpe,
+)
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_CHUNK_BYTES = 1 << 20
+
+__all__ = ["PreparedCorpus", "prepare", "standard_library_sources"]
+
+
+@dataclass(frozen=True)
+class PreparedCorpus:
+    """What :func:`prepare` wrote."""
+
+    prefix: str
+    num_files: int
+    num_documents: int
+    num_tokens: int
+    """End-of-document tokens included."""
+    vocab_size: int
+
+
+class _Chunk(NamedTuple):
+    """Records that travel to a worker together, all of one file."""
+
+    name: str
+    file_format: Literal["text", "jsonl"]
+    records: list[Record]
+    disk_bytes: int
+
+
+class _Encoded(NamedTuple):
+    tokens: NDArray[Any]
+    lengths: list[int]
+
+
+def prepare(
+    inputs: Iterable[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] = "byte",
+    vocab_size: int = 32768,
+    eod_token: str | None = None,
+    file_format: Format = "auto",
+    json_key: str = "text",
+    split_on: SplitOn = "file",
+    bpe_training_bytes: int = 256 << 20,
+    workers: int = 1,
+    progress: bool = False,
+) -> PreparedCorpus:
+    """Writes ``<output_prefix>.bin``, ``.idx`` and ``.tokenizer.json`` from text and JSON-lines files.
+
+    Each document ends with the tokenizer's end-of-document token; empty documents are left out. Nothing bears its
+    final name before all of it is written.
+
+    Args:
+        inputs: files, folders and glob patterns; see `text_sources.find_files`.
+        tokenizer: `"byte"`, `"bpe"` (learned from the corpus itself) or the path of a ``tokenizer.json``.
+        vocab_size: entries that a BPE may learn.
+        eod_token: of a tokenizer file whose end-of-document token cannot be told from its folder.
+        json_key: where the text of a JSON object stands.
+        split_on: what ends a document of a text file.
+        bpe_training_bytes: a BPE learns from the documents up to this many characters.
+        workers: processes that tokenise; 1 works in this process.
+        progress: draw a progress bar on stderr (extra `train`).
+
+    Raises:
+        DataError: an input that is missing, damaged or without text, or an output that cannot be written.
+        ConfigError: `workers` or `vocab_size` out of range.
+        MissingExtraError: a library of the extra `train` is not installed.
+    """
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}; it takes 1 or more")
+    prefix = os.fspath(output_prefix)
+    _check_folder(Path(prefix))
+    files = find_files(inputs, file_format)
+
+    def chunks(task: str) -> Iterator[_Chunk]:
+        with _progress_bar(files, task) if progress else contextlib.nullcontext() as bar:
+            for path in files:
+                for chunk in _chunks(path, resolve_format(path, file_format), split_on):
+                    yield chunk
+                    if bar is not None:
+                        bar.update(chunk.disk_bytes)
+
+    if tokenizer == "byte":
+        chosen = build_byte_tokenizer()
+    elif tokenizer == "bpe":
+        pieces = chunks("reading for the BPE")
+        texts = (parse_record(r, c.name, c.file_format, json_key) for c in pieces for r in c.records)
+        chosen = train_bpe(_first(texts, bpe_training_bytes), vocab_size)
+    else:
+        chosen = load_tokenizer(tokenizer, eod_token)
+    num_documents = num_tokens = 0
+    try:
+        with IndexedDatasetBuilder(get_bin_path(prefix), DType.optimal_dtype(chosen.vocab_size)) as builder:
+            for encoded in _encode_all(chunks("tokenising"), chosen, json_key, workers):
+                ends = list(itertools.accumulate(encoded.lengths))
+                for start, end in itertools.pairwise([0, *ends]):
+                    builder.add_document(encoded.tokens[start:end], [end - start])
+                num_documents += len(ends)
+                num_tokens += len(encoded.tokens)
+            if num_documents == 0:
+                shown = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+                raise DataError(f"the corpus is empty: no document with text in {len(files)} files ({shown})")
+            get_idx_path(prefix).unlink(missing_ok=True)  # an old corpus must not meet the new tokenizer either
+            chosen.save(tokenizer_path(prefix))
+            builder.finalize(get_idx_path(prefix))
+    except OSError as error:
+        raise DataError(f"{prefix}: the corpus cannot be written ({error.strerror or error})") from error
+    return PreparedCorpus(prefix, len(files), num_documents, num_tokens, chosen.vocab_size)
+
+
+def _chunks(path: Path, file_format: Literal["text", "jsonl"], split_on: SplitOn) -> Iterator[_Chunk]:
+    records: list[Record] = []
+    size = disk_bytes = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal disk_bytes
+        disk_bytes += num_bytes
+
+    for record in read_records(path, file_format, split_on, count):
+        records.append(record)
+        size += len(record.content)
+        if size >= _CHUNK_BYTES:
+            yield _Chunk(str(path), file_format, records, disk_bytes)
+            records, size, disk_bytes = [], 0, 0
+    yield _Chunk(str(path), file_format, records, disk_bytes)
+
+
+def _encode_all(chunks: Iterable[_Chunk], tokenizer: Tokenizer, json_key: str, workers: int) -> Iterator[_Encoded]:
+    """The tokens of each chunk, in the order of `chunks`."""
+    if workers == 1:
+        for chunk in chunks:
+            yield _encode(chunk, tokenizer, json_key)
+        return
+    # Spawned, not forked: the caller may hold threads and process groups that do not survive a fork.
+    pool = ProcessPoolExecutor(
+        workers,
+        multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenizer.to_json(), tokenizer.eod_token, json_key),
+    )
+    waiting: collections.deque[Future[_Encoded]] = collections.deque()
+    try:
+        for chunk in chunks:
+            waiting.append(pool.submit(_encode_in_worker, chunk))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise DataError("a tokenising process died, most likely for lack of memory; use fewer workers") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: tuple[Tokenizer, str] | None = None
+
+
+def _start_worker(tokenizer_json: str, eod_token: str, json_key: str) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the workers
+    _worker = tokenizer_from_json(tokenizer_json, eod_token), json_key
+
+
+def _encode_in_worker(chunk: _Chunk) -> _Encoded:
+    if _worker is None:
+        raise RuntimeError("the worker was not started by _start_worker")
+    return _encode(chunk, *_worker)
+
+
+def _encode(chunk: _Chunk, tokenizer: Tokenizer, json_key: str) -> _Encoded:
+    eod = np.array([tokenizer.eod], np.int32)
+    parts: list[NDArray[np.int32]] = []
+    lengths: list[int] = []
+    for record in chunk.records:
+        text = parse_record(record, chunk.name, chunk.file_format, json_key)
+        try:
+            ids = tokenizer.encode(text)
+        except DataError as error:
+            raise DataError(f"{chunk.name}, line {record.line}: {error}") from None
+        if len(ids):
+            parts += [ids, eod]
+            lengths.append(len(ids) + 1)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    return _Encoded(np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype), lengths)
+
+
+def _first(texts: Iterable[str], limit: int) -> Iterator[str]:
+    seen = 0
+    for text in texts:
+        if seen >= limit:
+            return
+        seen += len(text)
+        yield text
+
+
+def _check_folder(prefix: Path) -> None:
+    """Finds out before the work and not after it that its result has no place."""
+    folder = prefix.parent
+    if not folder.is_dir():
+        raise DataError(f"{folder}: the output folder does not exist; create it with: mkdir -p {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DataError(f"{folder}: the output folder cannot be written; make it writable, or choose another")
+    if not prefix.name or prefix.is_dir():
+        raise DataError(f"{prefix}: a folder, and the output prefix is a path in one; try {prefix / 'corpus'}")
+
+
+def _progress_bar(files: list[Path], task: str) -> tqdm[Any]:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        raise MissingExtraError("tqdm", "train", "A progress bar") from None
+    total_bytes = sum(path.stat().st_size for path in files)
+    return tqdm(total=total_bytes, desc=task, unit="B", unit_scale=True, unit_divisor=1024)

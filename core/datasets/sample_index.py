@@ -1,0 +1,92 @@
+"""Which tokens make sample i: documents shuffled over epochs, packed end to end, cut every `sequence_length` tokens.
+
+The design and every random draw are Megatron-LM's (its GPTDataset and `build_sample_idx`): the same corpus, seed and
+sizes give the same samples in the same order. What it does in a compiled loop is done here by cumulative sums and
+binary search, in blocks, so that working memory stays small beside the result.
+
+    document_index [E * N]         documents of E epochs, shuffled together
+    sample_index   [samples + 1, 2] where sample i starts: (position in document_index, token in that document)
+    shuffle_index  [samples]        a permutation of the samples
+
+Sample i covers the sequence_length + 1 tokens from its start, the last of which is the first of sample i + 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK_DOCUMENTS = 1 << 21
+_SEPARATE_BELOW = 0.80  # of an epoch: a shorter last epoch is shuffled apart, so that earlier ones stay whole
+
+
+def build_indices(
+    lengths: NDArray[np.int32],
+    first_document: int,
+    last_document: int,
+    sequence_length: int,
+    num_samples: int | None,
+    seed: int,
+) -> dict[str, NDArray[Any]]:
+    """The three indices for documents `[first_document, last_document)`, with at least `num_samples` samples.
+
+    Args:
+        lengths: tokens in each document of the corpus, `[documents]`.
+        num_samples: None for what one epoch holds. The split must hold more than `sequence_length` tokens.
+    """
+    tokens_per_epoch = int(lengths[first_document:last_document].sum(dtype=np.int64))
+    num_epochs = 1
+    if num_samples is not None:
+        num_epochs = max(1, -(-(num_samples * sequence_length + 1) // tokens_per_epoch))
+    separate_from = None
+    if num_epochs > 1 and num_samples is not None:
+        samples_before = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
+        samples_per_epoch = (tokens_per_epoch - 1) // sequence_length
+        if num_samples - samples_before < int(_SEPARATE_BELOW * samples_per_epoch):
+            separate_from = samples_before
+
+    draws = np.random.RandomState(seed)  # its stream is frozen by numpy's policy: an order outlives numpy versions
+    epochs = [num_epochs] if separate_from is None else [num_epochs - 1, 1]
+    documents = np.arange(first_document, last_document, dtype=_index_dtype(last_document))
+    document_index = np.concatenate([_shuffled(np.tile(documents, count), draws) for count in epochs])
+    total_samples = (num_epochs * tokens_per_epoch - 1) // sequence_length
+    sample_index = locate_samples(lengths, document_index, sequence_length, total_samples)
+    bounds = [0, total_samples] if separate_from is None else [0, separate_from, total_samples]
+    dtype = np.uint32 if total_samples < np.iinfo(np.uint32).max - 1 else np.int64
+    parts = [_shuffled(np.arange(start, stop, dtype=dtype), draws) for start, stop in itertools.pairwise(bounds)]
+    return {
+        "document_index": document_index,
+        "sample_index": sample_index,
+        "shuffle_index": np.concatenate(parts),
+    }
+
+
+def locate_samples(
+    lengths: NDArray[np.int32], document_index: NDArray[Any], sequence_length: int, num_samples: int
+) -> NDArray[Any]:
+    """Start of every sample, and of the one after the last, as (position in `document_index`, token) `[n + 1, 2]`."""
+    result = np.empty((num_samples + 1, 2), _index_dtype(len(document_index)))
+    done = 0
+    tokens_before = 0
+    for block in range(0, len(document_index), _BLOCK_DOCUMENTS):
+        ends = np.cumsum(lengths[document_index[block : block + _BLOCK_DOCUMENTS]], dtype=np.int64)
+        stop = min(num_samples + 1, -(-(tokens_before + int(ends[-1])) // sequence_length))
+        starts = np.arange(done, stop, dtype=np.int64) * sequence_length - tokens_before
+        position = np.searchsorted(ends, starts, side="right")  # right: a document without tokens holds no start
+        result[done:stop, 0] = position + block
+        result[done:stop, 1] = starts - np.where(position > 0, ends[position - 1], 0)
+        done = stop
+        tokens_before += int(ends[-1])
+    return result
+
+
+def _shuffled(values: NDArray[Any], draws: np.random.RandomState) -> NDArray[Any]:
+    draws.shuffle(values)
+    return values
+
+
+def _index_dtype(size: int) -> type[np.int32] | type[np.int64]:
+    return np.int32 if size <= np.iinfo(np.int32).max else np.int64

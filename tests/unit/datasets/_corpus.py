@@ -1,0 +1,26 @@
+"""Small corpora for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+
+def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], dtype: DTypeLike = np.uint16) -> IndexedDataset:
+    """A corpus of one sequence per document, opened."""
+    with IndexedDatasetBuilder(f"{prefix}.bin", dtype) as builder:
+        for document in documents:
+            builder.add_document(document, [len(document)])
+        builder.finalize(f"{prefix}.idx")
+    return IndexedDataset(prefix)
+
+
+def random_documents(seed: int, count: int, max_length: int, vocabulary: int = 50) -> list[list[int]]:
+    """Documents of 0 to `max_length` tokens, none of them the last entry of the vocabulary."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocabulary - 1, rng.integers(0, max_length + 1)).tolist() for _ in range(count)]

@@ -1,0 +1,171 @@
+"""Samples: their tokens against the concatenated documents, masks and positions by hand, and what is refused."""
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, build_gpt_datasets, document_range
+from core.errors import ConfigError, DataError
+from tests.unit.datasets._corpus import random_documents, write_corpus
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_are_the_shuffled_documents_cut_in_pieces(tmp_path: Path, seed: int):
+    documents = random_documents(seed, 40, 15)
+    corpus = write_corpus(tmp_path / "c", documents)
+    config = GPTDatasetConfig(sequence_length=7, random_seed=seed, split="100")
+    dataset = GPTDataset(corpus, "train", config, num_samples=90)
+    order = dataset._document_index.tolist()
+    flat = [token for document in order for token in documents[document]]
+    pieces = [flat[start : start + 8] for start in range(0, len(flat) - 7, 7)]
+    assert len(dataset) == len(pieces) >= 90
+    for i, which in enumerate(dataset._shuffle_index.tolist()):
+        item = dataset[i]
+        assert item["tokens"].tolist() + item["labels"][-1:].tolist() == pieces[which]
+        assert torch.equal(item["labels"][:-1], item["tokens"][1:])
+    assert sorted(dataset._shuffle_index.tolist()) == list(range(len(pieces)))
+
+
+def test_items_are_tensors_of_the_declared_dtypes(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c", [list(range(20))])
+    item = GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1"))[0]
+    assert {name: (value.shape, value.dtype) for name, value in item.items()} == {
+        "tokens": ((4,), torch.int64),
+        "labels": ((4,), torch.int64),
+        "loss_mask": ((4,), torch.float32),
+        "position_ids": ((4,), torch.int64),
+    }
+    assert item["position_ids"].tolist() == [0, 1, 2, 3]
+    assert item["loss_mask"].tolist() == [1, 1, 1, 1]
+
+
+def test_end_of_document_resets_positions_and_masks_the_loss(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c", [[9, 5, 6, 9, 9, 7, 8, 9, 1]])
+    options = {"sequence_length": 8, "split": "1", "eod": 9}
+    both = GPTDataset(corpus, "train", GPTDatasetConfig(**options, reset_position_ids=True, eod_mask_loss=True))[0]
+    assert both["tokens"].tolist() == [9, 5, 6, 9, 9, 7, 8, 9]
+    assert both["position_ids"].tolist() == [0, 0, 1, 2, 0, 0, 1, 2]
+    assert both["loss_mask"].tolist() == [0, 1, 1, 0, 0, 1, 1, 0]
+    neither = GPTDataset(corpus, "train", GPTDatasetConfig(**options))[0]
+    assert neither["position_ids"].tolist() == list(range(8))
+    assert neither["loss_mask"].tolist() == [1] * 8
+
+
+def test_splits_are_disjoint_document_ranges(tmp_path: Path):
+    documents = [[number] * 10 for number in range(100)]
+    write_corpus(tmp_path / "c", documents)
+    config = GPTDatasetConfig(sequence_length=4, split="80,15,5")
+    seen = []
+    for dataset in build_gpt_datasets(tmp_path / "c", config, (None, None, None)):
+        assert dataset is not None
+        seen.append({token for item in dataset for token in item["tokens"].tolist()})
+    assert seen == [set(range(80)), set(range(80, 95)), set(range(95, 100))]
+
+
+@pytest.mark.parametrize(
+    ("shares", "ranges"),
+    [
+        ("969,30,1", [(0, 969), (969, 999), (999, 1000)]),
+        ("90,10", [(0, 900), (900, 1000), (1000, 1000)]),
+        ("1", [(0, 1000), (1000, 1000), (1000, 1000)]),
+        ("0.5,0.25,0.25", [(0, 500), (500, 750), (750, 1000)]),
+        ("0,1,0", [(0, 0), (0, 1000), (1000, 1000)]),
+    ],
+)
+def test_shares_become_ranges(shares: str, ranges: list[tuple[int, int]]):
+    assert [document_range(1000, split, shares) for split in ("train", "valid", "test")] == ranges
+
+
+def test_zero_samples_means_no_dataset(tmp_path: Path):
+    write_corpus(tmp_path / "c", [[1] * 50])
+    train, valid, test = build_gpt_datasets(tmp_path / "c", GPTDatasetConfig(sequence_length=4, split="1"), (5, 0, 0))
+    assert train is not None
+    assert valid is None
+    assert test is None
+
+
+def test_the_cache_follows_corpus_and_settings(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c", random_documents(0, 30, 20))
+    config = GPTDatasetConfig(sequence_length=5, split="1", vocab_size=100, cache_dir=tmp_path / "cache")
+
+    def entries() -> int:
+        return sum(path.is_dir() for path in (tmp_path / "cache").iterdir())
+
+    first = GPTDataset(corpus, "train", config, 40)
+    assert entries() == 2  # samples, and the range of the tokens
+    again = GPTDataset(corpus, "train", config, 40)
+    assert entries() == 2
+    assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(first, again, strict=True))
+    GPTDataset(corpus, "train", config, 41)
+    assert entries() == 3
+    rewritten = write_corpus(tmp_path / "c", [document[::-1] for document in random_documents(0, 30, 20)])
+    later_ns = rewritten.bin_path.stat().st_mtime_ns + 10**9
+    os.utime(rewritten.bin_path, ns=(later_ns, later_ns))  # of the same size, and only later
+    GPTDataset(rewritten, "train", config, 40)
+    assert entries() == 5
+
+
+def test_pickling_carries_neither_tokens_nor_indices(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c", random_documents(0, 2000, 20))
+    dataset = GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=5, split="1"))
+    data = pickle.dumps(dataset)
+    assert len(data) < 2000
+    assert torch.equal(pickle.loads(data)[17]["tokens"], dataset[17]["tokens"])
+
+
+def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c", [[1, 2, 3, 300, 4], [5] * 10])
+    assert len(GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1", vocab_size=301))) == 3
+    with pytest.raises(DataError, match=r"c\.bin: holds token id 300, and the vocabulary has 300 entries; prepare"):
+        GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1", vocab_size=300))
+
+
+def test_negative_and_fractional_tokens_are_refused(tmp_path: Path):
+    config = GPTDatasetConfig(sequence_length=2, split="1", vocab_size=10)
+    with pytest.raises(DataError, match="holds token id -1"):
+        GPTDataset(write_corpus(tmp_path / "a", [[1, -1, 2]], np.int32), "train", config)
+    with pytest.raises(DataError, match="tokens are float32; a language model needs integers"):
+        GPTDataset(write_corpus(tmp_path / "b", [[1, 2, 3]], np.float32), "train", config)
+
+
+def test_splits_that_hold_no_sample_are_refused(tmp_path: Path):
+    corpus = write_corpus(tmp_path / "c", [[1] * 10] * 5)
+    with pytest.raises(DataError, match="split 'test' of '969,30,1' gets none of the 5 documents; give it a larger"):
+        GPTDataset(corpus, "test", GPTDatasetConfig(sequence_length=4))
+    with pytest.raises(DataError, match=r"split 'valid' .* has 10 tokens in 1 documents, and one sample takes 11"):
+        GPTDataset(corpus, "valid", GPTDatasetConfig(sequence_length=10, split="4,1"))
+    assert len(GPTDataset(corpus, "valid", GPTDatasetConfig(sequence_length=9, split="4,1"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sequence_length": 0}, "sequence_length is 0"),
+        ({"split": "a,b"}, "split is 'a,b'; it takes one to three shares"),
+        ({"split": "0,0,0"}, "shares that are not all zero"),
+        ({"split": "1,1,1,1"}, "one to three shares"),
+        ({"split": "-1,2"}, "split is '-1,2'"),
+        ({"split": "nan"}, "split is 'nan'"),
+        ({"random_seed": -1}, "random_seed is -1"),
+        ({"eod_mask_loss": True}, "eod_mask_loss needs to know the end-of-document token"),
+        ({"reset_position_ids": True}, "reset_position_ids needs"),
+    ],
+)
+def test_settings_that_cannot_be_honoured(fields: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        GPTDatasetConfig(**{"sequence_length": 4, **fields})
+
+
+def test_indices_outside_the_split_end_an_iteration(tmp_path: Path):
+    dataset = GPTDataset(
+        write_corpus(tmp_path / "c", [[1] * 9]), "train", GPTDatasetConfig(sequence_length=4, split="1")
+    )
+    assert len(list(dataset)) == len(dataset) == 2
+    with pytest.raises(IndexError, match="sample -1 of a split of 2"):
+        dataset[-1]
+    with pytest.raises(ConfigError, match="num_samples is 0"):
+        GPTDataset(dataset.corpus, "train", dataset.config, 0)
