@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 def all_gather_single(
@@ -24,6 +25,15 @@ def reduce_scatter_single(
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(output, input_, group=group, async_op=async_op)
     return work
+
+
+def forget_dtensor_layouts() -> None:
+    """Clears DTensor's caches, which take a mesh for one of equal ranks whose process groups were destroyed."""
+    cached: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    getattr(cached, "cache", cached).cache_clear()
+    clear_native_cache = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # absent in older torch
+    if clear_native_cache is not None:
+        clear_native_cache()
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:

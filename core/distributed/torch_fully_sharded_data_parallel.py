@@ -71,16 +71,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         settings = _fsdp2_settings(ddp_config)
-        if process_group is None:
-            mesh = parallel_state.get_data_parallel_mesh()
-            process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        elif ddp_config.num_distributed_optimizer_instances == 1:
-            mesh = DeviceMesh.from_group(process_group, device.device_type(), mesh_dim_names=("dp_cp",))
-        else:
-            raise ParallelConfigError(
-                f"num_distributed_optimizer_instances is {ddp_config.num_distributed_optimizer_instances} with a "
-                "process_group given, which has one axis; drop one of the two"
-            )
+        mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
         super().__init__(config, module, ddp_config, process_group)
         starts_on_meta = any(parameter.is_meta for parameter in module.parameters())
         self._mesh = mesh
@@ -148,6 +139,26 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):
             return super()._apply(fn, recurse)
+
+
+def _mesh_and_group(
+    num_instances: int, process_group: dist.ProcessGroup | None
+) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    if process_group is not None:
+        if num_instances > 1:
+            raise ParallelConfigError(
+                f"num_distributed_optimizer_instances is {num_instances} with a process_group given, which has one "
+                "axis; drop one of the two"
+            )
+        return DeviceMesh.from_group(process_group, device.device_type(), mesh_dim_names=("dp_cp",)), process_group
+    mesh = parallel_state.get_data_parallel_mesh()
+    found = mesh.size(0) if mesh.ndim == 2 else 1
+    if num_instances != found:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances is {num_instances}, but core.parallel_state was initialised with "
+            f"{found}; give both the same number"
+        )
+    return mesh, parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -36,7 +36,8 @@ class Curve:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def build_gpt(tied: bool, **fields: Any) -> GPTModel:
+def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel:
+    """A GPT of two layers whose weights a seed decides; ``fields`` override its config."""
     torch.manual_seed(7)
     config = TransformerConfig(
         **{
@@ -55,7 +56,7 @@ def build_gpt(tied: bool, **fields: Any) -> GPTModel:
             **fields,
         }
     )
-    return GPTModel(config, VOCABULARY, SEQUENCE, share_embeddings_and_output_weights=tied)
+    return GPTModel(config, vocab, SEQUENCE, share_embeddings_and_output_weights=tied)
 
 
 def micro_batches(step: int, rank: int) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from core import parallel_state
 from core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
@@ -18,6 +20,8 @@ from core.distributed import (
     wrap_model,
 )
 from core.errors import ParallelConfigError, WrapError
+from tests.functional._runs import WRAPPERS, build_gpt, micro_batches
+from tests.functional._runs import loss_of as gpt_loss_of
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import CollectiveCounter, batches, build, full, gradients, loss_of, oracle, toy
@@ -152,3 +156,67 @@ def _chooses() -> list[str]:
 def test_wrap_model_chooses_by_type_then_by_strategy():
     sharded = "TorchFullyShardedDataParallel"
     assert run_distributed(_chooses, 1) == [["DistributedDataParallel", sharded, sharded]]
+
+
+def _starts_on_meta(kind: str) -> None:
+    direct = {name: parameter.detach().clone() for name, parameter in build_gpt(True).named_parameters()}
+    with torch.device("meta"):
+        module = build_gpt(True)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    model = wrap_model(module, module.config, WRAPPERS[kind](), process_group=dist.group.WORLD)
+    for name, parameter in module.named_parameters():
+        assert torch.equal(full(parameter), direct[name]), name
+    assert module.embedding.word_embeddings.weight.shared_embedding
+    loss = gpt_loss_of(model, micro_batches(0, dist.get_rank())[0])
+    assert torch.equal(loss, gpt_loss_of(build_gpt(True), micro_batches(0, dist.get_rank())[0]))
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_start_on_the_meta_device_gives_the_values_of_a_direct_one(kind):
+    for world_size in (1, 2):
+        run_distributed(_starts_on_meta, world_size, kind)
+
+
+def _shards_within_instances(num_instances: int) -> list[int]:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=num_instances)
+    module = toy(seed=1 + dist.get_rank())
+    ddp_config = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=num_instances)
+    model = TorchFullyShardedDataParallel(SimpleNamespace(), ddp_config, module, _toys.UNITS)
+    for name, parameter in model.module.named_parameters():
+        assert torch.equal(full(parameter), dict(toy(seed=1).named_parameters())[name]), name
+    for _ in range(2):
+        model.zero_grad_buffer()
+        for index, tokens in enumerate(batches(dist.get_rank())):
+            with nullcontext() if index == 2 else model.no_sync():
+                loss_of(model, tokens).backward()
+        model.finish_grad_sync()
+    for name, expected in oracle(world_size=4).items():
+        # Four ranks add in another order than the oracle does.
+        assert torch.allclose(gradients(model)[name], expected, rtol=1e-5, atol=1e-7), name
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(float(dist.get_rank() >= 2))  # the second instance drifts away
+    model.broadcast_params()
+    for name, parameter in model.module.named_parameters():
+        if num_instances == 2:
+            assert torch.equal(full(parameter), dict(toy(seed=1).named_parameters())[name]), name
+    return [parameter.to_local().numel() for parameter in model.parameters()]
+
+
+def test_hybrid_sharding_cuts_within_an_instance_and_replicates_across():
+    hybrid, fully_sharded = (run_distributed(_shards_within_instances, 4, instances) for instances in (2, 1))
+    elements = [parameter.numel() for parameter in toy().parameters()]
+    assert [a + b for a, b in zip(hybrid[0], hybrid[1], strict=True)] == elements
+    assert hybrid[0] == hybrid[2] and hybrid[1] == hybrid[3]
+    assert [sum(parts) for parts in zip(*fully_sharded, strict=True)] == elements
+
+
+def _refuses_groups_made_for_other_instances() -> None:
+    parallel_state.initialize_model_parallel()
+    ddp_config = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2)
+    with pytest.raises(ParallelConfigError, match=r"2, but .* was initialised with 1"):
+        TorchFullyShardedDataParallel(object(), ddp_config, toy(), _toys.UNITS)
+
+
+def test_instances_must_be_those_of_the_process_groups():
+    run_distributed(_refuses_groups_made_for_other_instances, 2)

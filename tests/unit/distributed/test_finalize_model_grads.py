@@ -1,0 +1,54 @@
+"""Gradients of parameters that tensor-parallel ranks hold alike, finished under every wrapper; the rest of
+`finalize_model_grads` is part of the contract in `test_data_parallel_base.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core import parallel_state
+from core.dist_checkpointing.global_view import global_view
+from core.distributed import finalize_model_grads, wrap_model
+from tests.functional._runs import WRAPPERS, build_gpt, loss_of, micro_batches, whole
+from tests.unit._spawn import run_distributed
+
+SIZES = {"hidden_size": 16, "ffn_hidden_size": 36, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6}
+SIZES |= {"qk_layernorm": True, "num_layers": 1, "vocab": 62}
+
+
+def _gradients(wrapper: str, tp: int, sequence_parallel: bool, skip_the_sum: bool) -> dict[str, torch.Tensor]:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    module = build_gpt(True, tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, **SIZES)
+    model = wrap_model(module, module.config, WRAPPERS[wrapper]())
+    loss_of(model, micro_batches(0, 0)[0][:, :13]).backward()  # 12 tokens, which two ranks share evenly
+    if skip_the_sum:
+        model.finish_grad_sync()
+    else:
+        finalize_model_grads([model])
+    found = {}
+    for name, parameter in module.named_parameters():
+        gradient = getattr(parameter, "main_grad", None)
+        found[name] = whole(global_view(parameter, parameter.grad if gradient is None else gradient))
+    return found
+
+
+def _wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> set[str]:
+    """Names of the gradients that are off by more than the tolerance, relative to their L2 norm."""
+    assert found.keys() == expected.keys()
+    return {name for name, g in expected.items() if (found[name] - g).norm() > tolerance * g.norm()}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_gradients_under_tensor_parallelism_equal_the_serial_ones(wrapper, sequence_parallel):
+    serial = run_distributed(_gradients, 1, wrapper, 1, False, False)[0]
+    for rank_gradients in run_distributed(_gradients, 2, wrapper, 2, sequence_parallel, False):
+        assert not _wrong(rank_gradients, serial, 1e-5)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_without_the_sum_over_tensor_parallel_ranks_norms_and_biases_are_wrong(wrapper):
+    serial = run_distributed(_gradients, 1, wrapper, 1, False, False)[0]
+    partial = run_distributed(_gradients, 2, wrapper, 2, True, True)[0]
+    held_alike = {name for name in serial if "norm" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias"))}
+    assert _wrong(partial, serial, 1e-2) == held_alike
