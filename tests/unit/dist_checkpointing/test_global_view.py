@@ -14,31 +14,18 @@ from core import parallel_state
 from core.dist_checkpointing import global_shape, global_view, local_slices, local_tensor
 from core.errors import ParallelConfigError
 from tests.unit._spawn import run_distributed
+from tests.unit.dist_checkpointing._pieces import mark, tp_piece
 
 
 def _whole(*shape: int) -> torch.Tensor:
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
 
-def _tp_piece(whole: torch.Tensor, dim: int | None) -> nn.Parameter:
-    """This tp rank's parameter of `whole`, cut along `dim`, with Megatron's attributes."""
-    if dim is None:
-        return nn.Parameter(whole.clone())
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    return _marked(nn.Parameter(whole.chunk(size, dim)[rank].clone()), dim)
-
-
-def _marked(param: nn.Parameter, dim: int | None) -> nn.Parameter:
-    if dim is not None:
-        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
-    return param
-
-
 def _fsdp_piece(whole: torch.Tensor, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:
     module = nn.Module()
-    module.weight = _tp_piece(whole, dim)
+    module.weight = tp_piece(whole, dim)
     fully_shard(module, mesh=mesh)
-    return _marked(module.weight, dim)  # torch drops the attributes; the wrapper puts them back
+    return mark(module.weight, dim)  # torch drops the attributes; the wrapper puts them back
 
 
 def _check(param: torch.Tensor, whole: torch.Tensor) -> None:
@@ -72,7 +59,7 @@ def _check_layouts(tp_size: int, replicas: int) -> None:
         for dim in [None, 0, 1] if tp_size > 1 and len(shape) == 2 and shape[1] % tp_size == 0 else [None, 0]:
             whole = _whole(*shape)
             if tp_size > 1:
-                _check(_tp_piece(whole, dim), whole)
+                _check(tp_piece(whole, dim), whole)
             param = _fsdp_piece(whole, dim, mesh)
             _check(param, whole)
             moments = global_view(param, torch.zeros_like(param))  # a DTensor, as torch's optimizers make them
@@ -100,7 +87,7 @@ def _check_placements() -> None:
         Replicate(),
         Shard(0),
     )
-    assert global_view(_tp_piece(_whole(6, 4), 0)).placements == (Shard(0),)
+    assert global_view(tp_piece(_whole(6, 4), 0)).placements == (Shard(0),)
     # one mesh for all parameters of one cut, and none kept when the state is gone
     assert global_view(param).device_mesh is view.device_mesh
     parallel_state.destroy_model_parallel()
@@ -132,11 +119,11 @@ def test_a_view_needs_no_other_rank():
 def _refusals() -> list[str]:
     parallel_state.initialize_model_parallel(2)
     messages = []
-    interleaved = _tp_piece(_whole(4, 2), 0)
+    interleaved = tp_piece(_whole(4, 2), 0)
     interleaved.partition_stride = 2
-    nowhere = _tp_piece(_whole(4, 2), 0)
+    nowhere = tp_piece(_whole(4, 2), 0)
     nowhere.partition_dim = -1
-    for param, tensor in [(interleaved, None), (nowhere, None), (_tp_piece(_whole(4, 2), 0), torch.zeros(3))]:
+    for param, tensor in [(interleaved, None), (nowhere, None), (tp_piece(_whole(4, 2), 0), torch.zeros(3))]:
         with pytest.raises(ParallelConfigError) as caught:
             global_view(param, tensor)
         messages.append(str(caught.value))
