@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 
 def all_gather_single(
@@ -27,17 +27,24 @@ def reduce_scatter_single(
     return work
 
 
-def forget_dtensor_layouts() -> None:
-    """Clears DTensor's caches, which take a mesh for one of equal ranks whose process groups were destroyed."""
-    cached: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-    getattr(cached, "cache", cached).cache_clear()
-    clear_native_cache = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # absent in older torch
-    if clear_native_cache is not None:
-        clear_native_cache()
-
-
 def fsdp_param_groups(state: Any) -> list[Any]:
     """The parameter groups of an FSDP2 module's state: a list in newer torch, one group or None before."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def forget_sharding_decisions() -> None:
+    """Empties DTensor's caches of operator layouts; to be called when process groups are destroyed.
+
+    DTensor finds a cached layout by the *contents* of its mesh and hands out the mesh object of the first time. After
+    groups were destroyed and meshes of the same ranks built anew, new DTensors would carry the old mesh, whose groups
+    no longer exist.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return  # nothing has been cached, and importing it takes a while
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        if (clear := getattr(debug, name, None)) is not None:
+            clear()
