@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -31,3 +32,19 @@ def fsdp_param_groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def forget_sharding_decisions() -> None:
+    """Empties DTensor's caches of operator layouts; to be called when process groups are destroyed.
+
+    DTensor finds a cached layout by the *contents* of its mesh and hands out the mesh object of the first time. After
+    groups were destroyed and meshes of the same ranks built anew, new DTensors would carry the old mesh, whose groups
+    no longer exist.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return  # nothing has been cached, and importing it takes a while
+    from torch.distributed.tensor import debug
+
+    for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        if (clear := getattr(debug, name, None)) is not None:
+            clear()

@@ -1,0 +1,20 @@
+"""Checkpoints and global views of tensors that ranks hold in pieces; knows tensors and meshes, never models."""
+
+from .folders import checkpoint_directory, latest_checkpoint
+from .global_view import global_shape, global_view, local_slices, local_tensor
+from .model_state import load_model_state_dict, model_state_dict
+from .serialization import load, load_metadata, save
+
+__all__ = [
+    "checkpoint_directory",
+    "global_shape",
+    "global_view",
+    "latest_checkpoint",
+    "load",
+    "load_metadata",
+    "load_model_state_dict",
+    "local_slices",
+    "local_tensor",
+    "model_state_dict",
+    "save",
+]

@@ -1,0 +1,191 @@
+"""A module's parameters and buffers as whole-model tensors, and whole-model tensors back into a module, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from ..device import current_device
+from ..errors import CheckpointError
+from .global_view import global_shape, global_view, local_slices, local_tensor
+from .index import dtype_name
+from .ranks import Ranks
+
+
+def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+    """``module.state_dict()`` as :func:`global_view` sees it, for ``save`` and ``load``; shares storage.
+
+    A tensor that stands under several names (tied weights) is given once, under the first.
+
+    Raises:
+        CheckpointError: the module's state holds something that is no tensor.
+    """
+    return {names[0]: global_view(tensor) for names, tensor in _targets(module)}
+
+
+def load_model_state_dict(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    strict: bool = True,
+    *,
+    broadcast_from_rank0: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> _IncompatibleKeys:
+    """Copies a state dict into a module's own storage, whatever cuts lie on it.
+
+    The module's tensors may be plain, cut by tensor parallelism, sharded by FSDP2, or both. A value of the dict is
+
+    * a plain tensor: the whole model's, of which each rank takes its piece; or
+    * a DTensor of the whole model, as :func:`model_state_dict` gives it, on any mesh; or
+    * a DTensor laid out just as the module's own, as ``module.state_dict()`` of an FSDP2 module gives it.
+
+    Values are rounded to the module's dtype where both are floating point (an fp32 file into a bf16 model); other
+    differences of dtype are errors. Of tied names one suffices; several must agree. Beyond the dict itself at most
+    one whole tensor is held at a time. A local call if all values are plain, else collective over `process_group`.
+
+    Args:
+        strict: names must match exactly. Without it the names in common are loaded, of which there must be one.
+        broadcast_from_rank0: the group's first rank holds the whole (plain) dict, and sends tensor by tensor; what
+            the others pass is not read.
+
+    Returns:
+        torch's named tuple ``(missing_keys, unexpected_keys)``; both empty if strict.
+
+    Raises:
+        CheckpointError: names all problems together, on all ranks if collective, before anything has been written.
+    """
+    targets = _targets(module)
+    collective = broadcast_from_rank0 or any(isinstance(value, DTensor) for value in state_dict.values())
+    ranks = Ranks(process_group, alone=not collective)
+    if broadcast_from_rank0:
+        offered = ranks.from_first(lambda: _describe(state_dict, plain_only=True))
+    else:
+        offered = _describe(state_dict)
+    chosen = [(target, next((name for name in names if name in offered), None)) for names, target in targets]
+    known = {name for names, _ in targets for name in names}
+    keys = _IncompatibleKeys(
+        missing_keys=[
+            name for (names, _), (_, source) in zip(targets, chosen, strict=True) for name in names if source is None
+        ],
+        unexpected_keys=[name for name in offered if name not in known],
+    )
+    to_compare: Mapping[str, Any] = state_dict if not broadcast_from_rank0 or ranks.is_first else {}
+    ranks.on_all(lambda: _check(targets, offered, to_compare, keys, strict))
+    with torch.no_grad():
+        for target, source in chosen:
+            if source is None:
+                continue
+            if broadcast_from_rank0:
+                value = _received(state_dict.get(source), offered[source], ranks)
+            else:
+                value = state_dict[source]
+            _copy(value, target)
+    return keys
+
+
+def _targets(module: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """The module's tensors with their attributes, each with all of its names, in the order of the state dict."""
+    by_identity: dict[int, tuple[list[str], torch.Tensor]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{type(module).__name__} has {name} in its state, a {type(value).__name__}; only tensors are kept "
+                "here, so keep it in the checkpoint's metadata"
+            )
+        by_identity.setdefault(id(value), ([], value))[0].append(name)
+    return list(by_identity.values())
+
+
+@dataclass(frozen=True)
+class _Offer:
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None: not a tensor that can be loaded; `shape` is then empty and `kind` says what it is."""
+    kind: str = "tensor"
+
+
+def _describe(state_dict: Mapping[str, Any], plain_only: bool = False) -> dict[str, _Offer]:
+    offered = {}
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor) or (plain_only and isinstance(value, DTensor)):
+            offered[name] = _Offer((), None, type(value).__name__)
+        else:
+            offered[name] = _Offer(tuple(value.shape), value.dtype)
+    return offered
+
+
+def _check(
+    targets: list[tuple[list[str], torch.Tensor]],
+    offered: dict[str, _Offer],
+    values: Mapping[str, Any],
+    keys: _IncompatibleKeys,
+    strict: bool,
+) -> None:
+    problems = []
+    if strict:
+        problems += [f"missing: {name}" for name in keys.missing_keys]
+        problems += [f"unexpected: {name}" for name in keys.unexpected_keys]
+    if not strict and targets and not any(name in offered for names, _ in targets for name in names):
+        problems.append(f"no name in common: the module has {len(targets)} tensors, the state dict {len(offered)}")
+    for names, target in targets:
+        present = [name for name in names if name in offered]
+        problems += [p for name in present if (p := _mismatch(name, offered[name], values.get(name), target))]
+        if target.is_meta and present:
+            problems.append(f"{present[0]} is on the meta device in the module: materialise it first")
+        if any(not _same(values.get(present[0]), values.get(other)) for other in present[1:]):
+            problems.append(f"{' and '.join(present)} are one tensor in the module and differ in the state dict")
+    if problems:
+        raise CheckpointError(f"the state dict does not fit the module, and nothing was loaded: {'; '.join(problems)}")
+
+
+def _mismatch(name: str, offer: _Offer, value: Any, target: torch.Tensor) -> str | None:
+    if offer.dtype is None:
+        return f"{name} is a {offer.kind} where a tensor is needed"
+    if offer.dtype != target.dtype and not (offer.dtype.is_floating_point and target.dtype.is_floating_point):
+        return f"{name} is {dtype_name(offer.dtype)} where the module has {dtype_name(target.dtype)}"
+    whole = tuple(global_shape(target))
+    if offer.shape == whole or _laid_out_alike(value, target):
+        return None
+    return f"{name} has shape {list(offer.shape)} where the whole model's tensor has {list(whole)}"
+
+
+def _laid_out_alike(value: Any, target: torch.Tensor) -> bool:
+    """Whether `value` is, rank by rank, the piece that the module holds."""
+    return (
+        isinstance(value, DTensor)
+        and isinstance(target, DTensor)
+        and value.shape == target.shape
+        and value.device_mesh == target.device_mesh
+        and value.placements == target.placements
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return True  # one given twice, or not held by this rank; what is no tensor has been reported
+    return one.shape == other.shape and torch.equal(local_tensor(one), local_tensor(other))
+
+
+def _received(value: torch.Tensor | None, offer: _Offer, ranks: Ranks) -> torch.Tensor:
+    if ranks.is_first and value is not None:
+        whole = value.detach().to(current_device()).contiguous()
+    else:
+        whole = torch.empty(offer.shape, dtype=offer.dtype, device=current_device())
+    ranks.broadcast(whole)
+    return whole
+
+
+def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
+    """Fills this rank's piece; a DTensor on another mesh is gathered whole, one tensor at a time."""
+    if _laid_out_alike(value, target) or _laid_out_alike(value, global_view(target)):
+        local_tensor(target).copy_(local_tensor(value))
+        return
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    local_tensor(target).copy_(whole.detach()[local_slices(target)])

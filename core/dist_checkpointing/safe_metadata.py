@@ -1,0 +1,230 @@
+"""Reads and writes the description of a checkpoint without ever running what a file says.
+
+Ours is JSON. torch's own writer leaves a pickle named ``.metadata``; a pickle is a program, so it goes through an
+unpickler that knows a handful of names and builds inert records for them: no class of torch, and no function, is
+ever called or even reachable. Both end as a :class:`CheckpointIndex` that has been checked statement by statement.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .index import DTYPES, CheckpointIndex, Piece, TensorEntry, dtype_name
+
+INDEX_FILE = "checkpoint.json"
+TORCH_INDEX_FILE = ".metadata"
+_FORMAT = "shardstack-checkpoint"
+_VERSION = 1
+
+
+def encode_index(index: CheckpointIndex) -> str:
+    """The JSON text of a checked index of raw pieces."""
+    index.check()
+    tensors = {
+        name: {
+            "dtype": dtype_name(entry.dtype),
+            "shape": entry.shape,
+            "pieces": [[p.offsets, p.sizes, p.file, p.start, p.num_bytes] for p in entry.pieces],
+        }
+        for name, entry in index.tensors.items()
+    }
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "byte_order": sys.byteorder,
+        "metadata": index.metadata,
+        "file_bytes": index.file_bytes,
+        "tensors": tensors,
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def decode_index(text: str) -> CheckpointIndex:
+    """The checked index in `text`; raises CheckpointError on anything that :func:`encode_index` never writes."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"not valid JSON ({error})") from error
+    _expect(isinstance(document, dict) and document.get("format") == _FORMAT, f'no "format": "{_FORMAT}"')
+    version = document.get("version")
+    _expect(version == _VERSION, f"version {version!r}, and this library reads version {_VERSION}")
+    _expect(
+        document.keys() == {"format", "version", "byte_order", "metadata", "file_bytes", "tensors"}, "unknown keys"
+    )
+    order = document["byte_order"]
+    _expect(order == sys.byteorder, f"bytes are in {order!r} order, and this machine's is {sys.byteorder!r}")
+    metadata, file_bytes, tensors = (document[key] for key in ("metadata", "file_bytes", "tensors"))
+    _expect(isinstance(metadata, dict) and isinstance(file_bytes, dict) and isinstance(tensors, dict), "no tables")
+    _expect(all(_is_size(size) for size in file_bytes.values()), "sizes of files that are no integers")
+    entries = {name: _decode_tensor(name, value) for name, value in tensors.items()}
+    index = CheckpointIndex(entries, file_bytes, metadata)
+    index.check()
+    return index
+
+
+def json_problem(value: Any, where: str = "metadata") -> str | None:
+    """What in `value` would not come back from JSON as it went, or None. Tuples are let through: they become lists."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    if isinstance(value, (list, tuple)):
+        inner = [(f"{where}[{number}]", item) for number, item in enumerate(value)]
+    elif isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return f"{where} has the key {key!r}, and JSON knows only text as keys"
+        inner = [(f"{where}[{key!r}]", item) for key, item in value.items()]
+    else:
+        return f"{where} is a {type(value).__name__}, which is no JSON; convert it, or save it as a tensor"
+    return next((problem for path, item in inner if (problem := json_problem(item, path))), None)
+
+
+def _expect(holds: bool, problem: str) -> None:
+    if not holds:
+        raise CheckpointError(problem)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(_is_size(size) for size in value):
+        raise CheckpointError(f"{value!r} stands where a list of sizes should")
+    return tuple(value)
+
+
+def _decode_tensor(name: str, value: Any) -> TensorEntry:
+    known = isinstance(value, dict) and value.keys() == {"dtype", "shape", "pieces"}
+    _expect(known and isinstance(value["pieces"], list), f"tensor {name!r} has no dtype, shape and pieces")
+    dtype = value["dtype"]
+    _expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {name!r} has the unknown dtype {dtype!r}")
+    pieces = []
+    for piece in value["pieces"]:
+        _expect(isinstance(piece, list) and len(piece) == 5, f"tensor {name!r} has a piece without its five fields")
+        offsets, sizes, file, start, num_bytes = piece
+        typed = isinstance(file, str) and _is_size(start) and _is_size(num_bytes)
+        _expect(typed, f"tensor {name!r} has a piece at no place in a file")
+        pieces.append(Piece(_sizes(offsets), _sizes(sizes), file, start, num_bytes))
+    return TensorEntry(DTYPES[dtype], _sizes(value["shape"]), tuple(pieces))
+
+
+# The pickle of torch's own writer.
+
+
+class _Record:
+    """Stands in for every class that the pickle names: keeps what it is given and does nothing."""
+
+    kind = ""
+
+    def __init__(self, *args: Any) -> None:
+        self.state: Any = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        state = getattr(self, "state", None)
+        return state.get(name) if isinstance(state, dict) else None
+
+
+_TORCH_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+}
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Resolves the names above to fresh subclasses of :class:`_Record`, dtypes to themselves, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if name in _TORCH_RECORDS.get(module, ()):
+            # made anew each time: a pickle can set attributes on the classes it names, and must find only its own
+            return type(name, (_Record,), {"kind": name})
+        raise CheckpointError(f"it names {module}.{name}, which no description of tensors needs; nothing was run")
+
+
+def read_torch_index(path: Path) -> CheckpointIndex:
+    """The checked index of a checkpoint that ``torch.distributed.checkpoint`` wrote, from its ``.metadata`` pickle."""
+    try:
+        with path.open("rb") as stream:
+            root = _InertUnpickler(stream).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"not a readable description of a checkpoint ({error})") from error
+    stored = _table(_field(root, "Metadata", "storage_data"))
+    infos: dict[tuple[str, tuple[int, ...]], _Record] = {}
+    for key, info in stored.items():
+        name, offset = _field(key, "MetadataIndex", "fqn"), _field(key, "MetadataIndex", "offset")
+        _expect(isinstance(name, str), f"a piece belongs to {name!r}")
+        if offset is not None:
+            infos[name, _torch_size(offset)] = info
+    tensors: dict[str, TensorEntry] = {}
+    others = set()
+    for name, entry in _table(_field(root, "Metadata", "state_dict_metadata")).items():
+        _expect(isinstance(name, str), f"an entry has the name {name!r}")
+        if getattr(entry, "kind", "") == "BytesStorageMetadata":
+            others.add(name)
+        else:
+            tensors[name] = _torch_tensor(name, entry, infos)
+    file_bytes: dict[str, int] = {}
+    for piece in (piece for entry in tensors.values() for piece in entry.pieces):
+        file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
+    index = CheckpointIndex(tensors, file_bytes, pickled=True, others=frozenset(others))
+    index.check()
+    return index
+
+
+def _torch_tensor(name: str, entry: Any, infos: dict[tuple[str, tuple[int, ...]], _Record]) -> TensorEntry:
+    properties = getattr(_field(entry, "TensorStorageMetadata", "properties"), "state", None)
+    dtype = properties[0] if isinstance(properties, tuple) and properties else None
+    _expect(isinstance(dtype, torch.dtype), f"tensor {name!r} has the unknown dtype {dtype!r}")
+    chunks = _field(entry, "TensorStorageMetadata", "chunks")
+    _expect(isinstance(chunks, list), f"tensor {name!r} has no list of pieces")
+    pieces = []
+    for chunk in chunks:
+        offsets = _torch_size(_field(chunk, "ChunkStorageMetadata", "offsets"))
+        sizes = _torch_size(_field(chunk, "ChunkStorageMetadata", "sizes"))
+        if 0 in sizes:  # a rank without rows
+            continue
+        _expect((name, offsets) in infos, f"tensor {name!r} has a piece at {list(offsets)} that is stored nowhere")
+        info = infos[name, offsets]
+        file, start, num_bytes = (_field(info, "_StorageInfo", key) for key in ("relative_path", "offset", "length"))
+        typed = isinstance(file, str) and _is_size(start) and _is_size(num_bytes)
+        _expect(typed, f"tensor {name!r} has a piece at no place in a file")
+        _expect(info.get("transform_descriptors") is None, f"tensor {name!r} is stored through a stream transform")
+        pieces.append(Piece(offsets, sizes, file, start, num_bytes))
+    shape = _torch_size(_field(entry, "TensorStorageMetadata", "size"))
+    return TensorEntry(dtype, shape, tuple(pieces))  # type: ignore[arg-type]  # checked above
+
+
+def _field(record: Any, kind: str, name: str) -> Any:
+    _expect(isinstance(record, _Record) and record.kind == kind, f"a {kind} is missing")
+    return record.get(name)
+
+
+def _table(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError("a table is missing")
+    return value
+
+
+def _torch_size(value: Any) -> tuple[int, ...]:
+    args = value.state if isinstance(value, _Record) and value.kind == "Size" else None
+    return _sizes(args[0] if isinstance(args, tuple) and len(args) == 1 else None)

@@ -1,0 +1,197 @@
+"""Saves tensors from any layout and loads them into any other, on ``torch.distributed.checkpoint``.
+
+A state is a flat mapping from names to tensors: plain ones, which every rank that gives the name holds whole, and
+DTensors, of which each rank holds its piece (:func:`global_view` makes them). What a tensor is called and how large
+the whole of it is decides where its values go; how it was cut when it was written does not.
+
+Everything that is no tensor travels as JSON in ``metadata``. What differs from rank to rank is a tensor under a name
+of its own (``rng.rank3``), given by that rank alone.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as torch_save_sharded
+from torch.distributed.tensor import DTensor
+
+from .. import parallel_state
+from ..errors import CheckpointError
+from . import folders
+from .index import DTYPES, CheckpointIndex, dtype_name
+from .ranks import Ranks, joined_by_rank
+from .safe_metadata import json_problem
+from .storage import IndexedReader, RawWriter, read_index
+
+_PROBLEMS_SHOWN = 50
+
+
+def save(
+    state: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, Any],
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Writes a checkpoint that appears at once: complete under its name, or not at all.
+
+    A checkpoint of that name is replaced, at once too; any other folder of that name is left alone and refused. When
+    the checkpoint stands, the file ``latest`` beside it names it. Collective over `process_group`.
+
+    Args:
+        state: by name, tensors on any device. Of a tensor that several ranks hold, one writes it.
+        directory: made, with its parents. All ranks must see the same file system.
+        metadata: text keys and JSON values; tuples become lists. The first rank's is written.
+        process_group: whose ranks write together; None is the default group, or this process alone.
+
+    Raises:
+        CheckpointError: on all ranks, whichever failed; what stood before still stands.
+    """
+    ranks, folder = Ranks(process_group), _folder(directory)
+    ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", _unsavable(state, metadata)))
+    writer = RawWriter(folder, dict(metadata))
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        _run_dcp(
+            torch_save_sharded, _detached(state), ranks, f"saving {folder}", storage_writer=writer, planner=planner
+        )
+    except BaseException:
+        if ranks.is_first:
+            folders.discard(folder)
+        raise
+
+
+def load(
+    state: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    process_group: ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Fills the tensors of `state` in place from a checkpoint, whatever layout and world size wrote it.
+
+    Names, shapes, dtypes and files are checked on all ranks before the first value is written. Also reads what
+    ``torch.distributed.checkpoint.save`` wrote, without unpickling anything but tensors. Collective.
+
+    Args:
+        state: by name, plain tensors and DTensors; parameters are filled too.
+        strict: every name of `state` must be in the checkpoint, and every name of the checkpoint in the `state` of
+            some rank. Without it the names in common are loaded, of which there must be at least one.
+
+    Returns:
+        The metadata that was saved; empty for a checkpoint of torch's own.
+
+    Raises:
+        CheckpointError: on all ranks. Names all missing, unexpected and mismatched tensors together.
+    """
+    ranks, folder = Ranks(process_group), _folder(directory)
+    found = folders.existing_folder(folder)
+    index = ranks.from_first(lambda: read_index(found))
+    problems = _mismatches(state, index)
+    stored = index.tensors.keys() | index.others
+    absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
+    told = ranks.all_gather(
+        (problems + absent if strict else problems, stored - state.keys(), len(absent) == len(state))
+    )
+    if strict:
+        unasked = set.intersection(*(names for _, names, _ in told))
+        problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unasked)]
+    else:
+        problems = []
+    problems = list(dict.fromkeys([problem for of_rank, _, _ in told for problem in of_rank] + problems))
+    if not problems and all(nothing for _, _, nothing in told):
+        problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
+    _refuse(f"{folder} is a checkpoint of another model or layout", problems)
+    wanted = {name: tensor for name, tensor in state.items() if name in index.tensors}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = IndexedReader(found, index)
+    _run_dcp(torch_load_sharded, _detached(wanted), ranks, f"loading {folder}", storage_reader=reader, planner=planner)
+    return index.metadata
+
+
+def load_metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The metadata of a complete checkpoint, without its tensors and without other ranks.
+
+    Raises:
+        CheckpointError: as :func:`load` does, on this rank.
+    """
+    return read_index(folders.existing_folder(_folder(directory))).metadata
+
+
+def _folder(directory: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(directory))  # noqa: PTH100  # resolve() would replace a link by its target
+
+
+def _detached(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _run_dcp(run: Callable[..., Any], state: dict[str, Any], ranks: Ranks, what: str, **storage: Any) -> None:
+    """torch's own coordination, whose exception is a BaseException that holds what every rank met."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
+            run(state, process_group=ranks.group, no_dist=ranks.size == 1, **storage)
+    except CheckpointException as failure:
+        own = failure.failures.get(ranks.rank)
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from failure  # an interrupt stays an interrupt
+        told: list[str | None] = [None] * ranks.size
+        for rank, (error, _) in failure.failures.items():
+            told[rank] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{what}: {joined_by_rank(told)}") from failure
+
+
+def _refuse(what: str, problems: list[str]) -> None:
+    if problems:
+        shown = problems[:_PROBLEMS_SHOWN]
+        more = [f"and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
+        raise CheckpointError(f"{what}: {'; '.join(shown + more)}")
+
+
+def _unsavable(state: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> list[str]:
+    problems = [problem for name, tensor in state.items() if (problem := _tensor_problem(name, tensor))]
+    if not isinstance(metadata, Mapping):
+        problems.append(f"metadata is a {type(metadata).__name__}, and a mapping is needed")
+    elif problem := json_problem(dict(metadata)):
+        problems.append(problem)
+    return problems
+
+
+def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
+    if not isinstance(name, str):
+        return f"the name {name!r} is no text"
+    if not isinstance(tensor, torch.Tensor):
+        return f"{name} is a {type(tensor).__name__}, and only tensors are saved here: put it into metadata"
+    if dtype_name(tensor.dtype) not in DTYPES or tensor.layout is not torch.strided:
+        return f"{name} is {tensor.layout} {tensor.dtype}, which no checkpoint holds"
+    if tensor.is_meta:
+        return f"{name} is on the meta device and has no values: materialise the model first"
+    joined = isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
+    cut = getattr(tensor, "tensor_model_parallel", False) and parallel_state.get_tensor_model_parallel_world_size() > 1
+    if cut and not joined:
+        return f"{name} is one tensor-parallel rank's piece: give global_view({name})"
+    return None
+
+
+def _mismatches(state: Mapping[str, torch.Tensor], index: CheckpointIndex) -> list[str]:
+    problems = []
+    for name, tensor in state.items():
+        entry = index.tensors.get(name)
+        if problem := _tensor_problem(name, tensor):
+            problems.append(problem)
+        elif entry is not None and (entry.dtype != tensor.dtype or entry.shape != tuple(tensor.shape)):
+            problems.append(
+                f"{name} is {dtype_name(entry.dtype)} {list(entry.shape)} in the checkpoint and "
+                f"{dtype_name(tensor.dtype)} {list(tensor.shape)} here"
+            )
+    return problems

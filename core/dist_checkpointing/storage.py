@@ -1,0 +1,194 @@
+"""Where torch.distributed.checkpoint puts bytes and finds them: one file of raw pieces a rank, one index for all.
+
+A piece is the row-major bytes of a box of a tensor and nothing else, so reading it cannot run anything, and a rank
+that needs a part of a piece touches only the pages of that part. Each piece begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..errors import CheckpointError
+from . import folders
+from .index import CheckpointIndex, Piece, TensorEntry
+from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE, decode_index, encode_index, read_torch_index
+
+_ALIGNMENT_BYTES = 64
+
+
+class RawWriter(StorageWriter):
+    """Writes beside `folder`, and gives it its name when every rank's file is on disk.
+
+    The first rank makes the temporary folder before any plan is scattered, and publishes it after all results have
+    been gathered; torch raises on all ranks what fails on one, so that no rank needs a barrier of its own.
+    """
+
+    def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
+        self.folder = folder
+        self.metadata = metadata
+        self.is_first = False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass  # one writer writes one checkpoint
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.is_first = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self.is_first:
+            folders.begin(self.folder)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [dataclasses.replace(p, storage_data=f"rank_{rank:05d}.bin") for rank, p in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        items = [item for item in plan.items if item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes]
+        if items:
+            with (folders.temporary_folder(self.folder) / plan.storage_data).open("wb") as stream:
+                for item in items:
+                    tensor = planner.resolve_data(item)
+                    if not isinstance(tensor, torch.Tensor):
+                        raise CheckpointError(f"{item.index.fqn} is no tensor; put it into metadata")
+                    start, num_bytes = _append(stream, tensor)
+                    piece = Piece(
+                        tuple(item.index.offset or ()), tuple(tensor.shape), plan.storage_data, start, num_bytes
+                    )
+                    results.append(WriteResult(item.index, num_bytes, piece))
+                stream.flush()
+                os.fsync(stream.fileno())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pieces: dict[str, list[Piece]] = {}
+        file_bytes: dict[str, int] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            piece = result.storage_data
+            pieces.setdefault(result.index.fqn, []).append(piece)
+            file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
+        tensors = {
+            name: TensorEntry(entry.properties.dtype, tuple(entry.size), tuple(pieces.get(name, ())))
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        if not tensors:
+            raise CheckpointError("no rank gave a tensor to save")
+        text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
+        folders.write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
+        folders.publish(self.folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class IndexedReader(StorageReader):
+    """Reads the pieces that a checked index describes, straight into the tensors that ask for them."""
+
+    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
+        self.folder = folder
+        self.index = index
+        self.pieces: dict[MetadataIndex, Piece] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass  # one reader reads one checkpoint
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.index.as_torch()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.pieces = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        requests = [(self.pieces[item.storage_index], item) for item in plan.items]
+        for piece, item in sorted(requests, key=lambda request: (request[0].file, request[0].start)):
+            stored = self._read(item.storage_index.fqn, piece)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read(self, name: str, piece: Piece) -> torch.Tensor:
+        path, dtype = self.folder / piece.file, self.index.tensors[name].dtype
+        if not self.index.pickled:
+            # Copy-on-write, so that torch gets the writable memory that it insists on and the file stays as it is.
+            mapped = np.memmap(path, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
+            return torch.from_numpy(mapped).view(dtype).view(piece.sizes)
+        with path.open("rb") as stream:
+            stream.seek(piece.start)
+            archive = io.BytesIO(stream.read(piece.num_bytes))
+        try:
+            tensor = torch.load(archive, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} holds no readable tensor for {name!r}; nothing in it was run") from error
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
+            raise CheckpointError(f"{path} holds for {name!r} something else than {dtype} of shape {piece.sizes}")
+        return tensor
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def read_index(folder: Path) -> CheckpointIndex:
+    """The checked index of a complete checkpoint, ours or torch's, all of whose files have the size that it says.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged or unsafe index, a file that is missing or of another size.
+    """
+    path = folder / INDEX_FILE
+    torch_path = folder / TORCH_INDEX_FILE
+    if not path.is_file() and not torch_path.is_file():
+        found = "it has no checkpoint.json" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{folder} is not a checkpoint: {found}; name a folder that `save` wrote")
+    try:
+        if path.is_file():
+            index = decode_index(path.read_text(encoding="utf-8"))
+        else:
+            path = torch_path
+            index = read_torch_index(path)
+    except (CheckpointError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is damaged or unsafe: {error}; use another checkpoint") from error
+    for name, num_bytes in index.file_bytes.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; restore it, or use another checkpoint")
+        found_bytes = file.stat().st_size
+        if found_bytes < num_bytes or (found_bytes > num_bytes and not index.pickled):
+            raise CheckpointError(
+                f"{file} has {found_bytes} bytes where {num_bytes} were written; restore it, or use another checkpoint"
+            )
+    return index
+
+
+def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the tensor's bytes begin in the file, and how many they are."""
+    start = -(-stream.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    stream.seek(start)
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    stream.write(data.data)
+    return start, data.nbytes

@@ -1,0 +1,75 @@
+"""One small model's tensors, whole and cut in every way that the tests need."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from core import parallel_state
+
+SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
+    "columns.weight": ((6, 5), 0),  # over two data-parallel ranks, 3 rows of a tp piece are uneven
+    "columns.bias": ((6,), 0),
+    "rows.weight": ((5, 4), 1),
+    "norm.weight": ((7,), None),
+    "thin.weight": ((1, 3), None),  # fewer rows than ranks: one piece is empty
+    "vocabulary.weight": ((2, 3), 0),
+}
+"""Whole shape and the dimension that tensor parallelism cuts."""
+
+
+def whole(name: str) -> torch.Tensor:
+    """Values that tell every tensor and every element apart."""
+    shape = SHAPES[name][0]
+    return torch.arange(float(torch.Size(shape).numel())).view(shape) / 3 + 100 * list(SHAPES).index(name)
+
+
+class Toy(nn.Module):
+    """Holds this rank's tensor-parallel pieces of all SHAPES, zero or filled, and a buffer."""
+
+    def __init__(self, *, filled: bool, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for name, (_, dim) in SHAPES.items():
+            owner, leaf = name.split(".")
+            if not hasattr(self, owner):
+                self.add_module(owner, nn.Module())
+            value = whole(name) if filled else torch.zeros(SHAPES[name][0])
+            self.get_submodule(owner).register_parameter(leaf, tp_piece(value.to(dtype), dim))
+        self.register_buffer("steps", torch.tensor(11 if filled else 0))
+
+    def shard(self, mesh: DeviceMesh) -> Toy:
+        for child in self.children():
+            fully_shard(child, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+        for name, param in self.named_parameters():
+            mark(param, SHAPES[name][1])  # torch drops the attributes; the wrapper puts them back
+        return self
+
+
+def tp_piece(value: torch.Tensor, dim: int | None) -> nn.Parameter:
+    """This tp rank's parameter of `value`, cut along `dim`, with Megatron's attributes."""
+    if dim is None:
+        return nn.Parameter(value.clone())
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return mark(nn.Parameter(value.chunk(size, dim)[rank].clone()), dim)
+
+
+def mark(param: nn.Parameter, dim: int | None) -> nn.Parameter:
+    if dim is not None:
+        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
+    return param
+
+
+def toy(layout: str, *, filled: bool, dtype: torch.dtype = torch.float32) -> Toy:
+    """``"plain"``: no parallel state; else words of ``tp2``, ``fsdp`` and ``hybrid``, e.g. ``"tp2 fsdp"``."""
+    words = layout.split()
+    if words == ["plain"]:
+        return Toy(filled=filled, dtype=dtype)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        2 if "tp2" in words else 1, num_distributed_optimizer_instances=2 if "hybrid" in words else 1
+    )
+    model = Toy(filled=filled, dtype=dtype)
+    return model.shard(parallel_state.get_data_parallel_mesh()) if {"fsdp", "hybrid"} & set(words) else model

@@ -1,0 +1,285 @@
+"""What is saved comes back bit for bit into any layout, or nothing is touched and all ranks say why."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from core import parallel_state
+from core.dist_checkpointing import (
+    checkpoint_directory,
+    latest_checkpoint,
+    load,
+    load_metadata,
+    local_slices,
+    local_tensor,
+    model_state_dict,
+    save,
+    storage,
+)
+from core.dist_checkpointing.index import DTYPES
+from core.errors import CheckpointError
+from tests.unit._spawn import run_distributed
+from tests.unit.dist_checkpointing._pieces import SHAPES, toy, whole
+
+
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
+    bits = torch.from_numpy(np.random.default_rng(0).integers(0, 2, (4, 6), dtype=np.uint8))
+    state = {f"dtype.{name}": bits.to(dtype) for name, dtype in DTYPES.items()}
+    state |= {
+        "scalar": torch.tensor(2.5),
+        "nothing": torch.empty(0, 4),
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "strided": torch.arange(8)[::2],
+        "not a number": torch.tensor([float("nan"), -0.0, float("inf")]),
+    }
+    metadata = {"iteration": 3, "betas": (0.9, 0.95), "loss": 1e-300, "nested": {"ü": [None, True]}}
+    save(state, tmp_path / "it", metadata=metadata)
+    read = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    found = load(read, tmp_path / "it")
+    assert found == {**metadata, "betas": [0.9, 0.95]}
+    assert load_metadata(tmp_path / "it") == found
+    for name, tensor in state.items():
+        assert torch.equal(_bits(read[name]), _bits(tensor)), name
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _write(layout: str, directory: str) -> None:
+    save(model_state_dict(toy(layout, filled=True)), directory, metadata={"layout": layout})
+
+
+def _read(layout: str, directory: str) -> None:
+    model = toy(layout, filled=False)
+    load(model_state_dict(model), directory)
+    for name, param in model.named_parameters():
+        assert torch.equal(local_tensor(param), whole(name)[local_slices(param)]), name
+    assert model.steps.item() == 11
+
+
+def _on_ranks(fn, world_size: int, *args) -> None:
+    if world_size == 1:
+        fn(*args)
+    else:
+        run_distributed(fn, world_size, *args)
+
+
+TWO = [(1, "plain"), (2, "fsdp"), (2, "tp2")]
+FOUR = [(4, "tp2 fsdp"), (4, "hybrid"), (2, "fsdp"), (1, "plain")]
+
+
+def _round_trip(writer: tuple[int, str], reader: tuple[int, str], folder: Path) -> None:
+    _on_ranks(_write, *writer, str(folder))
+    # of what several ranks hold, one has written: the files hold each element once
+    elements = sum(torch.Size(shape).numel() for shape, _ in SHAPES.values())
+    pieces = [
+        piece
+        for tensor in json.loads((folder / "checkpoint.json").read_text())["tensors"].values()
+        for piece in tensor["pieces"]
+    ]
+    assert sum(num_bytes for *_, num_bytes in pieces) == 4 * elements + 8  # the buffer is one int64
+    _on_ranks(_read, *reader, str(folder))
+
+
+@pytest.mark.parametrize("reader", TWO, ids=str)
+@pytest.mark.parametrize("writer", TWO, ids=str)
+def test_what_one_layout_writes_any_other_reads(tmp_path, writer, reader):
+    _round_trip(writer, reader, tmp_path / "it")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reader", FOUR, ids=str)
+@pytest.mark.parametrize("writer", FOUR, ids=str)
+def test_what_four_ranks_write_any_other_reads(tmp_path, writer, reader):
+    _round_trip(writer, reader, tmp_path / "it")
+
+
+def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_touched(tmp_path):
+    save({"same": torch.ones(2), "gone": torch.ones(1), "shape": torch.ones(2), "kind": torch.ones(2)}, tmp_path / "a",
+         metadata={})  # fmt: skip
+    mine = {"same": torch.zeros(2), "new": torch.zeros(1), "shape": torch.zeros(3), "kind": torch.zeros(2).bfloat16()}
+    with pytest.raises(CheckpointError) as caught:
+        load(mine, tmp_path / "a")
+    message = str(caught.value)
+    for part in [
+        "missing in the checkpoint: new",
+        "not asked for, but in the checkpoint: gone",
+        "shape is float32 [2] in the checkpoint and float32 [3] here",
+        "kind is float32 [2] in the checkpoint and bfloat16 [2] here",
+    ]:
+        assert part in message
+    assert not any(tensor.any() for tensor in mine.values())
+
+
+def test_without_strict_the_names_in_common_are_loaded_and_there_must_be_one(tmp_path):
+    save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "it", metadata={"n": 1})
+    mine = {"a": torch.zeros(2), "c": torch.zeros(2)}
+    assert load(mine, tmp_path / "it", strict=False) == {"n": 1}
+    assert mine["a"].all()
+    assert not mine["c"].any()
+    for state in ({"c": torch.zeros(2)}, {}):
+        with pytest.raises(CheckpointError, match="no tensor in common"):
+            load(state, tmp_path / "it", strict=False)
+    with pytest.raises(CheckpointError, match="float32 \\[2\\] in the checkpoint and float32 \\[1\\] here"):
+        load({"a": torch.zeros(1)}, tmp_path / "it", strict=False)
+
+
+@pytest.mark.parametrize(
+    ("state", "metadata", "message"),
+    [
+        ({"step": 3}, {}, "step is a int, and only tensors"),
+        ({"w": torch.ones(2, device="meta")}, {}, "w is on the meta device"),
+        ({"w": torch.ones(2, dtype=torch.complex64)}, {}, "complex64"),
+        ({"w": torch.eye(2).to_sparse()}, {}, "sparse"),
+        ({"w": torch.ones(2)}, {"a": {"dtype": torch.float32}}, r"metadata\['a'\]\['dtype'\] is a dtype"),
+        ({"w": torch.ones(2)}, {1: 2}, "the key 1"),
+        ({}, {}, "no rank gave a tensor"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path, state, metadata, message):
+    with pytest.raises(CheckpointError, match=message):
+        save(state, tmp_path / "root" / "it", metadata=metadata)
+    assert list(tmp_path.rglob("*.bin")) + list(tmp_path.rglob("it")) + list(tmp_path.rglob("latest")) == []
+
+
+@pytest.mark.parametrize("damage", ["truncate", "grow", "remove"])
+def test_a_damaged_file_is_named_and_nothing_is_touched(tmp_path, damage):
+    save({"a": torch.ones(64), "b": torch.ones(64)}, tmp_path / "it", metadata={})
+    file = tmp_path / "it" / "rank_00000.bin"
+    if damage == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1] if damage == "truncate" else file.read_bytes() + b"\0")
+    mine = {"a": torch.zeros(64), "b": torch.zeros(64)}
+    with pytest.raises(CheckpointError, match=r"rank_00000\.bin (has|is missing)"):
+        load(mine, tmp_path / "it")
+    assert not mine["a"].any()
+
+
+def test_no_checkpoint_is_told_apart_from_a_damaged_one(tmp_path):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load({"a": torch.zeros(1)}, tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"has no checkpoint\.json"):
+        load({"a": torch.zeros(1)}, tmp_path)
+
+
+class _Crash(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("moment", ["_append", "encode_index", "folders.publish"])
+def test_a_crash_while_saving_leaves_the_last_checkpoint_and_its_pointer(tmp_path, monkeypatch, moment):
+    first, second = checkpoint_directory(tmp_path, 1), checkpoint_directory(tmp_path, 2)
+    save({"w": torch.ones(2)}, first, metadata={"n": 1})
+
+    def crash(*args):
+        raise _Crash("the disk is full")
+
+    owner, _, name = moment.rpartition(".")
+    monkeypatch.setattr(getattr(storage, owner) if owner else storage, name, crash)
+    for folder in (second, first):  # a new one, and one in place of the old
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            save({"w": torch.zeros(2)}, folder, metadata={"n": 2})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest"]
+    assert latest_checkpoint(tmp_path) == first
+    read = torch.zeros(2)
+    assert load({"w": read}, first) == {"n": 1}
+    assert read.all()
+
+
+def test_a_checkpoint_replaces_one_of_its_name_and_nothing_else(tmp_path):
+    for value in (1.0, 2.0):
+        save({"w": torch.full((3,), value)}, tmp_path / "it", metadata={"value": value})
+    read = torch.zeros(3)
+    assert load({"w": read}, tmp_path / "it") == {"value": 2.0}
+    assert read.tolist() == [2.0] * 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["it", "latest"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("text")
+    with pytest.raises(CheckpointError, match="is no checkpoint, so it is not replaced"):
+        save({"w": torch.ones(3)}, tmp_path / "mine", metadata={})
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "text"
+
+
+def _fails_on_rank_1(moment: str, directory: str) -> str:
+    if moment == "before writing":
+        state = {"w": torch.ones(2), "odd": 3 if dist.get_rank() == 1 else torch.ones(1)}
+        run = lambda: save(state, directory, metadata={})  # noqa: E731
+    elif moment == "while writing":
+        if dist.get_rank() == 1:
+            storage._append, kept = _cannot_write, storage._append
+        run = lambda: save({f"w{dist.get_rank()}": torch.ones(2)}, directory, metadata={})  # noqa: E731
+    else:
+        shape = 3 if dist.get_rank() == 1 else 2
+        run = lambda: load({"w": torch.zeros(shape)}, directory)  # noqa: E731
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            run()
+    finally:
+        if moment == "while writing" and dist.get_rank() == 1:
+            storage._append = kept
+    return str(caught.value)
+
+
+def _cannot_write(*args):
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("moment", "told"),
+    [("before writing", "odd is a int"), ("while writing", "no space left"), ("reading", "float32 [3] here")],
+)
+def test_what_fails_on_one_rank_is_raised_on_all(tmp_path, moment, told):
+    save({"w": torch.ones(2)}, tmp_path / "old", metadata={})
+    directory = tmp_path / ("old" if moment == "reading" else "new")
+    messages = run_distributed(_fails_on_rank_1, 2, moment, str(directory), limit_s=60)
+    assert messages[0] == messages[1]
+    assert told in messages[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "latest"}
+
+
+def _per_rank_round_trip(directory: str) -> None:
+    mine = f"rng.rank{dist.get_rank()}"
+    save({mine: torch.tensor([dist.get_rank() + 1]), "w": torch.ones(2)}, directory, metadata={})
+    read = {mine: torch.tensor([0]), "w": torch.zeros(2)}
+    load(read, directory)
+    assert read[mine].item() == dist.get_rank() + 1
+    if dist.get_rank() == 1:
+        del read[mine]
+    with pytest.raises(CheckpointError, match=r"not asked for, but in the checkpoint: rng\.rank1$"):
+        load(read, directory)
+
+
+def test_a_rank_can_keep_tensors_of_its_own(tmp_path):
+    run_distributed(_per_rank_round_trip, 2, str(tmp_path / "it"))
+
+
+def _saves_a_bare_piece(directory: str) -> None:
+    parallel_state.initialize_model_parallel(2)
+    model = toy("tp2", filled=True)
+    with pytest.raises(CheckpointError, match=r"columns\.weight is one tensor-parallel rank's piece"):
+        save(dict(model.named_parameters()), directory, metadata={})
+
+
+def test_a_bare_tensor_parallel_piece_is_not_taken_for_the_whole(tmp_path):
+    run_distributed(_saves_a_bare_piece, 2, str(tmp_path / "it"))
+
+
+def _reads_in_place(directory: str) -> None:
+    model = toy("fsdp", filled=False)
+    before = {name: local_tensor(param).data_ptr() for name, param in model.named_parameters()}
+    state = model_state_dict(model)
+    load(state, directory)
+    assert {name: local_tensor(param).data_ptr() for name, param in model.named_parameters()} == before
+    assert all(isinstance(state[name], DTensor) for name in before)
+
+
+def test_loading_fills_the_storage_that_is_there(tmp_path):
+    _write("plain", str(tmp_path / "it"))
+    run_distributed(_reads_in_place, 2, str(tmp_path / "it"))
