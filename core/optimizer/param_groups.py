@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..distributed.data_parallel_base import unwrap_model
 from ..errors import ConfigError
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
@@ -76,13 +77,6 @@ def build_param_groups(
         )
         group["params"].append(p.main)
     return list(groups.values())
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """The model inside its wrappers: modules with no parameter of their own and the one child ``module``."""
-    while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
-        model = model.get_submodule("module")
-    return model
 
 
 def _is_bias_or_vector(name: str, param: nn.Parameter) -> bool:

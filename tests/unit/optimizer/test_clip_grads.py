@@ -190,11 +190,10 @@ def test_four_ranks_in_two_dimensions(layout):
 
 
 def _partial() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    param = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+    param = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
     with pytest.raises(OptimizerError, match="parameter w is a partial sum over axis 0"):
         GradientStatistics(collect_main_params([_model({"w": param})]))
 
 
 def test_partial_sums_are_refused():
-    run_distributed(_partial, 1)
+    run_distributed(_partial, 2)

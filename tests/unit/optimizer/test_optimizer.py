@@ -12,6 +12,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
 from core.errors import CheckpointError, ConfigError, OptimizerError
 from core.optimizer import MegatronOptimizer, OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
@@ -186,6 +192,31 @@ def _differences(name: str, fault: str) -> int:
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_fsdp2_equals_replication_bitwise(name: str):
     assert run_distributed(_differences, 2, name, "") == [0, 0]
+
+
+def _wrapped_run(ddp_config: Any) -> tuple[list[float | None], dict[str, Tensor], list[str]]:
+    torch.manual_seed(0)
+    model = wrap_model(Model(), None, ddp_config, process_group=dist.group.WORLD)
+    optimizer = get_megatron_optimizer(_config(), [model])
+    norms = []
+    for step in range(3):
+        model.zero_grad_buffer()
+        model(_batch(step, dist.get_rank())).backward()
+        finalize_model_grads([model])
+        norms.append(optimizer.step()[1])
+    weights = {key: _full(value) for key, value in model.state_dict().items()}
+    return norms, weights, sorted(optimizer.state_tensors())
+
+
+def _wrappers_agree() -> bool:
+    norms, weights, states = _wrapped_run(DistributedDataParallelConfig())
+    sharded_norms, sharded, sharded_states = _wrapped_run(TorchFullyShardedDataParallelConfig())
+    assert weights.keys() == sharded.keys() and states == sharded_states
+    return norms == sharded_norms and all(torch.equal(weights[key], sharded[key]) for key in weights)
+
+
+def test_wrappers_train_alike_and_name_their_state_alike():
+    assert run_distributed(_wrappers_agree, 2) == [True, True]
 
 
 def test_a_scaled_gradient_would_be_seen():

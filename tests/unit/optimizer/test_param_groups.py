@@ -7,14 +7,7 @@ from torch import nn
 from core.errors import ConfigError
 from core.optimizer import OptimizerConfig
 from core.optimizer.param_groups import build_param_groups, collect_main_params
-
-
-class Wrapper(nn.Module):
-    """What any data-parallel wrapper looks like from outside."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
+from core.transformer import Float16Module, TransformerConfig
 
 
 class Model(nn.Module):
@@ -30,6 +23,10 @@ class Model(nn.Module):
         self.head.weight = self.embedding.weight
 
 
+def _wrapped(model: nn.Module) -> nn.Module:
+    return Float16Module(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True), model)
+
+
 NAMES = ["bias", "embedding.weight", "norm.weight", "norm.bias", "head.bias"]
 CONFIG = OptimizerConfig(lr=1e-3, min_lr=1e-5, weight_decay=0.1)
 
@@ -42,12 +39,12 @@ def _grouped_names(model: nn.Module, **kwargs: object) -> list[tuple[list[str], 
 
 
 def test_names_are_the_unwrapped_models_each_trainable_parameter_once():
-    for model in (Model(), Wrapper(Model()), Wrapper(Wrapper(Model()))):
+    for model in (Model(), _wrapped(Model())):
         assert [p.name for p in collect_main_params([model])] == NAMES
 
 
 def test_names_of_several_chunks_differ():
-    names = [p.name for p in collect_main_params([Model(), Wrapper(Model())])]
+    names = [p.name for p in collect_main_params([Model(), _wrapped(Model())])]
     assert names == ["chunk0." + name for name in NAMES] + ["chunk1." + name for name in NAMES]
 
 
