@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._torch_compat import forget_sharding_decisions
 from .errors import ParallelConfigError, ParallelStateError
 from .parallel_groups import ParallelGroups, ParallelSizes, RankGroup, make_parallel_groups
 from .rank_generator import RankGenerator as RankGenerator  # re-exported: Megatron-LM keeps it here
@@ -76,6 +77,7 @@ def destroy_model_parallel() -> None:
     global _state
     if _state is not None:
         _state.destroy()
+        forget_sharding_decisions()
     _state = None
 
 

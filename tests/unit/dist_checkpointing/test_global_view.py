@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from core import parallel_state
 from core.dist_checkpointing import global_shape, global_view, local_slices, local_tensor
 from core.errors import ParallelConfigError
+from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import mark, tp_piece
 
@@ -136,3 +137,36 @@ def test_cuts_that_no_view_describes_are_refused():
     assert "partition_dim=-1" in dim
     assert "(3,)" in shape
     assert "(2, 2)" in shape
+
+
+@pytest.mark.parametrize(
+    ("order", "instances"),
+    [
+        ("tp-cp-ep-dp-pp", 1),
+        ("tp-cp-ep-dp-pp", 2),
+        ("cp-tp-ep-dp-pp", 1),
+        ("cp-tp-ep-dp-pp", 2),
+        ("dp-cp-tp-ep-pp", 1),
+    ],
+)
+def test_every_rank_of_a_plane_builds_the_same_mesh(order, instances):
+    """With context parallelism too, and wherever tp stands in the order of ranks: nobody asks the others."""
+    planes: dict[int, list[list[int]]] = {}
+    for rank in range(8):
+        with fake_world(rank, 8):
+            parallel_state.initialize_model_parallel(
+                2, context_parallel_size=2, num_distributed_optimizer_instances=instances, order=order
+            )
+            mesh = parallel_state.get_data_parallel_mesh()
+            placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
+            rows = 8 // mesh.shape[-1]
+            piece = DTensor.from_local(torch.zeros(rows, 3), mesh, placements, run_check=False)
+            view = global_view(mark(nn.Parameter(piece), 1))
+            assert view.shape == (8, 6)
+            planes[rank] = view.device_mesh.mesh.tolist()
+            assert list(view.device_mesh.get_coordinate()) == [
+                parallel_state.get_tensor_model_parallel_rank(),
+                *mesh.get_coordinate(),
+            ]
+    assert all(plane == planes[0] for plane in planes.values())
+    assert sorted(torch.tensor(planes[0]).flatten().tolist()) == list(range(8))
