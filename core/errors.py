@@ -6,6 +6,7 @@
     ├── ParallelStateError (RuntimeError)      process groups used before they exist, or made twice
     ├── WrapError (ValueError)                 a module that a data-parallel wrapper cannot take
     ├── DataError (ValueError)                 a corpus, an index or a token that cannot be used
+    ├── OptimizerError (RuntimeError)          parameters or gradients that an optimizer cannot work with
     ├── CheckpointError (RuntimeError)         a checkpoint that is missing, damaged, or of another model
     └── MissingExtraError (ImportError)        an optional dependency that is not installed
 
@@ -36,6 +37,10 @@ class WrapError(ShardstackError, ValueError):
 
 class DataError(ShardstackError, ValueError):
     """A corpus, an index file, a tokenizer or a token id that cannot be used."""
+
+
+class OptimizerError(ShardstackError, RuntimeError):
+    """Parameters, gradients or state that an optimizer cannot work with."""
 
 
 class CheckpointError(ShardstackError, RuntimeError):

@@ -1,0 +1,107 @@
+"""Loss scales: the factor that lifts fp16 gradients out of underflow."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from .optimizer_config import OptimizerConfig
+
+
+class GradScaler(ABC):
+    """A loss scale and how it answers to overflow. Every rank holds the same one: it only hears what all agreed on."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    @abstractmethod
+    def update(self, found_inf: bool) -> None:
+        """Takes notice of a step; `found_inf`: some gradient of the model was not finite and the step was skipped."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain numbers."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from :meth:`state_dict`."""
+
+
+class ConstantGradScaler(GradScaler):
+    """A loss scale that never changes."""
+
+    def update(self, found_inf: bool) -> None:
+        """Nothing to learn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the configuration says it all."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to continue: the configured scale stays."""
+
+
+class DynamicGradScaler(GradScaler):
+    """A loss scale that grows while gradients stay finite and backs off when they overflow, by Megatron-LM's rules.
+
+    `growth_interval` finite steps in a row multiply the scale by `growth_factor`. Overflows are counted since the
+    scale last grew: from the `hysteresis`-th on, each multiplies the scale by `backoff_factor`, down to `min_scale`.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float,
+        growth_interval: int,
+        hysteresis: int,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+    ) -> None:
+        super().__init__(initial_scale)
+        self.min_scale = min_scale
+        self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self._finite_steps = 0
+        self._overflows_left = hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        """Grows, backs off, or waits."""
+        if found_inf:
+            self._finite_steps = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+            return
+        self._finite_steps += 1
+        if self._finite_steps == self.growth_interval:
+            self._finite_steps = 0
+            self._overflows_left = self.hysteresis
+            self.scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and both counters, under Megatron-LM's names."""
+        return {
+            "scale": self.scale,
+            "growth_tracker": self._finite_steps,
+            "hysteresis_tracker": self._overflows_left,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from :meth:`state_dict`; an empty one, from a run with a constant scale, changes nothing."""
+        if state_dict:
+            self.scale = float(state_dict["scale"])
+            self._finite_steps = int(state_dict["growth_tracker"])
+            self._overflows_left = int(state_dict["hysteresis_tracker"])
+
+
+def build_grad_scaler(config: OptimizerConfig) -> GradScaler | None:
+    """The scaler that `config` asks for: constant, dynamic (fp16), or None, which is a loss scale of one."""
+    if config.loss_scale is not None:
+        return ConstantGradScaler(config.loss_scale)
+    if config.fp16:
+        return DynamicGradScaler(
+            config.initial_loss_scale, config.min_loss_scale, config.loss_scale_window, config.hysteresis
+        )
+    return None

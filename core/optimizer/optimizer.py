@@ -1,0 +1,242 @@
+"""The optimizer of a model under any data-parallel wrapper: one global norm, one update, one state layout."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..dist_checkpointing.global_view import global_view
+from ..errors import CheckpointError, ConfigError
+from .clip_grads import GradientStatistics, clip_coefficient, round_to_fp32
+from .grad_scaler import GradScaler, build_grad_scaler
+from .main_params import MainParam, refresh_masters, refresh_parameters
+from .optimizer_config import OptimizerConfig
+from .param_groups import ParamCondition, build_param_groups, collect_main_params
+from .update_rules import build_update_rule, ensure_state, get_step_count, set_step_count, state_names
+
+
+class MegatronOptimizer:
+    """Updates the parameters of a model from the gradients that its data-parallel wrapper left.
+
+    The protocol of a step, in the order of :meth:`step`; every rank of the model takes part in all of it::
+
+        gather and check   each gradient's local part, ``main_grad`` where present, else ``grad``; the global norm
+        clip               gradients are multiplied in place, once, by 1 / loss scale and the clip coefficient
+        update             each rank updates its own shards; parameters in low precision are refreshed from masters
+
+    The wrapper must have finished its gradients before (`finalize_model_grads`). Parameters without a gradient are
+    left out of the update, as torch does. A gradient that is not finite on any rank makes every rank skip the step,
+    in any precision: parameters, moments and step counts stay as they were. (Megatron-LM skips only where there is a
+    loss scale, and else lets the weights be poisoned unless its wrapper's ``check_for_nan_in_grad`` stops the run.)
+
+    `param_groups` hold the tensors that are updated; a scheduler sets their ``lr`` and ``weight_decay``.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        params: list[MainParam],
+        rule: torch.optim.Optimizer,
+        statistics: GradientStatistics,
+        grad_scaler: GradScaler | None,
+    ) -> None:
+        self.config = config
+        self.optimizer = rule
+        self.grad_scaler = grad_scaler
+        self._params = params
+        self._statistics = statistics
+        self._state_names = state_names(config)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The update's groups, which :func:`~core.optimizer.param_groups.build_param_groups` describes."""
+        return self.optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Makes one update, or agrees with all ranks to skip it.
+
+        Returns:
+            ``(True, grad_norm, num_zeros_in_grad)``: the norm before clipping, without the loss scale; the count of
+            zeros where the configuration asks for it, else None. Skipped: ``(False, None, None)`` with a loss scale,
+            which is then lowered; without one ``(False, grad_norm, num_zeros_in_grad)`` with a norm that is not
+            finite.
+
+        Raises:
+            OptimizerError: a parameter whose storage was replaced, or a gradient that does not fit its parameter.
+        """
+        # Gather and check.
+        for p in self._params:
+            p.check_storage()
+        grads = [p.take_gradient() for p in self._params]
+        scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
+        scaled_norm, num_zeros = self._statistics.measure(grads, self.config.log_num_zeros_in_grad)
+        norm = round_to_fp32(scaled_norm / scale)
+        overflow = not math.isfinite(norm)
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(overflow)
+        if overflow:
+            return (False, norm, num_zeros) if self.grad_scaler is None else (False, None, None)
+
+        # Clip.
+        factor = clip_coefficient(norm, self.config.clip_grad) / scale
+        if factor != 1.0:
+            torch._foreach_mul_([grad for grad in grads if grad is not None], factor)
+
+        # Update.
+        for p, grad in zip(self._params, grads, strict=True):
+            p.main.grad = grad
+        try:
+            self.optimizer.step()
+        finally:
+            for p in self._params:  # else the gradient's memory would outlive the model's own reference to it
+                p.main.grad = None
+        refresh_parameters(self._params)
+        return True, norm, num_zeros
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops or zeroes every ``param.grad``; ``main_grad`` belongs to the wrapper (`zero_grad_buffer`)."""
+        for p in self._params:
+            if p.param.grad is None:
+                continue
+            if set_to_none:
+                p.param.grad = None
+            else:
+                p.param.grad.zero_()
+
+    def get_loss_scale(self) -> Tensor:
+        """What the loss is multiplied by before its backward: a 0-dim fp32 tensor, 1 without loss scaling."""
+        return torch.tensor(self.grad_scaler.scale if self.grad_scaler is not None else 1.0)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale; the step divides the gradients by it again."""
+        return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Takes the model's parameters into the fp32 masters, after something else has written the parameters."""
+        refresh_masters(self._params)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
+
+        Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is the tensor of the
+        whole model (`core.dist_checkpointing.global_view`) and shares this rank's storage: load into it, then call
+        :meth:`load_state_scalars`.
+        """
+        tensors: dict[str, Tensor] = {}
+        for p in self._params:
+            state = ensure_state(self.optimizer, p.main, self._state_names)
+            tensors |= {f"{kind}.{p.name}": global_view(p.param, state[kind]) for kind in self._state_names}
+            if p.is_low_precision:
+                tensors[f"master.{p.name}"] = global_view(p.param, p.main)
+        return tensors
+
+    def state_scalars(self) -> dict[str, Any]:
+        """The rest of the state as plain JSON: the step count, the parameters that deviate from it, the loss scale."""
+        counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
+        step = Counter(counts.values()).most_common(1)[0][0]
+        return {
+            "step": step,
+            "step_of": {name: count for name, count in counts.items() if count != step},
+            "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler is not None else {},
+        }
+
+    @torch.no_grad()
+    def load_state_scalars(self, scalars: dict[str, Any]) -> None:
+        """Continues from :meth:`state_scalars`, once the tensors are loaded: masters are written into the parameters.
+
+        Raises:
+            CheckpointError: step counts for parameters that this model does not have.
+        """
+        unknown = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
+        if unknown:
+            raise CheckpointError(
+                f"the optimizer state names parameters that this model does not have: {', '.join(unknown[:5])}; "
+                "load the checkpoint of this model"
+            )
+        for p in self._params:
+            set_step_count(self.optimizer, p.main, int(scalars["step_of"].get(p.name, scalars["step"])))
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(scalars["grad_scaler"])
+        refresh_parameters(self._params)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state in torch's layout, with masters and loss scale: for the same model, cut the same way."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": {p.name: p.main for p in self._params if p.is_low_precision},
+            "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler is not None else {},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from :meth:`state_dict`; masters are written into the model's parameters.
+
+        Raises:
+            CheckpointError: masters of other parameters than this model has in low precision.
+        """
+        masters = {p.name: p.main for p in self._params if p.is_low_precision}
+        if state_dict["masters"].keys() != masters.keys():
+            differing = sorted(state_dict["masters"].keys() ^ masters.keys())
+            raise CheckpointError(
+                f"fp32 masters are on one side only for {', '.join(differing[:5])}; load the state of the same model "
+                "in the same precision"
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        for name, main in masters.items():
+            main.copy_(state_dict["masters"][name])
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        refresh_parameters(self._params)
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    no_weight_decay_cond: ParamCondition | None = None,
+    scale_lr_cond: ParamCondition | None = None,
+    lr_mult: float = 1.0,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+) -> MegatronOptimizer:
+    """Builds the optimizer of a model, which may be wrapped and sharded, and must be on its device.
+
+    Args:
+        config: the update rule and its constants.
+        model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
+        no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
+            and parameters of at most one dimension.
+        scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
+        lr_mult: that factor.
+        tp_group: the ranks that share parameters marked ``tensor_model_parallel``; by default those of
+            :mod:`core.parallel_state`, where it is initialised.
+
+    Raises:
+        ConfigError: settings that contradict each other or the model.
+        OptimizerError: parameters that cannot be updated.
+    """
+    if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
+        raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
+    params = collect_main_params(model_chunks)
+    _check_precision(config, params)
+    groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult)
+    rule = build_update_rule(config, groups, params[0].main.device.type)
+    return MegatronOptimizer(config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config))
+
+
+def _check_precision(config: OptimizerConfig, params: list[MainParam]) -> None:
+    for p in params:
+        dtype = p.param.dtype
+        if (dtype == torch.float16 and not config.fp16) or (dtype == torch.bfloat16 and config.fp16):
+            wanted = "fp16=True" if dtype == torch.float16 else "bf16=True"
+            raise ConfigError(
+                f"parameter {p.name} is {dtype}, but OptimizerConfig has fp16={config.fp16}, bf16={config.bf16}; "
+                f"set {wanted}, or create the model in the configured precision"
+            )

@@ -1,0 +1,104 @@
+"""What the optimizer is told: the update rule, its constants, clipping and loss scaling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+OPTIMIZERS = ("adam", "sgd")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Settings of :func:`~core.optimizer.get_megatron_optimizer`; field names and defaults are Megatron-LM's.
+
+    Raises:
+        ConfigError: an unknown optimizer, a number out of its range, or settings that contradict each other.
+    """
+
+    optimizer: str = "adam"
+    """``"adam"``: AdamW, with decoupled weight decay (Loshchilov & Hutter, 2019). ``"sgd"``: SGD with momentum."""
+
+    lr: float | None = None
+    """Learning rate; the peak of the schedule where there is one. Has to be set before an optimizer is built."""
+
+    min_lr: float | None = None
+    """Floor of the schedule; None leaves it to the scheduler's own ``min_lr``."""
+
+    weight_decay: float = 0.01
+    """Weight decay. Biases and 1-D parameters (norms) have none unless the parameter groups say otherwise."""
+
+    adam_beta1: float = 0.9
+    """Decay of Adam's running mean of the gradient."""
+
+    adam_beta2: float = 0.999
+    """Decay of Adam's running mean of the squared gradient."""
+
+    adam_eps: float = 1e-8
+    """Added to the denominator of Adam's update."""
+
+    sgd_momentum: float = 0.9
+    """Momentum of SGD; 0 keeps no buffer."""
+
+    clip_grad: float = 1.0
+    """Largest global L2 norm of the gradient; 0 turns clipping off. The norm is measured and returned either way."""
+
+    fp16: bool = False
+    """Scale the loss dynamically, for gradients computed in fp16."""
+
+    bf16: bool = False
+    """Gradients are computed in bf16; they need no loss scale."""
+
+    loss_scale: float | None = None
+    """A constant loss scale in place of the dynamic one."""
+
+    initial_loss_scale: float = 2.0**32
+    """Where the dynamic loss scale starts."""
+
+    min_loss_scale: float = 1.0
+    """The dynamic loss scale never falls below this."""
+
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the dynamic loss scale doubles."""
+
+    hysteresis: int = 2
+    """Overflows, since the scale last grew, that are borne before the dynamic loss scale halves."""
+
+    log_num_zeros_in_grad: bool = False
+    """Count the gradient's zeros in the pass that measures its norm."""
+
+    use_distributed_optimizer: bool = False
+    """State sharded by the optimizer itself (ZeRO-1). Refused: a fully sharded wrapper shards the state already."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"optimizer is {self.optimizer!r}; it takes one of {list(OPTIMIZERS)}")
+        if self.fp16 and self.bf16:
+            raise ConfigError("fp16 and bf16 are both set; choose one")
+        if self.use_distributed_optimizer:
+            raise ConfigError(
+                "use_distributed_optimizer is set, but this optimizer does not shard its state by itself; wrap "
+                "the model in TorchFullyShardedDataParallel (--use-torch-fsdp2), which shards state and parameters"
+            )
+        for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
+            self._check(name, getattr(self, name) is None or getattr(self, name) >= 0.0, "zero or a positive number")
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+            self._check(name, 0.0 <= getattr(self, name) < 1.0, "a number from 0 up to, not including, 1")
+        for name in ("adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"):
+            self._check(name, getattr(self, name) is None or getattr(self, name) > 0.0, "a positive number")
+        for name in ("loss_scale_window", "hysteresis"):
+            self._check(name, getattr(self, name) >= 1, "a positive integer")
+        if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
+            raise ConfigError(f"min_lr is {self.min_lr}, above lr {self.lr}; the schedule falls from lr to min_lr")
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ConfigError(
+                f"min_loss_scale is {self.min_loss_scale}, above initial_loss_scale {self.initial_loss_scale}; "
+                "lower the one or raise the other"
+            )
+
+    def _check(self, name: str, holds: bool, wanted: str) -> None:
+        value = getattr(self, name)
+        if not holds or (isinstance(value, float) and not math.isfinite(value)):
+            raise ConfigError(f"{name} is {value}; it takes {wanted}")

@@ -1,0 +1,87 @@
+"""A parameter as the update sees it: storage shared or mastered, gradients picked, stale storage noticed."""
+
+import pytest
+import torch
+from torch import nn
+
+from core.errors import OptimizerError
+from core.optimizer.main_params import MainParam, refresh_masters, refresh_parameters
+
+
+def _main_param(module: nn.Module, attribute: str = "weight") -> MainParam:
+    return MainParam(f"layer.{attribute}", getattr(module, attribute), module, attribute)
+
+
+def test_a_full_precision_parameter_is_seen_in_place():
+    layer = nn.Linear(3, 2)
+    main = _main_param(layer).main
+    assert main.data_ptr() == layer.weight.data_ptr() and not main.requires_grad
+    assert _main_param(nn.Linear(3, 2, dtype=torch.float64)).main.dtype == torch.float64
+
+
+def test_a_low_precision_parameter_has_a_master():
+    layer = nn.Linear(3, 2, dtype=torch.bfloat16)
+    p = _main_param(layer)
+    assert p.main.dtype == torch.float32 and torch.equal(p.main, layer.weight.float())
+    p.main.fill_(1.0009765625)
+    refresh_parameters([p])
+    assert torch.equal(layer.weight, torch.ones_like(layer.weight))
+    with torch.no_grad():
+        layer.weight.fill_(3.0)
+    refresh_masters([p])
+    assert torch.equal(p.main, torch.full((2, 3), 3.0))
+
+
+def test_main_grad_comes_before_grad_parameter_by_parameter():
+    layer = nn.Linear(3, 2)
+    weight, bias = _main_param(layer), _main_param(layer, "bias")
+    assert weight.take_gradient() is None
+    layer.weight.grad, layer.bias.grad = torch.ones(2, 3), torch.ones(2)
+    layer.weight.main_grad = torch.full((2, 3), 2.0)  # type: ignore[assignment]
+    layer.bias.main_grad = None  # type: ignore[assignment]
+    taken = weight.take_gradient(), bias.take_gradient()
+    assert taken[0] is not None and taken[0].data_ptr() == layer.weight.main_grad.data_ptr()
+    assert taken[1] is not None and taken[1].data_ptr() == layer.bias.grad.data_ptr()
+
+
+def test_low_precision_gradients_are_converted():
+    layer = nn.Linear(3, 2, dtype=torch.bfloat16)
+    layer.weight.grad = torch.full((2, 3), 0.5, dtype=torch.bfloat16)
+    taken = _main_param(layer).take_gradient()
+    assert taken is not None and taken.dtype == torch.float32 and torch.equal(taken, torch.full((2, 3), 0.5))
+
+
+def test_gradients_that_do_not_fit_are_refused_by_name():
+    layer = nn.Linear(3, 2)
+    layer.weight.main_grad = torch.zeros(4, 3)  # type: ignore[assignment]
+    with pytest.raises(OptimizerError, match=r"layer.weight has shape \[4, 3\] where this rank holds \[2, 3\]"):
+        _main_param(layer).take_gradient()
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(OptimizerError, match=r"layer.weight has a sparse gradient"):
+        _main_param(embedding).take_gradient()
+    with pytest.raises(OptimizerError, match=r"layer.weight is on the meta device"):
+        _main_param(nn.Linear(3, 2, device="meta"))
+
+
+def _replace_data(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.clone()
+
+
+def _load_by_assignment(layer: nn.Linear) -> None:
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+
+
+def _cast(layer: nn.Linear) -> None:
+    layer.to(torch.float16)
+
+
+@pytest.mark.parametrize("replace", [_replace_data, _load_by_assignment, _cast])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replaced_storage_is_noticed(replace, dtype: torch.dtype):
+    layer = nn.Linear(3, 2, dtype=dtype)
+    p = _main_param(layer)
+    p.check_storage()
+    replace(layer)
+    with pytest.raises(OptimizerError, match=r"storage of parameter layer.weight was replaced"):
+        p.check_storage()

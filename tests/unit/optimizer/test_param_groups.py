@@ -1,0 +1,91 @@
+"""Which parameters are found, under which names, and how they are grouped."""
+
+import pytest
+import torch
+from torch import nn
+
+from core.errors import ConfigError
+from core.optimizer import OptimizerConfig
+from core.optimizer.param_groups import build_param_groups, collect_main_params
+from core.transformer import Float16Module, TransformerConfig
+
+
+class Model(nn.Module):
+    """Matrices, vectors, a bias with two dimensions, a frozen and a tied parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.norm = nn.LayerNorm(3)
+        self.bias = nn.Parameter(torch.zeros(2, 2))
+        self.frozen = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+        self.head = nn.Linear(3, 4)
+        self.head.weight = self.embedding.weight
+
+
+def _wrapped(model: nn.Module) -> nn.Module:
+    return Float16Module(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True), model)
+
+
+NAMES = ["bias", "embedding.weight", "norm.weight", "norm.bias", "head.bias"]
+CONFIG = OptimizerConfig(lr=1e-3, min_lr=1e-5, weight_decay=0.1)
+
+
+def _grouped_names(model: nn.Module, **kwargs: object) -> list[tuple[list[str], dict]]:
+    params = collect_main_params([model])
+    name_of = {id(p.main): p.name for p in params}
+    groups = build_param_groups(params, CONFIG, **kwargs)  # type: ignore[arg-type]
+    return [([name_of[id(main)] for main in group.pop("params")], group) for group in groups]
+
+
+def test_names_are_the_unwrapped_models_each_trainable_parameter_once():
+    for model in (Model(), _wrapped(Model())):
+        assert [p.name for p in collect_main_params([model])] == NAMES
+
+
+def test_names_of_several_chunks_differ():
+    names = [p.name for p in collect_main_params([Model(), _wrapped(Model())])]
+    assert names == ["chunk0." + name for name in NAMES] + ["chunk1." + name for name in NAMES]
+
+
+def test_biases_and_vectors_are_spared_weight_decay():
+    (spared, no_decay), (decayed, decay) = _grouped_names(Model())
+    assert spared == ["bias", "norm.weight", "norm.bias", "head.bias"]
+    assert decayed == ["embedding.weight"]
+    assert no_decay == {
+        "wd_mult": 0.0,
+        "lr_mult": 1.0,
+        "lr": 1e-3,
+        "weight_decay": 0.0,
+        "max_lr": 1e-3,
+        "min_lr": 1e-5,
+    }
+    assert decay == no_decay | {"wd_mult": 1.0, "weight_decay": 0.1}
+
+
+def test_empty_groups_do_not_appear():
+    assert len(_grouped_names(nn.Linear(2, 2, bias=False))) == 1
+
+
+def test_conditions_are_asked_with_name_and_parameter():
+    groups = _grouped_names(
+        Model(),
+        no_weight_decay_cond=lambda name, param: name.startswith("norm"),
+        scale_lr_cond=lambda name, param: param.shape == (4, 3),
+        lr_mult=0.5,
+    )
+    assert [(names, group["wd_mult"], group["lr_mult"], group["lr"]) for names, group in groups] == [
+        (["bias", "head.bias"], 1.0, 1.0, 1e-3),
+        (["embedding.weight"], 1.0, 0.5, 5e-4),
+        (["norm.weight", "norm.bias"], 0.0, 1.0, 1e-3),
+    ]
+
+
+def test_what_would_do_nothing_is_refused():
+    params = collect_main_params([Model()])
+    with pytest.raises(ConfigError, match=r"OptimizerConfig\(lr=...\)"):
+        build_param_groups(params, OptimizerConfig())
+    with pytest.raises(ConfigError, match=r"lr_mult is 2.0, but scale_lr_cond"):
+        build_param_groups(params, CONFIG, lr_mult=2.0)
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        collect_main_params([nn.ReLU()])

@@ -1,0 +1,145 @@
+"""AdamW and SGD are torch's, bit for bit where a tensor fills whole vectors, and never show how it was cut."""
+
+import random
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from core.optimizer import OptimizerConfig
+from core.optimizer.update_rules import SGD, AdamW, build_update_rule, ensure_state, get_step_count, set_step_count
+
+RULES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "adam": lambda params: AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+    "sgd": lambda params: SGD(params, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "sgd without momentum": lambda params: SGD(params, lr=1e-2, momentum=0.0, weight_decay=0.1),
+}
+TORCHS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "adam": lambda params: torch.optim.AdamW(
+        params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True
+    ),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True),
+    "sgd without momentum": lambda params: torch.optim.SGD(params, lr=1e-2, weight_decay=0.1, fused=True),
+}
+SHAPES = [(1,), (15,), (16,), (17,), (1003,), (3, 5), (7, 33), (17, 31), (33, 48)]
+
+
+def _train(make: Callable, starts: list[Tensor], grads: list[list[Tensor | None]]) -> list[Tensor]:
+    params = [start.clone() for start in starts]
+    rule = make(params)
+    for step in grads:
+        for param, grad in zip(params, step, strict=True):
+            param.grad = None if grad is None else grad.clone()
+        rule.step()
+    return params
+
+
+def _cut(tensor: Tensor, rows: int) -> list[Tensor]:
+    return [tensor[:rows].clone(), tensor[rows:].clone()]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_equals_torchs_own(name: str):
+    starts = [torch.randn(5, 32), torch.randn(48), torch.randn(16)]
+    grads: list[list[Tensor | None]] = [[torch.randn_like(start) for start in starts] for _ in range(4)]
+    grads[1][0] = grads[2][2] = None  # a parameter's step count stands still without a gradient
+    ours, torchs = _train(RULES[name], starts, grads), _train(TORCHS[name], starts, grads)
+    assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
+
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", RULES)
+def test_a_tensor_and_its_pieces_are_updated_alike(name: str, device: str):
+    chooser = random.Random(0)
+    starts = [torch.randn(shape, device=device) for shape in SHAPES]
+    grads = [[torch.randn_like(start) * 10.0 ** chooser.randint(-6, 1) for start in starts] for _ in range(5)]
+    cuts = [chooser.randint(0, shape[0]) for shape in SHAPES]  # pieces of no element included
+
+    def cut_all(tensors: list[Tensor]) -> list[Tensor]:
+        return [piece for tensor, rows in zip(tensors, cuts, strict=True) for piece in _cut(tensor, rows)]
+
+    whole = _train(RULES[name], starts, grads)
+    pieces = _train(RULES[name], cut_all(starts), [cut_all(step) for step in grads])
+    assert all(torch.equal(a, b) for a, b in zip(cut_all(whole), pieces, strict=True))
+
+
+def test_a_tensor_that_is_not_contiguous_is_updated_in_place():
+    start, grads = torch.randn(7, 5), [[torch.randn(7, 5)] for _ in range(3)]
+    transposed = start.t().contiguous().t()
+    assert not transposed.is_contiguous()
+    rule = RULES["adam"]([transposed])
+    for (grad,) in grads:
+        transposed.grad = grad.clone()
+        rule.step()
+    assert torch.equal(transposed, _train(RULES["adam"], [start], grads)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_state_created_ahead_changes_nothing(name: str):
+    start, grad = torch.randn(21), torch.randn(21)
+    param = start.clone()
+    rule = RULES[name]([param])
+    for state_name in rule.state_names:  # type: ignore[attr-defined]
+        assert not ensure_state(rule, param, rule.state_names)[state_name].any()  # type: ignore[attr-defined]
+    param.grad = grad
+    rule.step()
+    assert torch.equal(param, _train(RULES[name], [start], [[grad]])[0])
+    assert get_step_count(rule, param) == 1
+
+
+class _FusedAdam(torch.optim.Optimizer):
+    """Stands for NVIDIA apex's: counts the steps of a group."""
+
+    def __init__(self, params, lr, betas, eps, weight_decay) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+
+class _FusedSGD(torch.optim.Optimizer):
+    def __init__(self, params, lr, momentum, weight_decay) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+
+def _install_apex(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    optimizers = ModuleType("apex.optimizers")
+    optimizers.FusedAdam, optimizers.FusedSGD = _FusedAdam, _FusedSGD  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    if compiled:
+        monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
+
+
+def _groups() -> list[dict]:
+    return [{"params": [torch.zeros(4)], "lr": 0.5, "weight_decay": 0.25}]
+
+
+@pytest.mark.parametrize(("optimizer", "wanted"), [("adam", _FusedAdam), ("sgd", _FusedSGD)])
+def test_nvidias_apex_is_used_on_cuda_where_it_is_really_there(monkeypatch, optimizer: str, wanted: type):
+    _install_apex(monkeypatch, compiled=True)
+    config = OptimizerConfig(optimizer=optimizer, lr=1e-3)
+    rule = build_update_rule(config, _groups(), "cuda")
+    assert type(rule) is wanted
+    assert (rule.param_groups[0]["lr"], rule.param_groups[0]["weight_decay"]) == (0.5, 0.25)
+    param = rule.param_groups[0]["params"][0]
+    set_step_count(rule, param, 7)
+    assert rule.param_groups[0]["step"] == get_step_count(rule, param) == 7
+    assert isinstance(build_update_rule(config, _groups(), "cpu"), (AdamW, SGD))
+
+
+def test_another_apex_or_one_without_its_kernels_is_not_used(monkeypatch):
+    config = OptimizerConfig(lr=1e-3)
+    _install_apex(monkeypatch, compiled=False)
+    assert isinstance(build_update_rule(config, _groups(), "cuda"), AdamW)
+    monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", ModuleType("apex.optimizers"))
+    assert isinstance(build_update_rule(config, _groups(), "cuda"), AdamW)
