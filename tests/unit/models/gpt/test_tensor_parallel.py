@@ -1,0 +1,161 @@
+"""A GPT cut over two tensor-parallel ranks against the same GPT on one: losses, gradients, updated weights."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.models.gpt import GPTModel
+from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
+from core.transformer import TransformerConfig, materialize
+from tests.unit._spawn import run_distributed
+from tests.unit.models._cases import CASES, LENGTH, VOCAB, batch, build, relative_error
+
+STEPS, LR = 3, 0.05
+
+
+def _train(model, sum_partial_gradients=True):
+    """Losses and, by name, gradients of the first step and final weights, each of the whole model."""
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        ids, labels = batch(step)
+        loss = model(ids, labels=labels)
+        losses.append(loss.detach())
+        loss.mean().backward()
+        for name, parameter in model.named_parameters():
+            if parameter.sequence_parallel and sum_partial_gradients:
+                dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
+            if step == 0:
+                gradients[name] = _whole(parameter, parameter.grad)
+            with torch.no_grad():
+                parameter -= LR * parameter.grad
+            parameter.grad = None
+    return (
+        losses,
+        gradients,
+        {name: _whole(parameter, parameter.detach()) for name, parameter in model.named_parameters()},
+    )
+
+
+def _whole(parameter, tensor):
+    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if group is None or not parameter.tensor_model_parallel:
+        return tensor.clone()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, parameter.partition_dim)
+
+
+def _train_on_two(name, sequence_parallel, sum_partial_gradients=True):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = build(CASES[name], tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    return _train(model, sum_partial_gradients)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one(name, sequence_parallel):
+    # The sum over ranks rounds once more than the serial product: 1e-7, amplified tenfold in a gradient.
+    losses, gradients, weights = _train(build(CASES[name]))
+    for rank in run_distributed(_train_on_two, 2, name, sequence_parallel):
+        for found, expected in zip(rank[0], losses, strict=True):
+            assert relative_error(found, expected) < 1e-6
+        for found, expected in ((rank[1], gradients), (rank[2], weights)):
+            assert list(found) == list(expected)
+            for parameter, tensor in expected.items():
+                assert relative_error(found[parameter], tensor) < 1e-5, parameter
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "parameter"),
+    [
+        ("gelu-learned-tied", True, "decoder.layers.0.input_layernorm.weight"),
+        ("gelu-learned-tied", True, "decoder.layers.1.mlp.linear_fc2.bias"),
+        ("qk-norm-partial-rope-tied", False, "decoder.layers.0.self_attention.q_layernorm.weight"),
+    ],
+)
+def test_gradients_that_are_marked_partial_are_partial(name, sequence_parallel, parameter):
+    gradients = _train(build(CASES[name]))[1]
+    found = run_distributed(_train_on_two, 2, name, sequence_parallel, False)[0][1]
+    assert relative_error(found[parameter], gradients[parameter]) > 1e-2
+
+
+def _initial_values(name, start_on_meta):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    case = CASES[name]
+    torch.manual_seed(3)
+    config = TransformerConfig(**(case.config | {"tensor_model_parallel_size": 2}))
+    with torch.device("meta" if start_on_meta else "cpu"):
+        model = GPTModel(config, VOCAB, LENGTH, case.tied, case.positions)
+    if start_on_meta:
+        materialize(model)
+    return {key: _whole(parameter, parameter.detach()) for key, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("start_on_meta", [False, True])
+def test_initial_values_do_not_depend_on_the_cut(start_on_meta):
+    name = "swiglu-gqa-rope-rms"
+    torch.manual_seed(3)
+    serial = GPTModel(TransformerConfig(**CASES[name].config), VOCAB, LENGTH)
+    for rank in run_distributed(_initial_values, 2, name, start_on_meta):
+        for key, parameter in serial.named_parameters():
+            assert torch.equal(rank[key], parameter), key
+
+
+def _logits(parallel_output):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    case = CASES["swiglu-gqa-rope-rms"]
+    model = build(case, tensor_model_parallel_size=2)
+    model.parallel_output = parallel_output
+    ids, labels = batch()
+    return model(ids).detach(), model(ids, labels=labels).detach()
+
+
+def test_logits_stay_cut_unless_gathered_and_losses_are_the_same():
+    model = build(CASES["swiglu-gqa-rope-rms"])
+    ids, labels = batch()
+    logits, losses = model(ids).detach(), model(ids, labels=labels).detach()
+    cut, gathered = run_distributed(_logits, 2, True), run_distributed(_logits, 2, False)
+    for rank in range(2):
+        torch.testing.assert_close(cut[rank][0], logits.chunk(2, -1)[rank])
+        torch.testing.assert_close(gathered[rank][0], logits)
+        torch.testing.assert_close(gathered[rank][1], losses)
+
+
+def _with_dropout(granularity, sequence_parallel):
+    """Losses and gradients under dropout, and what the shared and the unshared random stream draw next."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    changes = {"recompute_granularity": granularity}
+    if granularity == "full":
+        changes |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    model = build(
+        CASES["swiglu-gqa-rope-rms"],
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+        hidden_dropout=0.2,
+        attention_dropout=0.2,
+        **changes,
+    )
+    model_parallel_manual_seed(99)
+    try:
+        ids, labels = batch()
+        losses = model(ids, labels=labels)
+        losses.mean().backward()
+        with get_rng_tracker().fork():
+            unshared = torch.rand(1)
+        return losses.detach(), [_whole(p, p.grad) for p in model.parameters()], torch.rand(1), unshared
+    finally:
+        get_rng_tracker().reset()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
+def test_recomputation_draws_the_dropout_of_the_forward(sequence_parallel):
+    plain = run_distributed(_with_dropout, 2, None, sequence_parallel)
+    assert torch.equal(plain[0][0], plain[1][0])  # the ranks agree on the loss, whichever masks they drew
+    for granularity in ("selective", "full"):
+        for found, expected in zip(
+            run_distributed(_with_dropout, 2, granularity, sequence_parallel), plain, strict=True
+        ):
+            assert torch.equal(found[0], expected[0])
+            assert torch.equal(found[2], expected[2]) and torch.equal(found[3], expected[3])
+            assert all(map(torch.equal, found[1], expected[1]))

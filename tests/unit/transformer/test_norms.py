@@ -1,0 +1,95 @@
+"""Norms: their marks, and that only NVIDIA's apex counts as apex."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+from core.transformer import TransformerConfig, norms
+from core.transformer.norms import LayerNorm, RMSNorm, apex_kernels, build_norm
+
+SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_search():
+    apex_kernels.cache_clear()
+    yield
+    apex_kernels.cache_clear()
+
+
+def test_the_config_names_the_norm():
+    assert isinstance(build_norm(TransformerConfig(**SIZES), 8), LayerNorm)
+    rms = build_norm(TransformerConfig(normalization="RMSNorm", **SIZES), 8)
+    assert isinstance(rms, RMSNorm) and [name for name, _ in rms.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_values_and_epsilon(kind):
+    norm = kind(TransformerConfig(layernorm_epsilon=0.5, **SIZES), 8)
+    with torch.no_grad():
+        for number, parameter in enumerate(norm.parameters()):
+            parameter.copy_(torch.linspace(0.5, 2.0, 8) + number)
+    x = torch.randn(3, 2, 8, dtype=torch.float64).float()
+    centred = x - x.mean(-1, keepdim=True) if kind is LayerNorm else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 0.5).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected + (norm.bias if kind is LayerNorm else 0.0))
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_partial_gradients_are_marked(kind):
+    config = TransformerConfig(tensor_model_parallel_size=2, sequence_parallel=True, **SIZES)
+    assert all(parameter.sequence_parallel for parameter in kind(config, 8).parameters())
+    assert not any(parameter.sequence_parallel for parameter in kind(config, 8, partial_gradients=False).parameters())
+    assert not any(parameter.sequence_parallel for parameter in kind(TransformerConfig(**SIZES), 8).parameters())
+
+
+def _install(monkeypatch, name, **attributes):
+    module = types.ModuleType(name)
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def test_the_apex_of_pypi_is_not_taken(monkeypatch):
+    _install(monkeypatch, "apex")
+    assert apex_kernels() is None
+    apex_kernels.cache_clear()
+    _install(monkeypatch, "apex.normalization")  # NVIDIA's, but built without its kernels
+    _install(monkeypatch, "apex.normalization.fused_layer_norm", fused_layer_norm_affine=1, fused_rms_norm_affine=1)
+    assert apex_kernels() is None
+
+
+def test_nvidias_kernels_are_taken_for_gpu_tensors_only(monkeypatch):
+    calls = []
+
+    def layer_norm(input_, weight, bias, shape, eps):
+        calls.append(("layer", shape, eps))
+        return input_
+
+    def rms_norm(input_, weight, shape, eps):
+        calls.append(("rms", shape, eps))
+        return input_
+
+    for name in ("fused_layer_norm_cuda", "apex", "apex.normalization"):
+        _install(monkeypatch, name)
+    fused = _install(
+        monkeypatch,
+        "apex.normalization.fused_layer_norm",
+        fused_layer_norm_affine=layer_norm,
+        fused_rms_norm_affine=rms_norm,
+    )
+    assert apex_kernels() is fused
+    config = TransformerConfig(**SIZES)
+    for kind in (LayerNorm, RMSNorm):
+        kind(config, 8)(torch.randn(2, 8))
+    assert calls == []
+
+    class _OnGPU(torch.Tensor):
+        is_cuda = True
+
+    for kind in (LayerNorm, RMSNorm):
+        kind(config, 8)(torch.randn(2, 8).as_subclass(_OnGPU))
+    assert calls == [("layer", (8,), 1e-5), ("rms", (8,), 1e-5)]
+    assert norms.apex_kernels() is fused

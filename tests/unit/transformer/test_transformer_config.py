@@ -1,0 +1,116 @@
+"""TransformerConfig: what it derives, and that it names everything that is wrong at once."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from core.errors import ConfigError, ParallelConfigError
+from core.transformer import TransformerConfig
+
+SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6}
+
+
+def config(**changes):
+    return TransformerConfig(**(SIZES | changes))
+
+
+def test_what_is_not_given_is_derived():
+    derived = config()
+    assert (derived.num_query_groups, derived.ffn_hidden_size, derived.kv_channels) == (6, 192, 8)
+    given = config(num_query_groups=2, ffn_hidden_size=100, kv_channels=16)
+    assert (given.num_query_groups, given.ffn_hidden_size, given.kv_channels) == (2, 100, 16)
+    assert config(hidden_size=50, kv_channels=8).kv_channels == 8  # heads need not divide the width then
+
+
+def test_dropout_and_norm_defaults_are_megatrons():
+    plain = config()
+    assert (plain.hidden_dropout, plain.attention_dropout, plain.layernorm_epsilon) == (0.1, 0.1, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 50}, "num_attention_heads 6 does not divide hidden_size 50; take a hidden_size of 48 or 54"),
+        ({"num_query_groups": 4}, "num_query_groups 4 does not divide num_attention_heads 6; take 3 or 6 groups"),
+        ({"num_query_groups": 12}, "num_query_groups 12 does not divide num_attention_heads 6; take 6 groups"),
+        ({"num_layers": 0}, "num_layers is 0; it takes a positive number"),
+        ({"kv_channels": -8}, "kv_channels is -8"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0; it takes a probability"),
+        ({"attention_dropout": -0.1}, "attention_dropout is -0.1"),
+        ({"layernorm_epsilon": 0.0}, "layernorm_epsilon is 0.0"),
+        ({"rotary_percent": 1.5}, "rotary_percent is 1.5"),
+        ({"rotary_base": float("nan")}, "rotary_base is nan"),
+        ({"init_method_std": -1.0}, "init_method_std is -1.0"),
+        ({"normalization": "BatchNorm"}, 'normalization is \'BatchNorm\'; it takes one of "LayerNorm", "RMSNorm"'),
+        ({"activation_func": "relu"}, "activation_func is 'relu'"),
+        ({"recompute_granularity": "some"}, "recompute_granularity is 'some'; it takes None or one of \"selective\""),
+        ({"recompute_granularity": "full", "recompute_num_layers": 1}, 'needs recompute_method: "uniform" or "block"'),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+            r"recompute_num_layers from 1 to 2 \(num_layers\), and it is 3",
+        ),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "and it is None"),
+        (
+            {"recompute_granularity": "selective", "recompute_num_layers": 1},
+            "recompute_num_layers given with.*drop it",
+        ),
+        ({"recompute_method": "block"}, "recompute_method given with recompute_granularity None"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured(changes, message):
+    with pytest.raises(ConfigError, match=message) as raised:
+        config(**changes)
+    assert not isinstance(raised.value, ParallelConfigError) and " | " not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "num_attention_heads 6 cannot be split over tensor_model_parallel_size 4; take 4 or 8"),
+        ({"num_attention_heads": 8, "num_query_groups": 2}, "num_query_groups 2 cannot be split over .* 4; take 4"),
+        (
+            {"num_attention_heads": 8, "ffn_hidden_size": 30},
+            "ffn_hidden_size 30 cannot be split over .*; take 28 or 32",
+        ),
+    ],
+)
+def test_sizes_that_tensor_parallelism_cannot_split(changes, message):
+    with pytest.raises(ParallelConfigError, match=message) as raised:
+        config(tensor_model_parallel_size=4, **changes)
+    assert " | " not in str(raised.value)
+
+
+def test_everything_wrong_is_said_at_once_also_by_the_parent():
+    with pytest.raises(ConfigError) as raised:
+        config(hidden_size=50, fp16=True, bf16=True, hidden_dropout=2.0, tensor_model_parallel_size=4)
+    found = str(raised.value).split(" | ")
+    starts = (
+        "fp16 and bf16",
+        "num_attention_heads 6 does not",
+        "num_attention_heads 6 cannot",
+        "hidden_dropout is 2.0",
+    )
+    assert len(found) == len(starts) and all(map(str.startswith, found, starts))
+
+
+def test_replace_checks_again():
+    with pytest.raises(ConfigError, match="num_query_groups 4"):
+        dataclasses.replace(config(), num_query_groups=4)
+
+
+def test_initial_weights_have_the_spread_asked_for():
+    shape, generator = (100, 100), torch.Generator().manual_seed(0)
+    weight = torch.empty(shape)
+    config(init_method_std=0.5).init_method(weight, generator)
+    assert weight.std().item() == pytest.approx(0.5, rel=0.03)
+    config(init_method_std=0.5).output_layer_init_method(weight, generator)
+    assert weight.std().item() == pytest.approx(0.25, rel=0.03)  # 0.5 / sqrt(2 x 2 layers)
+
+
+def test_each_field_says_what_it_is():
+    source = __import__("inspect").getsource(TransformerConfig)
+    for field in dataclasses.fields(TransformerConfig):
+        if field.name in TransformerConfig.__annotations__:
+            after = source.split(f"    {field.name}: ", 1)[1].split("\n", 2)[1]
+            assert after.strip().startswith('"""'), field.name
