@@ -156,6 +156,14 @@ def _seed_everything() -> None:
 
 
 def _tear_down() -> None:
+    """Leaves the next job the default group alone."""
     parallel_state = sys.modules.get("core.parallel_state")  # only a job that imported it can have built groups
-    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+    if parallel_state is not None:
         parallel_state.destroy_model_parallel()
+    left_over = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in left_over:
+        dist.destroy_process_group(group)
+    if left_over and "torch.distributed.tensor" in sys.modules:
+        from core._torch_compat import forget_sharding_decisions
+
+        forget_sharding_decisions()
