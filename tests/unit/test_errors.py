@@ -13,6 +13,7 @@ TREE = {
     "ParallelStateError": (errors.ShardstackError, RuntimeError),
     "WrapError": (errors.ShardstackError, ValueError),
     "DataError": (errors.ShardstackError, ValueError),
+    "OptimizerError": (errors.ShardstackError, RuntimeError),
     "CheckpointError": (errors.ShardstackError, RuntimeError),
     "MissingExtraError": (errors.ShardstackError, ImportError),
 }
