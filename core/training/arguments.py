@@ -11,13 +11,15 @@ import ast
 import inspect
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from ..errors import ConfigError, MissingExtraError
 from .config import PretrainConfig, section_types
 from .entry import environment_rank
+
+Result = TypeVar("Result")
 
 _OTHER_NAMES = {
     "layernorm_epsilon": ("--norm-epsilon",),
@@ -40,6 +42,9 @@ _SHORTHANDS = {
     "swiglu": ("model", "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
     "group_query_attention": ("model", "Share key and value heads between query heads; needs `--num-query-groups`."),
 }
+_ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
+"""Ways to say the same: a program's default for one gives way to the flag of another."""
+
 _TITLES = {
     "model": "Transformer",
     "gpt": "Embeddings",
@@ -66,13 +71,26 @@ def parse_arguments(
         ConfigError: an unknown flag, a value of the wrong type, or settings that a section refuses.
         MissingExtraError: cyclopts is not installed.
     """
-    try:
-        import cyclopts
-    except ImportError:
-        raise MissingExtraError("cyclopts", "train", "Reading command-line flags") from None
+    given = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
+    taken = {name for group in _ALTERNATIVES if group & given.keys() for name in group}
+    return build_config({name: value for name, value in (defaults or {}).items() if name not in taken} | given)
+
+
+def parse_call(
+    function: Callable[..., Result], arguments: Sequence[str], *, description: str | None = None, name: str = ""
+) -> Result:
+    """Calls `function`, whose keyword parameters are the flags, as a command line asks; returns what it returns.
+
+    Args:
+        description: first paragraph of ``--help``; None takes the function's docstring.
+
+    Raises:
+        ConfigError: an unknown flag, or a value of the wrong type.
+        MissingExtraError: cyclopts is not installed.
+    """
+    cyclopts = _library()
     app = cyclopts.App(name=name, help=description, version_flags=[], help_format="plaintext")
-    collect = _collector(dict(defaults or {}))
-    app.default(collect)
+    app.default(function)
     if {"-h", "--help"} & set(arguments):
         if environment_rank() == 0:
             app.help_print([])
@@ -84,7 +102,7 @@ def parse_arguments(
         raise ConfigError(f"unexpected value {stray}; every value follows its flag, see --help") from None
     except cyclopts.CycloptsError as error:
         raise ConfigError(" ".join(str(error).split())) from None
-    return build_config({**(defaults or {}), **bound.kwargs})
+    return function(*bound.args, **bound.kwargs)
 
 
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
@@ -139,8 +157,7 @@ def flag_documentation(kind: type) -> dict[str, str]:
 
 def _collector(defaults: dict[str, Any]) -> Any:
     """A function whose keyword parameters are the flags; the parser reads them from its signature."""
-    import cyclopts
-
+    cyclopts = _library()
     groups = {name: cyclopts.Group.create_ordered(title) for name, title in _TITLES.items()}
     parameters: dict[str, inspect.Parameter] = {}
 
@@ -179,6 +196,14 @@ def _collector(defaults: dict[str, Any]) -> Any:
     collect.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     collect.__annotations__ = {}
     return collect
+
+
+def _library() -> Any:
+    try:
+        import cyclopts
+    except ImportError:
+        raise MissingExtraError("cyclopts", "train", "Reading command-line flags") from None
+    return cyclopts
 
 
 def _is_required(entry: Field[Any]) -> bool:

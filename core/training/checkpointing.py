@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .. import device, parallel_state
 from ..datasets.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def save_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
     Raises:
         CheckpointError: on all ranks, if it failed on one.
     """
-    rng = rng_state()
+    rng, tensors = rng_state(), _tensors(state)
     folder = checkpoint_directory(root, state.iteration)
     metadata = {
         "iteration": state.iteration,
@@ -52,11 +53,11 @@ def save_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
         "config": config.to_json(),
         "optimizer": state.optimizer.state_scalars(),
         "scheduler": state.scheduler.state_dict(),
+        "model_tensors": sorted(name for name in tensors if name.startswith("model.")),
         "rng_layout": _rng_layout(rng),
         "layout": _rank_layout(),
     }
-    tensors = _tensors(state) | {f"rng.rank{dist.get_rank()}": _packed(rng)}
-    save(tensors, folder, metadata=metadata)
+    save(tensors | {f"rng.rank{dist.get_rank()}": _packed(rng)}, folder, metadata=metadata)
     return folder
 
 
@@ -80,6 +81,20 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
         set_rng_state(_unpacked(streams[f"rng.rank{dist.get_rank()}"], metadata["rng_layout"]))
 
 
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Fills a model's parameters alone from a checkpoint of any layout.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
+    stored = load_metadata(folder)["model_tensors"]
+    if sorted(tensors) != stored:
+        differing = sorted(set(stored) ^ tensors.keys())
+        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
+    load(tensors, folder, strict=False)
+
+
 def find_checkpoint(root: Path) -> Path:
     """The latest checkpoint of a run's folder; the folder itself if it is a checkpoint.
 
@@ -99,7 +114,7 @@ def find_checkpoint(root: Path) -> Path:
 
 def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
     """Refuses a checkpoint that :func:`save_checkpoint` did not write."""
-    missing = {"iteration", "config", "vocab_size", "rng_layout", "layout"} - metadata.keys()
+    missing = {"iteration", "config", "vocab_size", "model_tensors", "rng_layout", "layout"} - metadata.keys()
     if missing:
         raise CheckpointError(
             f"{folder}: not the checkpoint of a pretraining run, its metadata has no {', '.join(sorted(missing))}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .. import parallel_state
 from ..errors import ShardstackError
 
 USER_ERROR_STATUS = 2
@@ -42,6 +43,7 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
     """
     try:
         main(sys.argv[1:] if arguments is None else arguments)
+        _shut_down()
     except ShardstackError as error:
         _leave(USER_ERROR_STATUS, f"error: {one_line(error)}\n")
     except KeyboardInterrupt:
@@ -54,6 +56,14 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
 def one_line(error: BaseException) -> str:
     """An error's message without line breaks; its type's name where it has no message."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+
+
+def _shut_down() -> None:
+    """Takes the process group down once every rank is done."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 def _leave(status: int, first_report: str, later_report: str = "") -> None:

@@ -55,7 +55,7 @@ def generate_tokens(
     max_sequence_length: int,
     end: int | None = None,
 ) -> Iterator[int]:
-    """Yields up to `num_tokens` ids that continue `prompt`, and stops after `end`.
+    """Yields up to `num_tokens` ids that continue `prompt`, and stops before `end`.
 
     All ranks of a distributed model must draw in step: every one gets the first rank's tokens. Text beyond
     `max_sequence_length` is continued from its last tokens.
@@ -78,10 +78,10 @@ def generate_tokens(
             token = torch.tensor([draw(logits, config, generator)], device=device.current_device())
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(token, src=0)
+            if int(token) == end:
+                return
             ids.append(int(token))
             yield ids[-1]
-            if ids[-1] == end:
-                return
     finally:
         model.train(was_training)
 

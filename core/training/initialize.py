@@ -46,12 +46,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     model_parallel_manual_seed(seed)
-
-
-def shut_down() -> None:
-    """Takes down what :func:`initialize` made, once every rank is done."""
-    if not dist.is_initialized():
-        return
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()

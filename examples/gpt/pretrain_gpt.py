@@ -32,7 +32,7 @@ from core.training.config import PretrainConfig
 from core.training.data import RunData, load_data
 from core.training.entry import run_command
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
-from core.training.initialize import initialize, shut_down
+from core.training.initialize import initialize
 from core.training.loop import Outcome, train
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.module import Float16Module
@@ -83,7 +83,6 @@ def main(arguments: Sequence[str]) -> None:
 
     outcome = train(state, config, data)
     report(outcome, state, config, data)
-    shut_down()
 
 
 def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
@@ -145,10 +144,10 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
         return
     num_samples = config.run.eval_iters * config.global_batch_size(dist.get_world_size())
     bigram = bigram_validation_loss(data.train, data.valid, num_samples, data.tokenizer.vocab_size)
-    below = 100 * (1 - outcome.validation_loss / bigram)
+    change = 100 * (outcome.validation_loss / bigram - 1)
     say(f"\nthe model wrote: {PROMPT}{text}\n")
     say(f"validation loss        {outcome.validation_loss:.4f} nats a token")
-    say(f"add-one bigram model   {bigram:.4f} on the same tokens: the model is {below:.1f} % below")
+    say(f"add-one bigram model   {bigram:.4f} on the same tokens (the model: {change:+.1f} %)")
     say(f"checkpoint             {outcome.checkpoint}")
     say(f"loss curve, log        {folder}/loss.png, {folder}/log.jsonl")
     say(f"more text              python examples/gpt/generate.py --load {folder} --prompt '{PROMPT}'")
