@@ -162,6 +162,8 @@ def _collector(defaults: dict[str, Any]) -> Any:
     parameters: dict[str, inspect.Parameter] = {}
 
     def add(flag: str, section: str, kind: Any, default: Any, **settings: Any) -> None:
+        if kind in (int, int | None):
+            settings["converter"] = _integer if kind is int and default is not None else _integer_or_none
         parameter = cyclopts.Parameter(group=groups[section], **settings)
         annotation: Any = Annotated[kind if default is not None else kind | None, parameter]
         parameters[flag] = inspect.Parameter(
@@ -196,6 +198,19 @@ def _collector(defaults: dict[str, Any]) -> Any:
     collect.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     collect.__annotations__ = {}
     return collect
+
+
+def _integer_or_none(kind: Any, tokens: Sequence[Any]) -> int | None:
+    return None if tokens[0].value.lower() == "none" else _integer(kind, tokens)
+
+
+def _integer(_: Any, tokens: Sequence[Any]) -> int:
+    """cyclopts itself would round 1.5 to 2."""
+    text = tokens[0].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f'"{text}" is not an integer.') from None
 
 
 def _library() -> Any:

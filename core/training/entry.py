@@ -50,7 +50,9 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
         _leave(INTERRUPTED_STATUS, "interrupted\n")
     except Exception as error:
         where = f"rank {environment_rank()} of {environment_world_size()}"
-        _leave(CRASH_STATUS, f"{where}:\n{traceback.format_exc()}", f"{where} stopped too: {one_line(error)[:200]}\n")
+        _leave(
+            CRASH_STATUS, f"\n{where}:\n{traceback.format_exc()}", f"{where} stopped too: {one_line(error)[:200]}\n"
+        )
 
 
 def one_line(error: BaseException) -> str:

@@ -54,6 +54,7 @@ def generate_tokens(
     vocab_size: int,
     max_sequence_length: int,
     end: int | None = None,
+    length_multiple: int = 1,
 ) -> Iterator[int]:
     """Yields up to `num_tokens` ids that continue `prompt`, and stops before `end`.
 
@@ -63,6 +64,7 @@ def generate_tokens(
     Args:
         model: gives logits `[b, s, v]` of the whole vocabulary; left in the mode it was in.
         vocab_size: rows of the logits that stand for a token; the rest is padding.
+        length_multiple: what the model's input length has to be a multiple of, as under sequence parallelism.
     """
     if not prompt:
         raise DataError("the prompt is empty, and a model continues something; give at least one token")
@@ -72,9 +74,11 @@ def generate_tokens(
     model.eval()
     try:
         for _ in range(num_tokens):
-            window = torch.tensor([ids[-max_sequence_length:]], device=device.current_device())  # [1, s]
+            window = ids[-max_sequence_length:]
+            padding = [0] * (-len(window) % length_multiple)  # behind the text, where a causal model never looks
             with torch.no_grad():
-                logits = model(window)[0, -1, :vocab_size].float().cpu()  # [v]
+                logits = model(torch.tensor([window + padding], device=device.current_device()))  # [1, s, v]
+            logits = logits[0, len(window) - 1, :vocab_size].float().cpu()  # [v]
             token = torch.tensor([draw(logits, config, generator)], device=device.current_device())
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(token, src=0)

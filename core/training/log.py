@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class RunLog:
         enabled: False on ranks that write nothing.
 
     Raises:
-        MissingExtraError: tqdm, or TensorBoard where it was asked for, is not installed.
+        MissingExtraError: tqdm, matplotlib, or TensorBoard where it was asked for, is not installed.
     """
 
     def __init__(self, config: PretrainConfig, folder: Path | None, iteration: int, *, enabled: bool) -> None:
@@ -52,6 +53,7 @@ class RunLog:
             return
         self._bar = _progress_bar(config.run.train_iters, iteration)
         if self._folder is not None:
+            _figure_class()  # found missing now, not after the training
             self._folder.mkdir(parents=True, exist_ok=True)
             settings = json.dumps(config.to_json(), indent=1)
             (self._folder / "config.json").write_text(settings, encoding="utf-8")
@@ -100,7 +102,12 @@ class RunLog:
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
 
-    def close(self) -> None:
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Ends bar and files, and draws the loss curve of the whole run, earlier parts included."""
         if not self.enabled:
             return
@@ -109,7 +116,8 @@ class RunLog:
             self._tensorboard.close()
         if self._folder is not None:
             self._file.close()
-            draw_loss_curve(self._folder / LOG_FILE, self._folder / CURVE_FILE)
+            if kind is None:  # else what went wrong comes first
+                draw_loss_curve(self._folder / LOG_FILE, self._folder / CURVE_FILE)
 
     def _show(self, result: StepResult, lr: float, tokens_per_s: float, memory: int) -> None:
         norm = "skipped" if result.grad_norm is None else f"{result.grad_norm:.2f}"
@@ -147,12 +155,8 @@ def draw_loss_curve(log: Path, picture: Path) -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "train", "The loss curve") from None
     lines = read_log(log)
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = _figure_class()(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for name, label, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
         points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
@@ -180,6 +184,14 @@ def _progress_bar(total: int, initial: int) -> Any:
         raise MissingExtraError("tqdm", "train", "The progress bar") from None
     interval = _TTY_INTERVAL_S if sys.stderr.isatty() else _PIPE_INTERVAL_S
     return tqdm(total=total, initial=initial, desc="training", unit="step", mininterval=interval, dynamic_ncols=True)
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "train", "The loss curve") from None
+    return Figure
 
 
 def _tensorboard_writer(folder: Path, iteration: int) -> Any:

@@ -49,8 +49,8 @@ DEFAULTS = {
     "add_bias_linear": False,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    "seq_length": 256,
-    "micro_batch_size": 8,
+    "seq_length": 128,
+    "micro_batch_size": 16,
     "num_workers": 0,
     "train_iters": 600,
     "lr": 3e-3,
@@ -64,7 +64,7 @@ DEFAULTS = {
     "save_interval": 300,
     "log_interval": 10,
 }
-STANDARD_LIBRARY_VOCABULARY = 4096  # entries of the BPE that is learned from it
+STANDARD_LIBRARY_VOCABULARY = 2048  # entries of the BPE that is learned from it
 PROMPT = "def "
 
 
@@ -166,6 +166,7 @@ def sample(state: TrainingState, config: PretrainConfig, data: RunData, num_toke
         vocab_size=data.tokenizer.vocab_size,
         max_sequence_length=config.max_sequence_length,
         end=data.tokenizer.eod,
+        length_multiple=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
     )
     return stream_text(data.tokenizer, tokens)
 

@@ -56,7 +56,9 @@ def one_line(ended: Ended) -> str:
         pytest.param(
             ["--max-position-embeddings", "16"], {}, ["seq_length 32", "max_position_embeddings 16"], id="too long"
         ),
-        pytest.param(["--lr-warmup-iters", "2"], {}, ["2", "lr_warmup_steps", "below"], id="warm-up fills the run"),
+        pytest.param(
+            ["--lr-warmup-iters", "2"], {}, ["lr_warmup_steps is 2", "lr_decay_steps 2"], id="warm-up fills the run"
+        ),
         pytest.param(
             ["--lr-warmup-iters", "1", "--lr-warmup-fraction", "0.1"],
             {},
