@@ -15,7 +15,7 @@ $(VENV)/.installed-%: setup.py constraints.txt
 	@touch $@
 
 train: $(VENV)/.installed-train
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/gpt/pretrain_gpt.py \
+	$(BIN)/python -m core.training.launch --nproc-per-node $(NPROC) examples/gpt/pretrain_gpt.py \
 	    --use-torch-fsdp2 $(ARGS)
 
 test: $(VENV)/.installed-train,hf,test

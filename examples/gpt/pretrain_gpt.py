@@ -6,6 +6,8 @@ Flags have Megatron-LM's names; README.md shows commands.
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -50,16 +52,16 @@ DEFAULTS = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "seq_length": 128,
-    "micro_batch_size": 16,
+    "micro_batch_size": 8,
     "num_workers": 0,
-    "train_iters": 600,
+    "train_iters": 900,
     "lr": 3e-3,
     "min_lr": 1e-4,
     "lr_decay_style": "cosine",
     "lr_warmup_fraction": 0.05,
     "adam_beta2": 0.95,
     "weight_decay": 0.1,
-    "eval_interval": 150,
+    "eval_interval": 300,
     "eval_iters": 20,
     "save_interval": 300,
     "log_interval": 10,
@@ -136,6 +138,9 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
         say(f"stopped by {outcome.stopped_by} after iteration {outcome.iteration}; saved {outcome.checkpoint}")
         say(f"to continue, repeat the command with --load {folder}")
         return
+    if outcome.checkpoint is None:
+        say(f"{folder} is at iteration {outcome.iteration} already; raise --train-iters above it to go on")
+        return
     if outcome.validation_loss is None or data.valid is None or data.tokenizer is None:
         say(f"finished at iteration {outcome.iteration}; saved {outcome.checkpoint}")
         return
@@ -150,7 +155,8 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
     say(f"add-one bigram model   {bigram:.4f} on the same tokens (the model: {change:+.1f} %)")
     say(f"checkpoint             {outcome.checkpoint}")
     say(f"loss curve, log        {folder}/loss.png, {folder}/log.jsonl")
-    say(f"more text              python examples/gpt/generate.py --load {folder} --prompt '{PROMPT}'")
+    program = [short(sys.executable), short(str(Path(__file__).with_name("generate.py")))]
+    say(f"more text              {shlex.join([*program, '--load', str(folder), '--prompt', PROMPT])}")
 
 
 def sample(state: TrainingState, config: PretrainConfig, data: RunData, num_tokens: int = 80) -> Iterator[str]:
@@ -169,6 +175,11 @@ def sample(state: TrainingState, config: PretrainConfig, data: RunData, num_toke
         length_multiple=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
     )
     return stream_text(data.tokenizer, tokens)
+
+
+def short(path: str) -> str:
+    """A path as one types it here."""
+    return min(path, os.path.relpath(path), key=len)
 
 
 def say(text: str) -> None:
