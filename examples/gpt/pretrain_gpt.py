@@ -55,7 +55,7 @@ DEFAULTS = {
     "micro_batch_size": 8,
     "num_workers": 0,
     "train_iters": 900,
-    "lr": 3e-3,
+    "lr": 1.5e-3,
     "min_lr": 1e-4,
     "lr_decay_style": "cosine",
     "lr_warmup_fraction": 0.05,
