@@ -21,6 +21,7 @@ from torch import nn
 from .. import device, parallel_state
 from ..datasets.tokenizer import Tokenizer
 from ..dist_checkpointing import checkpoint_directory, latest_checkpoint, load, load_metadata, model_state_dict, save
+from ..dist_checkpointing.safe_metadata import INDEX_FILE
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError
 from ..tensor_parallel.random import get_rng_tracker
@@ -101,7 +102,7 @@ def find_checkpoint(root: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if (root / "checkpoint.json").is_file():
+    if is_checkpoint(root):
         return root
     found = latest_checkpoint(root) if root.is_dir() else None
     if found is None:
@@ -110,6 +111,11 @@ def find_checkpoint(root: Path) -> Path:
             "run saved to"
         )
     return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is one checkpoint, and not the folder of a run."""
+    return (folder / INDEX_FILE).is_file()
 
 
 def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:

@@ -29,7 +29,7 @@ from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.arguments import parse_arguments
 from core.training.bigram import bigram_validation_loss
-from core.training.checkpointing import load_checkpoint
+from core.training.checkpointing import is_checkpoint, load_checkpoint
 from core.training.config import PretrainConfig
 from core.training.data import RunData, load_data
 from core.training.entry import run_command
@@ -55,7 +55,7 @@ DEFAULTS = {
     "micro_batch_size": 8,
     "num_workers": 0,
     "train_iters": 900,
-    "lr": 3e-3,
+    "lr": 1.5e-3,
     "min_lr": 1e-4,
     "lr_decay_style": "cosine",
     "lr_warmup_fraction": 0.05,
@@ -111,6 +111,8 @@ def in_run_folder(config: PretrainConfig) -> PretrainConfig:
         name = [f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
         dist.broadcast_object_list(name, src=0)  # clocks differ
         checkpoint = replace(checkpoint, save=Path(name[0]))
+    elif checkpoint.save is None and checkpoint.load is not None and is_checkpoint(checkpoint.load):
+        checkpoint = replace(checkpoint, save=checkpoint.load.parent)
     elif checkpoint.load is None and latest_checkpoint(checkpoint.folder) is not None:
         raise ConfigError(
             f"--save {checkpoint.folder} holds a run already; continue it with --load {checkpoint.folder}, or choose "

@@ -103,3 +103,29 @@ def test_torchrun_passes_a_signal_on_and_the_run_is_saved(corpus: Path, tmp_path
     out, _ = process.communicate(timeout=60)
     assert "stopped by SIGTERM" in out
     assert (run / "latest").exists()
+
+
+@pytest.mark.long
+def test_the_slurm_script_starts_ranks_that_find_each_other(corpus: Path, tmp_path: Path) -> None:
+    """Two tasks under a stand-in for srun."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    task = 'SLURM_PROCID=$r SLURM_LOCALID=$r SLURM_NTASKS=2 "$@" & pids+=($!)'
+    wait = "for p in ${pids[@]}; do wait $p || exit; done"
+    srun = f"#!/bin/bash\nshift; pids=()\nfor r in 0 1; do {task}; done\n{wait}\n"
+    for name, text in (("srun", srun), ("scontrol", "#!/bin/bash\necho 127.0.0.1\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    environment = program_environment(PYTHON=sys.executable, SLURM_JOB_NODELIST="x", SLURM_JOB_ID=str(os.getpid()))
+    environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
+    ended = subprocess.run(
+        [REPOSITORY / "examples/gpt/slurm.sh", *TINY, "--train-iters", "2", "--data-path", corpus]
+        + ["--save", tmp_path / "a run"],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(list((tmp_path / "a run" / "iter_0000002").glob("rank_*.bin"))) == 2
