@@ -60,14 +60,16 @@ class Toy(nn.Module):
 UNITS = (Block, nn.Embedding, nn.Linear)
 
 
-def build(kind: str, module: nn.Module, *, config: Any = None, group: Any = None, **fields: Any) -> _BaseDataParallel:
+def build(
+    kind: str, module: nn.Module, *, config: Any = None, group: Any = None, unit_classes: Any = UNITS, **fields: Any
+) -> _BaseDataParallel:
     """A wrapper of the given kind over the default group."""
     config = config or SimpleNamespace()
     group = group or dist.group.WORLD
     if kind == "ddp":
         return DistributedDataParallel(config, DistributedDataParallelConfig(**fields), module, process_group=group)
     ddp_config = TorchFullyShardedDataParallelConfig(**fields)
-    return TorchFullyShardedDataParallel(config, ddp_config, module, UNITS, process_group=group)
+    return TorchFullyShardedDataParallel(config, ddp_config, module, unit_classes, process_group=group)
 
 
 def toy(seed: int = 1, **kwargs: Any) -> Toy:

@@ -29,3 +29,11 @@ def test_use_distributed_optimizer_alone_means_optim():
         use_distributed_optimizer=True, data_parallel_sharding_strategy="optim_grads_params"
     )
     assert both.sharding_strategy == "optim_grads_params"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"use_distributed_optimizer": True}, {"data_parallel_sharding_strategy": "no_shard"}], ids=str
+)
+def test_fsdp2_settings_refuse_another_strategy_by_name(fields):
+    with pytest.raises(ParallelConfigError, match=f"^{next(iter(fields))} is .* in a TorchFullySharded"):
+        TorchFullyShardedDataParallelConfig(**fields)
