@@ -6,6 +6,7 @@ from typing import get_args
 
 import torch
 
+from ... import parallel_state
 from ...errors import ConfigError, DataError, ParallelConfigError
 from ...tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ...tensor_parallel.initialization import deferred_initialization, draw_init_seed, initialize_parameters
@@ -164,7 +165,18 @@ class GPTModel(MegatronModule):
 
 
 def _check_degrees(config: TransformerConfig) -> None:
-    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+    """Refuses what the model cannot do, in its config and in the process groups, which must not disagree with it."""
+    found = {
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for name, group_size in found.items():
         degree = getattr(config, name)
         if degree > 1:
             raise ParallelConfigError(f"{name} is {degree}, but GPTModel supports only 1; set it to 1")
+        if group_size > 1:
+            raise ParallelConfigError(
+                f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
+                "initialise it with 1"
+            )

@@ -6,6 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core import parallel_state
 from core.errors import ConfigError, DataError, ParallelConfigError
 from core.models.gpt import GPTModel, gpt_model
 from core.transformer import TransformerConfig, materialize
@@ -270,3 +271,15 @@ def test_without_initialization_nothing_is_filled_and_the_draw_is_the_same(monke
         torch.manual_seed(5)
         seeds.append(GPTModel(config(perform_initialization=perform), VOCAB, LENGTH).init_seed)
     assert seeds[0] == seeds[1] and filled == seeds[:1]
+
+
+def _refuses_groups_of_another_degree() -> None:
+    for sizes, named in (((1, 2, 1), "pipeline_model_parallel_size 2"), ((1, 1, 2), "context_parallel_size 2")):
+        parallel_state.initialize_model_parallel(*sizes)
+        with pytest.raises(ParallelConfigError, match=f"initialised with {named}, but GPTModel supports only 1"):
+            GPTModel(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2), 16, 8)
+        parallel_state.destroy_model_parallel()
+
+
+def test_process_groups_of_a_degree_that_the_model_lacks_are_refused():
+    run_distributed(_refuses_groups_of_another_degree, 2)
