@@ -20,7 +20,27 @@ from core.distributed import (
     _BaseDataParallel,
 )
 
-WRAPPERS = ("ddp", "fsdp2")
+BUFFERED = {
+    "ddp": {},
+    "ddp_overlap": {"overlap_grad_reduce": True, "bucket_size": 50},
+    "zero1": {"use_distributed_optimizer": True, "bucket_size": 50},
+    "zero1_overlap": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "num_buckets": 3,
+    },
+    "zero2": {"data_parallel_sharding_strategy": "optim_grads"},
+    "zero2_overlap": {
+        "data_parallel_sharding_strategy": "optim_grads",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 50,
+    },
+}
+"""Settings of the wrapper on buffers, by the name that its tests give them."""
+
+WRAPPERS = (*BUFFERED, "fsdp2")
 
 
 class Block(nn.Module):
@@ -64,8 +84,9 @@ def build(kind: str, module: nn.Module, *, config: Any = None, group: Any = None
     """A wrapper of the given kind over the default group."""
     config = config or SimpleNamespace()
     group = group or dist.group.WORLD
-    if kind == "ddp":
-        return DistributedDataParallel(config, DistributedDataParallelConfig(**fields), module, process_group=group)
+    if kind in BUFFERED:
+        ddp_config = DistributedDataParallelConfig(**{**BUFFERED[kind], **fields})
+        return DistributedDataParallel(config, ddp_config, module, process_group=group)
     ddp_config = TorchFullyShardedDataParallelConfig(**fields)
     return TorchFullyShardedDataParallel(config, ddp_config, module, UNITS, process_group=group)
 
@@ -92,12 +113,26 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every gradient that the optimizer would read, whole, under the plain model's names."""
     module = model.module if isinstance(model, _BaseDataParallel) else model
+    is_sharded = isinstance(model, DistributedDataParallel) and model.ddp_config.sharding_strategy != "no_shard"
+    gathered = _gather_shards(model) if is_sharded else {}
     found = {}
     for name, parameter in module.named_parameters():
-        gradient = getattr(parameter, "main_grad", None)
+        gradient = gathered.get(parameter, getattr(parameter, "main_grad", None))
         gradient = parameter.grad if gradient is None else gradient
         if gradient is not None:
             found[name] = full(gradient)
+    return found
+
+
+def _gather_shards(model: DistributedDataParallel) -> dict[nn.Parameter, torch.Tensor]:
+    found = {}
+    for bucket in (group.bucket for group in model.bucket_groups):
+        parts = [torch.empty_like(bucket.local_grad_shard) for _ in range(model.intra_instance_group.size())]
+        dist.all_gather(parts, bucket.local_grad_shard.clone(), group=model.intra_instance_group)
+        whole = torch.cat(parts)
+        for parameter in bucket.params:
+            start, end = bucket.range_of(parameter)
+            found[parameter] = whole[start:end].view(parameter.shape)
     return found
 
 
