@@ -76,6 +76,10 @@ class BucketGroup:
         grad_lane: where reductions run beside backward; None runs them in place.
         param_lane: where parameters are gathered beside forward, likewise.
         reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
+
+    Attributes:
+        has_reduced: whether a gradient has left in this step; until then the bucket's shard holds what an earlier
+            step left there, and stands for zeros.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class BucketGroup:
         self._ready: set[nn.Parameter] = set()
         self._grad_handle: Handle | None = None
         self._param_handle: Handle | None = None
-        self._has_reduced = False
+        self.has_reduced = False
         self._late: str | None = None
 
     @property
@@ -107,7 +111,7 @@ class BucketGroup:
     def has_left(self) -> bool:
         """Whether there is nothing more to send in this step."""
         is_open = self._reduces_every_micro_batch and self.bucket.grad_data is not None
-        return self._has_reduced and not is_open
+        return self.has_reduced and not is_open
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> None:
         """Adds a gradient, or with None notes that a layer has added it itself.
@@ -115,7 +119,7 @@ class BucketGroup:
         One that comes after the bucket has left can no longer be reduced with it: it is dropped, and unless
         `clear_grads` comes first, `finish_grad_sync` raises.
         """
-        if self._has_reduced and not self._reduces_every_micro_batch:
+        if self.has_reduced and not self._reduces_every_micro_batch:
             self._late = next(slot.name for slot in self.bucket.slots if slot.param is param)
             return
         if gradient is None:
@@ -139,13 +143,13 @@ class BucketGroup:
         self._inspect(self.bucket)
         if self.bucket.releases_grads:
             self.bucket.release_grads()
-        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self._has_reduced)
+        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced)
         del whole  # from here on only the reduction holds it
         if self._grad_lane is None:
             run()
         else:
             self._grad_handle = self._grad_lane.submit(run)
-        self._has_reduced = True
+        self.has_reduced = True
         self._ready.clear()
 
     def wait_for_grads(self) -> None:
@@ -176,10 +180,9 @@ class BucketGroup:
         self.wait_for_grads()
         if self.bucket.releases_grads:
             self.bucket.release_grads()
-            self.bucket.local_grad_shard.zero_()
         self.bucket.clear_grads()
         self._ready.clear()
-        self._has_reduced = False
+        self.has_reduced = False
         self._late = None
 
     def scale_gradients(self, factor: float | Tensor) -> None:

@@ -230,9 +230,11 @@ class DistributedDataParallel(_BaseDataParallel):
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if not self._is_sharded or parameter not in self._group_of:
             return super().local_gradient(parameter)
-        bucket = self._group_of[parameter].bucket
-        start, end = bucket.shard_range_of(parameter)
-        return bucket.local_grad_shard[start:end]
+        group = self._group_of[parameter]
+        if not group.has_reduced:
+            return None
+        start, end = group.bucket.shard_range_of(parameter)
+        return group.bucket.local_grad_shard[start:end]
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         for group in self.bucket_groups:

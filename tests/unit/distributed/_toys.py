@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -126,7 +127,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _gather_shards(model: DistributedDataParallel) -> dict[nn.Parameter, torch.Tensor]:
     found = {}
-    for bucket in (group.bucket for group in model.bucket_groups):
+    for bucket in (group.bucket for group in model.bucket_groups if group.has_reduced):
         parts = [torch.empty_like(bucket.local_grad_shard) for _ in range(model.intra_instance_group.size())]
         dist.all_gather(parts, bucket.local_grad_shard.clone(), group=model.intra_instance_group)
         whole = torch.cat(parts)
@@ -159,3 +160,33 @@ class CollectiveCounter(TorchDispatchMode):
         if func.namespace == "c10d":
             self.counts[func._schema.name.removeprefix("c10d::")] += 1
         return func(*args, **(kwargs or {}))
+
+
+class GradientTraffic:
+    """Counts, on all threads, what may carry gradients: messages sent by hand, and collectives named "reduce".
+
+    ``sent_bytes`` are those of the messages that this rank sends by hand.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.sent_bytes = 0
+
+    def __enter__(self) -> GradientTraffic:
+        self._counter = CollectiveCounter()
+        self._counter.__enter__()
+        self._patch = mock.patch.object(dist, "isend", self._isend)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        self._counter.__exit__(*error)
+        self.calls += sum(n for name, n in self._counter.counts.items() if "reduce" in name)
+
+    def _isend(self, tensor: torch.Tensor, **options: Any) -> Any:
+        self.calls += 1
+        self.sent_bytes += tensor.numel() * tensor.element_size()
+        return _isend(tensor, **options)
+
+
+_isend = dist.isend
