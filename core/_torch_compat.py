@@ -20,11 +20,15 @@ def all_gather_single(
 
 
 def reduce_scatter_single(
-    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    group: dist.ProcessGroup,
+    async_op: bool = False,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dist.Work | None:
-    """Sums `input_` over ranks, of which each keeps its part of dim 0; see :func:`all_gather_single` for the name."""
+    """Reduces `input_` over ranks, of which each keeps its part of dim 0; :func:`all_gather_single` says why."""
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    work: dist.Work | None = scatter(output, input_, group=group, async_op=async_op)
+    work: dist.Work | None = scatter(output, input_, op=op, group=group, async_op=async_op)
     return work
 
 

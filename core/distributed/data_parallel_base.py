@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .gradient_checks import GradientChecks
 
 
 class _BaseDataParallel(nn.Module, ABC):
@@ -53,6 +54,8 @@ class _BaseDataParallel(nn.Module, ABC):
         self.ddp_config = ddp_config
         self.process_group = process_group
         self._syncs_gradients = True
+        self._gradient_checks = GradientChecks(ddp_config.check_for_nan_in_grad, ddp_config.check_for_large_grads)
+        self._step = 0
 
     @property
     def sums_gradients(self) -> bool:
@@ -87,11 +90,17 @@ class _BaseDataParallel(nn.Module, ABC):
                 as in Megatron-LM, only wrappers that keep whole gradients have such a form.
 
         Raises:
-            ShardstackError: inside `no_sync`, or (with ``check_for_nan_in_grad``) on a gradient that is not finite.
+            ShardstackError: inside `no_sync`, or on a gradient that ``check_for_nan_in_grad`` or
+                ``check_for_large_grads`` objects to.
         """
         if not self._syncs_gradients:
             raise ShardstackError("finish_grad_sync was called inside no_sync; leave the context first")
         self._finish_grad_sync(force_all_reduce)
+        self._step += 1
+
+    def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of the gradient that the optimizer reads, in whatever shape it has; it may be empty."""
+        return local_gradient(parameter)
 
     @abstractmethod
     def _finish_grad_sync(self, force_all_reduce: bool) -> None: ...
@@ -123,19 +132,9 @@ class _BaseDataParallel(nn.Module, ABC):
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and local part of every gradient that the optimizer will read."""
         for name, parameter in unwrap_model(self).named_parameters():
-            gradient = local_gradient(parameter)
+            gradient = self.local_gradient(parameter)
             if gradient is not None:
                 yield name, gradient
-
-    def _check_gradients_are_finite(self) -> None:
-        if not self.ddp_config.check_for_nan_in_grad:
-            return
-        for name, gradient in self._gradients():
-            if not torch.isfinite(gradient).all():
-                raise ShardstackError(
-                    f"rank {dist.get_rank()}: the gradient of {name} is not finite; lower the learning rate, look at "
-                    "the batch, or drop check_for_nan_in_grad to go on"
-                )
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -1,33 +1,48 @@
-"""Replicated data parallelism on contiguous gradient buffers."""
+"""Replicas on contiguous buffers, with optimizer state and gradients sharded over ranks where asked (ZeRO-1, -2)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
-from ..errors import ParallelConfigError
+from ..errors import ParallelConfigError, ShardstackError, WrapError
 from ..transformer.module import materialize
 from .broadcast import broadcast_tensors
-from .data_parallel_base import _BaseDataParallel
+from .bucket_group import BucketGroup, GradReduction
+from .buffer_layout import default_bucket_size, lay_out
+from .comm_lane import comm_lane
+from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .optimizer_guard import forbid_plain_optimizers
+from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
 
 
 class DistributedDataParallel(_BaseDataParallel):
-    """Every rank holds the whole model; gradients are averaged over the group once a step.
+    """Every rank computes with the whole model; gradients are reduced over the group once a step, on flat buffers.
 
-    Backward adds each gradient into ``param.main_grad``, a view of one contiguous buffer per dtype, and frees
-    ``param.grad``. `finish_grad_sync` then all-reduces the buffers where they lie, in pieces of
-    ``ddp_config.bucket_size`` elements, so that how many collectives a step takes depends on the model alone and not
-    on the number of micro-batches. Nothing overlaps with backward.
+    By the sharding strategy a rank keeps, after `finish_grad_sync`:
+
+    * ``no_shard``: the whole gradient, averaged, in ``param.main_grad``;
+    * ``optim`` (ZeRO-1): the gradient of its shard of each bucket, inside the buffer of whole gradients; the rest of
+      ``main_grad`` is then this rank's own and no use to anybody;
+    * ``optim_grads`` (ZeRO-2): its shard alone. Whole gradients are allocated when backward reaches their bucket and
+      freed when the bucket is reduced, during the last micro-batch's backward; ``main_grad`` is then None.
+
+    With the last two, parameters are views of flat buffers, an optimizer of `core.optimizer` updates this rank's
+    shards, and `start_param_sync` gathers the parameters. Backward moves each gradient into ``main_grad`` and frees
+    ``param.grad``; a gradient that a layer has added there itself is respected (``param.grad_added_to_main_grad``,
+    which is taken back after each use). ``main_grad`` is None between `zero_grad_buffer` and the first gradient.
 
     Args:
-        config: the model's config; ``calculate_per_token_loss`` is read where present.
+        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` (layers write
+            ``main_grad``, which then always exists) are read where present.
         ddp_config: the wrapper's settings.
         module: the model. On the meta device it is materialized here.
         disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
@@ -36,6 +51,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     Raises:
         ParallelConfigError: a field that this wrapper cannot honour.
+        WrapError: a parameter that is a DTensor already.
     """
 
     def __init__(
@@ -46,82 +62,315 @@ class DistributedDataParallel(_BaseDataParallel):
         disable_bucketing: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        _reject_what_is_not_honoured(ddp_config)
-        if process_group is None:
-            process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        super().__init__(config, module, ddp_config, process_group)
+        strategy = ddp_config.sharding_strategy
+        if strategy == "optim_grads_params":
+            raise ParallelConfigError(
+                "DistributedDataParallel keeps whole parameters, but the sharding strategy is 'optim_grads_params'; "
+                "use wrap_model, or TorchFullyShardedDataParallel"
+            )
+        groups = _resolve_groups(ddp_config, process_group)
+        super().__init__(config, module, ddp_config, groups[0])
+        self.intra_instance_group, self.inter_instance_group = groups[1:]
+        _check_per_token_loss(self.sums_gradients, ddp_config)
         if any(parameter.is_meta for parameter in module.parameters()):
             materialize(module)
-        bucket_size = None if disable_bucketing else ddp_config.bucket_size
-        self._grad_buffers = _build_grad_buffers(module, ddp_config.grad_reduce_in_fp32, bucket_size)
+        self._is_sharded = strategy != "no_shard"
+        self._reduces_every_micro_batch = ddp_config.reduce_every_micro_batch and self.intra_instance_group.size() > 1
+        self._reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"
+        self._grad_buffers = self._build_buffers(disable_bucketing)
+        self.bucket_groups = self._build_bucket_groups()
+        self._group_of = {param: group for group in self.bucket_groups for param in group.bucket.params}
+        self._data_ptrs = {param: param.data_ptr() for param in self._group_of}
+        self._next_to_leave = 0
+        self._is_backward_watched = False
+        self._pre_hooks: list[Any] = []
+        for param in self._group_of:
+            param.has_buffer = True  # type: ignore[attr-defined]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(self._take_gradient)
+            if getattr(config, "gradient_accumulation_fusion", False):
+                self._group_of[param].bucket.note_written_by_layer(param)
+        if self._is_sharded:
+            forbid_plain_optimizers(self._group_of)
+            module.register_state_dict_pre_hook(lambda *unused: self.finish_param_sync())
+        if ddp_config.overlap_param_gather:
+            self.enable_forward_pre_hook()
+
+    def _build_buffers(self, disable_bucketing: bool) -> list[ParamAndGradBuffer]:
+        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        for name, param in reversed(list(unwrap_model(self).named_parameters())):
+            if isinstance(param, DTensor):
+                raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
+            if hasattr(param, "has_buffer"):
+                raise WrapError(f"parameter {name} lies in the buffers of a wrapper already; wrap the plain model")
+            if param.requires_grad:
+                kinds[param.dtype, self._grad_dtype(param), param.device].append((name, param))
+        size = self.process_group.size()
+        shards = self.intra_instance_group.size() if self._is_sharded else 1
+        return [
+            ParamAndGradBuffer(
+                params,
+                grad_dtype,
+                lay_out(
+                    [param.numel() for _, param in params],
+                    dp_size=size,
+                    bucket_size=None if disable_bucketing else self._bucket_size(size),
+                    num_buckets=None if disable_bucketing else self.ddp_config.num_buckets,
+                    for_high_busbw=self.ddp_config.pad_buckets_for_high_nccl_busbw,
+                ),
+                num_shards=shards,
+                shard_index=self.intra_instance_group.rank() if self._is_sharded else 0,
+                holds_params=self._is_sharded,
+                releases_grads=self.ddp_config.sharding_strategy == "optim_grads" and shards > 1,
+            )
+            for (_, grad_dtype, _), params in kinds.items()
+        ]
+
+    def _grad_dtype(self, param: nn.Parameter) -> torch.dtype:
+        # Double precision stays: reducing in fp32 is about adding more exactly, not less.
+        return torch.promote_types(param.dtype, torch.float32) if self.ddp_config.grad_reduce_in_fp32 else param.dtype
+
+    def _bucket_size(self, dp_size: int) -> int | None:
+        if self.ddp_config.num_buckets is None and self.ddp_config.bucket_size is None:
+            return default_bucket_size(dp_size) if self._reduces_during_backward else None
+        return self.ddp_config.bucket_size
+
+    def _build_bucket_groups(self) -> list[BucketGroup]:
+        """In the order in which they leave, equal on all ranks: that in which backward is expected to finish them."""
+        reduction = GradReduction(
+            group=self.process_group,
+            shard_group=self.intra_instance_group if self._is_sharded else None,
+            replica_group=self.inter_instance_group,
+            averages=not self.sums_gradients,
+            average_in_collective=self.ddp_config.average_in_collective,
+            fp32_accumulation=self.ddp_config.reduce_scatter_with_fp32_accumulation,
+        )
+        buckets = [bucket for buffer in self._grad_buffers for bucket in buffer.buckets]
+        position = {param: index for index, param in enumerate(unwrap_model(self).parameters())}
+        return [
+            BucketGroup(
+                bucket,
+                reduction,
+                self._inspect,
+                comm_lane(bucket.buffer.device),
+                overlaps_grads=self.ddp_config.overlap_grad_reduce,
+                overlaps_params=self.ddp_config.overlap_param_gather,
+                reduces_every_micro_batch=self._reduces_every_micro_batch,
+            )
+            for bucket in sorted(buckets, key=lambda b: -min(position[param] for param in b.params))
+        ]
+
+    @property
+    def buffers(self) -> _BufferList:
+        """The flat buffers, in a list, as in Megatron-LM; called, what torch's ``Module.buffers()`` gives."""
+        return _BufferList(self._grad_buffers, lambda *args, **kwargs: nn.Module.buffers(self, *args, **kwargs))
+
+    # ---- gradients
+
+    def _take_gradient(self, param: Tensor) -> None:
+        """Called by autograd when one backward has finished a parameter's gradient."""
+        gradient, group = param.grad, self._group_of[param]  # type: ignore[index]
+        if gradient is None:
+            return
+        if param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            group.add_gradient(param, None)  # type: ignore[arg-type]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        else:
+            group.add_gradient(param, gradient)  # type: ignore[arg-type]
+        param.grad = None
+        if not self._reduces_during_backward:
+            return
+        if self._reduces_every_micro_batch and not self._is_backward_watched:
+            self._is_backward_watched = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if self._syncs_gradients or self._reduces_every_micro_batch:
+            group.register_grad_ready(param)  # type: ignore[arg-type]
+            self._send_complete_buckets()
+
+    def _send_complete_buckets(self, and_incomplete_ones: bool = False) -> None:
+        """Lets buckets leave in their fixed order, so that all ranks send the same sequence."""
+        while self._next_to_leave < len(self.bucket_groups):
+            group = self.bucket_groups[self._next_to_leave]
+            if not (group.is_complete or and_incomplete_ones):
+                return
+            group.start_grad_sync()
+            self._next_to_leave += 1
+            if group.bucket.releases_grads and self._next_to_leave >= 2:
+                # Whole gradients live until they are reduced: with two under way, wait for the older one.
+                self.bucket_groups[self._next_to_leave - 2].wait_for_grads()
+
+    def _end_backward(self) -> None:
+        """Ends a micro-batch that is reduced by itself: each bucket leaves once a backward, on every rank alike."""
+        self._is_backward_watched = False
+        self._send_complete_buckets(and_incomplete_ones=True)
+        self._next_to_leave = 0
+        for group in self.bucket_groups:
+            group.bucket.prepare_for_layers()
+
+    def _inspect(self, bucket: Bucket) -> None:
+        self._gradient_checks.check(((slot.name, slot.view) for slot in bucket.slots), self._step)  # type: ignore[misc]
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Sends every bucket that has not left yet."""
+        for group in self.bucket_groups:
+            if not group.has_left:
+                group.start_grad_sync()
+        self._next_to_leave = len(self.bucket_groups)
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
-        self._check_gradients_are_finite()
-        size = self.process_group.size()
-        averages_in_collective = self.ddp_config.average_in_collective and not self.sums_gradients
-        operation = dist.ReduceOp.AVG if averages_in_collective else dist.ReduceOp.SUM
-        for buffer in self._grad_buffers:
-            if not self.sums_gradients and not averages_in_collective:
-                buffer.data.mul_(1.0 / size)
-            for bucket in buffer.buckets:
-                dist.all_reduce(bucket, operation, group=self.process_group)
+        if force_all_reduce and any(group.bucket.releases_grads for group in self.bucket_groups):
+            raise ParallelConfigError(
+                "force_all_reduce asks for whole gradients, which the strategy 'optim_grads' has released; drop it"
+            )
+        self.finish_param_sync()
+        self._check_parameters()
+        self.start_grad_sync()
+        for group in self.bucket_groups:
+            group.finish_grad_sync(force_all_reduce)
 
-    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        for buffer in self._grad_buffers:
-            buffer.data.mul_(scaling_factor)
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        if not self._is_sharded or parameter not in self._group_of:
+            return super().local_gradient(parameter)
+        group = self._group_of[parameter]
+        if not group.has_reduced:
+            return None
+        start, end = group.bucket.shard_range_of(parameter)
+        return group.bucket.local_grad_shard[start:end]
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        for group in self.bucket_groups:
+            group.scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        for buffer in self._grad_buffers:
-            buffer.data.zero_()
+        self._next_to_leave = 0
+        self._is_backward_watched = False
+        for group in self.bucket_groups:
+            group.clear_grads()
         for parameter in self.module.parameters():
             parameter.grad = None
+            if parameter in self._group_of:
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    # ---- parameters
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Gathers the parameters that ranks have updated, those that forward reads first first.
+
+        With ``overlap_param_gather`` it returns at once, and a module's forward waits for the parameters it holds.
+
+        Args:
+            force_sync: return when all are there.
+            force_dispatch: as in Megatron-LM's signature; here it is always dispatched.
+        """
+        self._check_parameters()
+        for group in reversed(self.bucket_groups):
+            group.start_param_sync(force_sync=force_sync or not self._pre_hooks)
+
+    def finish_param_sync(self) -> None:
+        """Waits for parameters that are still being gathered."""
+        for group in self.bucket_groups:
+            group.finish_param_sync()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Lets each module's forward wait for its parameters, so that gathering overlaps with forward."""
+        if self._pre_hooks:
+            raise ShardstackError("the forward pre-hooks are enabled already; disable_forward_pre_hook() comes first")
+        for module in self.module.modules():
+            groups = {self._group_of[p]: None for p in module.parameters(recurse=False) if p in self._group_of}
+            if groups:
+                self._pre_hooks.append(module.register_forward_pre_hook(_waiter(list(groups))))
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Takes the hooks away, as for an evaluation that reads parameters outside of forward.
+
+        Args:
+            param_sync: wait for what is still being gathered; without it the caller must, by `finish_param_sync`.
+        """
+        if not self._pre_hooks:
+            raise ShardstackError("there are no forward pre-hooks to disable; overlap_param_gather sets them")
+        for handle in self._pre_hooks:
+            handle.remove()
+        self._pre_hooks.clear()
+        if param_sync:
+            self.finish_param_sync()
 
     def broadcast_params(self) -> None:
+        self.finish_param_sync()
         broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.process_group)
 
-
-class _GradBuffer:
-    """One contiguous tensor that holds the gradients of all parameters with one gradient dtype."""
-
-    def __init__(
-        self, parameters: list[nn.Parameter], dtype: torch.dtype, device: torch.device, bucket_size: int | None
-    ) -> None:
-        self.data = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=device)
-        self.buckets = list(self.data.split(bucket_size)) if bucket_size else [self.data]
-        views = self.data.split([p.numel() for p in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.main_grad = view.view(parameter.shape)  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_add_into_main_grad)
-
-
-def _add_into_main_grad(parameter: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
-
-
-def _build_grad_buffers(module: nn.Module, reduce_in_fp32: bool, bucket_size: int | None) -> list[_GradBuffer]:
-    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            groups[torch.float32 if reduce_in_fp32 else parameter.dtype, parameter.device].append(parameter)
-    return [_GradBuffer(members, dtype, device, bucket_size) for (dtype, device), members in groups.items()]
+    def _check_parameters(self) -> None:
+        """Raises where the module no longer computes with what the buffers hold."""
+        held = set()
+        for name, param in unwrap_model(self).named_parameters():
+            held.add(param)
+            if param not in self._group_of:
+                if param.requires_grad:
+                    raise WrapError(
+                        f"parameter {name} was replaced, added or made trainable after the model was wrapped, so that "
+                        "its gradient is never reduced; wrap the finished model"
+                    )
+            elif (
+                param.data_ptr() != self._data_ptrs[param]
+                or param.dtype != self._group_of[param].bucket.buffer.param_dtype
+            ):
+                raise WrapError(
+                    f"the storage of parameter {name} was replaced after the model was wrapped (a move to another "
+                    "device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
+                )
+        for group in self.bucket_groups:
+            for slot in group.bucket.slots:
+                if slot.param not in held:
+                    raise WrapError(f"parameter {slot.name} was removed after the model was wrapped; wrap it again")
 
 
-def _reject_what_is_not_honoured(ddp_config: DistributedDataParallelConfig) -> None:
-    if ddp_config.sharding_strategy != "no_shard":
+class _BufferList(list[ParamAndGradBuffer]):
+    def __init__(self, items: list[ParamAndGradBuffer], torch_buffers: Callable[..., Iterator[Tensor]]) -> None:
+        super().__init__(items)
+        self._torch_buffers = torch_buffers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        return self._torch_buffers(*args, **kwargs)
+
+
+def _waiter(groups: list[BucketGroup]) -> Callable[..., None]:
+    def wait(*unused: Any) -> None:
+        for group in groups:
+            group.finish_param_sync()
+
+    return wait
+
+
+def _check_per_token_loss(sums_gradients: bool, ddp_config: DistributedDataParallelConfig) -> None:
+    if sums_gradients and ddp_config.average_in_collective:
         raise ParallelConfigError(
-            f"DistributedDataParallel replicates, but the sharding strategy is {ddp_config.sharding_strategy!r}; "
-            "use wrap_model, or TorchFullyShardedDataParallel for 'optim_grads_params'"
+            "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
         )
-    unsupported: dict[str, Callable[[Any], bool]] = {
-        "overlap_grad_reduce": bool,
-        "overlap_param_gather": bool,
-        "num_distributed_optimizer_instances": lambda instances: instances > 1,
-    }
-    for field, is_set in unsupported.items():
-        if is_set(getattr(ddp_config, field)):
+
+
+def _resolve_groups(
+    ddp_config: DistributedDataParallelConfig, process_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup | None]:
+    """All replicas, those of this optimizer instance, and where there are several the same shard's owners in each."""
+    asked = ddp_config.num_distributed_optimizer_instances
+    if process_group is not None:
+        if asked > 1:
             raise ParallelConfigError(
-                f"DistributedDataParallel does not have {field} (got {getattr(ddp_config, field)}): it overlaps and "
-                "shards nothing; drop the field or use TorchFullyShardedDataParallel"
+                f"num_distributed_optimizer_instances is {asked} with a process_group given, which has one axis; "
+                "drop one of the two"
             )
+        return process_group, process_group, None
+    whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    if asked == 1:
+        return whole, whole, None
+    if whole.size() % asked:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances {asked} does not divide the data-parallel size {whole.size()}; "
+            "choose a divisor of it"
+        )
+    part = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    if whole.size() // part.size() != asked:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances is {asked}, but core.parallel_state was initialised with "
+            f"{whole.size() // part.size()}; give both the same number"
+        )
+    return whole, part, parallel_state.get_inter_distributed_optimizer_instance_group()

@@ -21,7 +21,7 @@ class DistributedDataParallelConfig:
     """
 
     grad_reduce_in_fp32: bool = False
-    """Accumulate and reduce gradients in fp32, whatever the dtype of the parameters."""
+    """Accumulate and reduce gradients of parameters in lower precision in fp32."""
 
     overlap_grad_reduce: bool = False
     """Reduce a bucket of gradients while the backward of earlier layers still runs."""
@@ -36,13 +36,36 @@ class DistributedDataParallelConfig:
     """Shard within ``dp / instances`` ranks and replicate across instances (hybrid sharding) when above one."""
 
     check_for_nan_in_grad: bool = False
-    """Raise, naming rank and parameter, when a gradient is not finite."""
+    """Raise, naming rank, step and parameter, when a gradient is not finite."""
+
+    check_for_large_grads: bool = False
+    """Raise likewise when a gradient's norm is ten times the largest of its first hundred steps."""
 
     bucket_size: int | None = None
-    """Most elements, not bytes, that one gradient collective carries; None leaves the choice to the wrapper."""
+    """Elements, not bytes, at which a bucket, the subject of one collective, is full.
+
+    None means ``max(40_000_000, 1_000_000 * dp)`` where buckets leave during backward (``overlap_grad_reduce``, or
+    the strategy ``optim_grads``), and else one bucket for each dtype.
+    """
+
+    num_buckets: int | None = None
+    """Number of buckets of about equal size, instead of ``bucket_size``; fewer where single parameters are larger."""
+
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Make bucket lengths divide by 2^16 elements, with which NCCL's rings reach their full bandwidth."""
 
     average_in_collective: bool = False
-    """Let the collective divide (``ReduceOp.AVG``) instead of scaling gradients before a sum."""
+    """Let the collective divide (``ReduceOp.AVG``); by default each rank scales the part of the sum that it keeps."""
+
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Send gradients in their own low precision, but add those of all ranks in fp32, rounding once."""
+
+    reduce_every_micro_batch: bool = False
+    """Under ``optim_grads``: reduce each micro-batch, inside ``no_sync`` too, so that whole gradients never add up.
+
+    Least memory, and as many reductions as there are micro-batches. Sums of more than two ranks' or micro-batches'
+    gradients are then rounded in another order.
+    """
 
     data_parallel_sharding_strategy: str = "no_shard"
     """What is sharded: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
@@ -58,8 +81,34 @@ class DistributedDataParallelConfig:
                 f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances}; "
                 "it takes a positive number that divides the data-parallel size"
             )
-        if self.bucket_size is not None and self.bucket_size < 1:
-            raise ParallelConfigError(f"bucket_size is {self.bucket_size}; it takes a positive number of elements")
+        for name in ("bucket_size", "num_buckets"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ParallelConfigError(f"{name} is {value}; it takes a positive number")
+        self._reject_contradictions()
+
+    def _reject_contradictions(self) -> None:
+        strategy = self.sharding_strategy
+        if self.num_buckets is not None and self.bucket_size is not None:
+            raise ParallelConfigError(
+                f"num_buckets is {self.num_buckets} and bucket_size is {self.bucket_size}; each decides the other, "
+                "give one"
+            )
+        if self.overlap_param_gather and strategy == "no_shard":
+            raise ParallelConfigError(
+                "overlap_param_gather is set without use_distributed_optimizer (or a data_parallel_sharding_strategy "
+                "that shards): replicated parameters are never gathered; drop it, or shard the optimizer"
+            )
+        if self.num_distributed_optimizer_instances > 1 and strategy == "no_shard":
+            raise ParallelConfigError(
+                f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} without "
+                "use_distributed_optimizer (or a data_parallel_sharding_strategy that shards); drop one, or shard"
+            )
+        if self.reduce_every_micro_batch and strategy not in ("optim_grads", "optim_grads_params"):
+            raise ParallelConfigError(
+                f"reduce_every_micro_batch is set with the sharding strategy {strategy!r}, which keeps whole "
+                "gradients anyway; drop it, or set data_parallel_sharding_strategy='optim_grads'"
+            )
 
     @property
     def sharding_strategy(self) -> str:

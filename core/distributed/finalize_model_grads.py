@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from .. import device, parallel_state
 from ..errors import ConfigError
-from .data_parallel_base import _BaseDataParallel, local_gradient
+from .data_parallel_base import _BaseDataParallel
 
 
 def finalize_model_grads(
@@ -62,7 +62,10 @@ def _sum_over_sequence_parallel_ranks(model_chunks: Sequence[_BaseDataParallel])
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for chunk in model_chunks:
         for parameter in chunk.parameters():
-            if getattr(parameter, "sequence_parallel", False) and (gradient := local_gradient(parameter)) is not None:
+            if not getattr(parameter, "sequence_parallel", False):
+                continue
+            gradient = chunk.local_gradient(parameter)
+            if gradient is not None:
                 by_dtype[gradient.dtype].append(gradient)
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

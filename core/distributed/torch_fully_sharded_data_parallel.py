@@ -118,7 +118,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
         reduce_unsharded_gradients(self.module)
         self._reshard()
-        self._check_gradients_are_finite()
+        self._gradient_checks.check(self._gradients(), self._step)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         self._reshard()
@@ -208,7 +208,16 @@ def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShar
     return TorchFullyShardedDataParallelConfig()
 
 
-_BUFFER_FIELDS = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "average_in_collective")
+_BUFFER_FIELDS = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "bucket_size",
+    "num_buckets",
+    "pad_buckets_for_high_nccl_busbw",
+    "average_in_collective",
+    "reduce_scatter_with_fp32_accumulation",
+    "reduce_every_micro_batch",
+)
 
 
 @functools.cache

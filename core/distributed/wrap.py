@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import ParallelConfigError
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -24,17 +25,21 @@ def wrap_model(
 ) -> _BaseDataParallel:
     """Wraps a model as its settings ask: by the type of ``ddp_config``, then by its sharding strategy.
 
-    A `TorchFullyShardedDataParallelConfig` means FSDP2, and so does the strategy ``optim_grads_params``; ``no_shard``
-    means replicas.
-
-    Raises:
-        ParallelConfigError: a strategy that no wrapper here has.
+    A `TorchFullyShardedDataParallelConfig` means FSDP2; else ``no_shard``, ``optim`` and ``optim_grads`` mean buffers,
+    and ``optim_grads_params`` means FSDP2 for now, which a warning says once.
     """
-    strategy = ddp_config.sharding_strategy
-    if isinstance(ddp_config, TorchFullyShardedDataParallelConfig) or strategy == "optim_grads_params":
+    if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
         return TorchFullyShardedDataParallel(config, ddp_config, module, process_group=process_group)
-    if strategy == "no_shard":
-        return DistributedDataParallel(config, ddp_config, module, process_group=process_group)
-    raise ParallelConfigError(
-        f"the sharding strategy {strategy!r} has no wrapper yet; use 'no_shard', or 'optim_grads_params' for FSDP2"
+    if ddp_config.sharding_strategy == "optim_grads_params":
+        _say_that_fsdp2_stands_in()
+        return TorchFullyShardedDataParallel(config, ddp_config, module, process_group=process_group)
+    return DistributedDataParallel(config, ddp_config, module, process_group=process_group)
+
+
+@functools.cache
+def _say_that_fsdp2_stands_in() -> None:
+    warnings.warn(
+        "the sharding strategy 'optim_grads_params' has no form on our own buffers yet; PyTorch FSDP2 stands in, as a "
+        "TorchFullyShardedDataParallelConfig would ask for without this warning",
+        stacklevel=3,
     )

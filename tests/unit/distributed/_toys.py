@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,27 @@ from core.distributed import (
     _BaseDataParallel,
 )
 
-WRAPPERS = ("ddp", "fsdp2")
+BUFFERED = {
+    "ddp": {},
+    "ddp_overlap": {"overlap_grad_reduce": True, "bucket_size": 50},
+    "zero1": {"use_distributed_optimizer": True, "bucket_size": 50},
+    "zero1_overlap": {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "num_buckets": 3,
+    },
+    "zero2": {"data_parallel_sharding_strategy": "optim_grads"},
+    "zero2_overlap": {
+        "data_parallel_sharding_strategy": "optim_grads",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 50,
+    },
+}
+"""Settings of the wrapper on buffers, by the name that its tests give them."""
+
+WRAPPERS = (*BUFFERED, "fsdp2")
 
 
 class Block(nn.Module):
@@ -66,8 +87,9 @@ def build(
     """A wrapper of the given kind over the default group."""
     config = config or SimpleNamespace()
     group = group or dist.group.WORLD
-    if kind == "ddp":
-        return DistributedDataParallel(config, DistributedDataParallelConfig(**fields), module, process_group=group)
+    if kind in BUFFERED:
+        ddp_config = DistributedDataParallelConfig(**{**BUFFERED[kind], **fields})
+        return DistributedDataParallel(config, ddp_config, module, process_group=group)
     ddp_config = TorchFullyShardedDataParallelConfig(**fields)
     return TorchFullyShardedDataParallel(config, ddp_config, module, unit_classes, process_group=group)
 
@@ -94,12 +116,26 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every gradient that the optimizer would read, whole, under the plain model's names."""
     module = model.module if isinstance(model, _BaseDataParallel) else model
+    is_sharded = isinstance(model, DistributedDataParallel) and model.ddp_config.sharding_strategy != "no_shard"
+    gathered = _gather_shards(model) if is_sharded else {}
     found = {}
     for name, parameter in module.named_parameters():
-        gradient = getattr(parameter, "main_grad", None)
+        gradient = gathered.get(parameter, getattr(parameter, "main_grad", None))
         gradient = parameter.grad if gradient is None else gradient
         if gradient is not None:
             found[name] = full(gradient)
+    return found
+
+
+def _gather_shards(model: DistributedDataParallel) -> dict[nn.Parameter, torch.Tensor]:
+    found = {}
+    for bucket in (group.bucket for group in model.bucket_groups if group.has_reduced):
+        parts = [torch.empty_like(bucket.local_grad_shard) for _ in range(model.intra_instance_group.size())]
+        dist.all_gather(parts, bucket.local_grad_shard.clone(), group=model.intra_instance_group)
+        whole = torch.cat(parts)
+        for parameter in bucket.params:
+            start, end = bucket.range_of(parameter)
+            found[parameter] = whole[start:end].view(parameter.shape)
     return found
 
 
@@ -126,3 +162,33 @@ class CollectiveCounter(TorchDispatchMode):
         if func.namespace == "c10d":
             self.counts[func._schema.name.removeprefix("c10d::")] += 1
         return func(*args, **(kwargs or {}))
+
+
+class GradientTraffic:
+    """Counts, on all threads, what may carry gradients: messages sent by hand, and collectives named "reduce".
+
+    ``sent_bytes`` are those of the messages that this rank sends by hand.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.sent_bytes = 0
+
+    def __enter__(self) -> GradientTraffic:
+        self._counter = CollectiveCounter()
+        self._counter.__enter__()
+        self._patch = mock.patch.object(dist, "isend", self._isend)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        self._counter.__exit__(*error)
+        self.calls += sum(n for name, n in self._counter.counts.items() if "reduce" in name)
+
+    def _isend(self, tensor: torch.Tensor, **options: Any) -> Any:
+        self.calls += 1
+        self.sent_bytes += tensor.numel() * tensor.element_size()
+        return _isend(tensor, **options)
+
+
+_isend = dist.isend

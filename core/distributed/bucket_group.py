@@ -1,0 +1,213 @@
+"""The collectives of one bucket: when its gradient leaves, how it is reduced, and how its parameters come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+
+from ..errors import ShardstackError
+from . import collectives
+from .comm_lane import CommLane, Handle
+from .param_and_grad_buffer import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradReduction:
+    """How the gradients of ranks become one.
+
+    Averages are taken once: by the collective (``average_in_collective``), or by multiplying the sum that a rank
+    keeps, which is less than what it sent; in fp16, where a sum could overflow, by multiplying before.
+    """
+
+    group: ProcessGroup
+    """All ranks that hold replicas."""
+
+    shard_group: ProcessGroup | None = None
+    """The ranks of this optimizer instance, among which gradients are cut; None leaves every rank the whole."""
+
+    replica_group: ProcessGroup | None = None
+    """The ranks that keep the same shard in each optimizer instance, where there is more than one."""
+
+    averages: bool = True
+    average_in_collective: bool = False
+    fp32_accumulation: bool = False
+
+    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool) -> None:
+        """Reduces `whole` `[n]` into `kept`, this rank's part of it; without shards both are the same tensor.
+
+        Args:
+            accumulate: add to what `kept` holds; then it is no part of `whole`.
+        """
+        op, scale = ReduceOp.SUM, 1.0
+        if self.averages and self.average_in_collective:
+            op = ReduceOp.AVG
+        elif self.averages and whole.dtype == torch.float16:
+            whole.mul_(1.0 / self.group.size())
+        elif self.averages:
+            scale = 1.0 / self.group.size()
+        scatter = partial(collectives.reduce_scatter, op=op, fp32_accumulation=self.fp32_accumulation)
+        reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=self.fp32_accumulation)
+        if self.shard_group is None:
+            reduce(whole, self.group)
+        elif self.replica_group is None:
+            scatter(kept, whole, self.shard_group, scale=scale, accumulate=accumulate)
+        else:
+            part = torch.empty_like(kept) if accumulate else kept
+            scatter(part, whole, self.shard_group)
+            reduce(part, self.replica_group)
+            if accumulate:
+                kept.add_(part)
+
+
+class BucketGroup:
+    """One bucket and its way through a step.
+
+    Gradients arrive (`register_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
+    optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
+    `finish_param_sync`). Megatron-LM's class of this name may hold several buckets; here it is always one.
+
+    Args:
+        inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
+        lane: where collectives run.
+        overlaps_grads: reductions run beside backward, instead of before `start_grad_sync` returns.
+        overlaps_params: parameters are gathered beside forward, instead of before `start_param_sync` returns.
+        reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
+
+    Attributes:
+        has_reduced: whether a gradient has left in this step; until then the bucket's shard holds what an earlier
+            step left there, and stands for zeros.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        reduction: GradReduction,
+        inspect: Callable[[Bucket], None],
+        lane: CommLane,
+        *,
+        overlaps_grads: bool = False,
+        overlaps_params: bool = False,
+        reduces_every_micro_batch: bool = False,
+    ) -> None:
+        self.bucket = bucket
+        self._reduction = reduction
+        self._inspect = inspect
+        self._lane, self._overlaps_grads, self._overlaps_params = lane, overlaps_grads, overlaps_params
+        self._reduces_every_micro_batch = reduces_every_micro_batch
+        self._ready: set[nn.Parameter] = set()
+        self._grad_handle: Handle | None = None
+        self._param_handle: Handle | None = None
+        self.has_reduced = False
+        self._late: str | None = None
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The bucket, in the list of Megatron-LM's interface."""
+        return [self.bucket]
+
+    @property
+    def has_left(self) -> bool:
+        """Whether there is nothing more to send in this step."""
+        is_open = self._reduces_every_micro_batch and self.bucket.grad_data is not None
+        return self.has_reduced and not is_open
+
+    def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> None:
+        """Adds a gradient, or with None notes that a layer has added it itself.
+
+        One that comes after the bucket has left can no longer be reduced with it: it is dropped, and unless
+        `clear_grads` comes first, `finish_grad_sync` raises.
+        """
+        if self.has_reduced and not self._reduces_every_micro_batch:
+            self._late = next(slot.name for slot in self.bucket.slots if slot.param is param)
+            return
+        if gradient is None:
+            self.bucket.note_written_by_layer(param)
+        else:
+            self.bucket.add_gradient(param, gradient)
+
+    def register_grad_ready(self, param: nn.Parameter) -> bool:
+        """Notes that this backward has finished the parameter's gradient; True once that holds for all of them."""
+        self._ready.add(param)
+        return self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter's gradient of this backward is in."""
+        return len(self._ready) == len(self.bucket.params)
+
+    def start_grad_sync(self) -> None:
+        """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero."""
+        self.wait_for_grads()
+        whole = self.bucket.complete_grads()
+        self._inspect(self.bucket)
+        if self.bucket.releases_grads:
+            self.bucket.release_grads()
+        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced)
+        del whole  # from here on only the reduction holds it
+        if self._overlaps_grads:
+            self._grad_handle = self._lane.submit(run)
+        else:
+            self._lane.run(run)
+        self.has_reduced = True
+        self._ready.clear()
+
+    def wait_for_grads(self) -> None:
+        """Waits for a reduction that is under way."""
+        if self._grad_handle is not None:
+            handle, self._grad_handle = self._grad_handle, None
+            handle.wait()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """After it, this rank's shard of the gradient is global; with `force_all_reduce` the whole gradient is.
+
+        Raises:
+            ShardstackError: a gradient came after the bucket had left.
+        """
+        if self._late is not None:
+            raise ShardstackError(
+                f"parameter {self._late} got a gradient after the gradients of its bucket had been reduced; put every "
+                "backward of a step but the last inside no_sync, and call zero_grad_buffer before the next step"
+            )
+        if not self.has_left:
+            self.start_grad_sync()
+        self.wait_for_grads()
+        if force_all_reduce and self._reduction.shard_group is not None and self.bucket.grad_data is not None:
+            whole, kept = self.bucket.grad_data, self.bucket.local_grad_shard
+            self._lane.run(partial(collectives.all_gather, whole, kept, self._reduction.shard_group))
+
+    def clear_grads(self) -> None:
+        """Makes every gradient zero, before the first backward of a step."""
+        self.wait_for_grads()
+        if self.bucket.releases_grads:
+            self.bucket.release_grads()
+        self.bucket.clear_grads()
+        self._ready.clear()
+        self.has_reduced = False
+        self._late = None
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiplies what the optimizer will read."""
+        self.bucket.local_grad_shard.mul_(factor)
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gathers the shards of the bucket's parameters; with `force_sync` they are there on return in any case."""
+        self.finish_param_sync()
+        bucket, group = self.bucket, self._reduction.shard_group
+        if bucket.param_data is None or bucket.local_param_shard is None or group is None:
+            return
+        gather = partial(collectives.all_gather, bucket.param_data, bucket.local_param_shard, group)
+        if self._overlaps_params and not force_sync:
+            self._param_handle = self._lane.submit(gather)
+        else:
+            self._lane.run(gather)
+
+    def finish_param_sync(self) -> None:
+        """Waits until the bucket's parameters may be read."""
+        if self._param_handle is not None:
+            handle, self._param_handle = self._param_handle, None
+            handle.wait()

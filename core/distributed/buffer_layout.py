@@ -1,0 +1,74 @@
+"""Where each parameter lies in a flat buffer, and where the buffer is cut into buckets: arithmetic, no memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PARAM_ALIGNMENT = 64
+"""Elements; a parameter starts at a multiple of it, so that a matrix begins where vector units like it."""
+
+HIGH_BUSBW_ALIGNMENT = 2**16
+"""Elements; NCCL's rings reach their full bandwidth where message sizes divide by a large power of two."""
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: elements ``[start, end)`` of the buffer, padding included, and its parameters' places in it."""
+
+    start: int
+    end: int
+    members: tuple[int, ...]
+    """Indices of its parameters, in the order in which they lie."""
+    ranges: tuple[tuple[int, int], ...]
+    """``[start, end)`` of each member, counted from the beginning of the bucket."""
+
+
+def default_bucket_size(dp_size: int) -> int:
+    """Elements, as in Megatron-LM: messages large enough for the network also when many ranks share them."""
+    return max(40_000_000, 1_000_000 * dp_size)
+
+
+def lay_out(
+    sizes: Sequence[int],
+    *,
+    dp_size: int,
+    bucket_size: int | None = None,
+    num_buckets: int | None = None,
+    for_high_busbw: bool = False,
+) -> list[BucketLayout]:
+    """Cuts parameters of `sizes` elements, in this order, into buckets of whole parameters.
+
+    A bucket closes as soon as it holds `bucket_size` elements, as in Megatron-LM; with `num_buckets` as soon as it
+    reaches its equal part of the whole, which gives fewer where single parameters are larger than that. The length
+    of each is a multiple of `dp_size` times `PARAM_ALIGNMENT`, so that shards are equal and aligned.
+
+    Args:
+        sizes: elements of each parameter.
+        dp_size: ranks that a bucket may be cut over.
+        bucket_size: elements; None, without `num_buckets`, means one bucket.
+    """
+    multiple = dp_size * PARAM_ALIGNMENT
+    if for_high_busbw:
+        multiple = math.lcm(multiple, HIGH_BUSBW_ALIGNMENT)
+    total, seen = sum(sizes), 0
+    layouts: list[BucketLayout] = []
+    start, members, ranges = 0, list[int](), list[tuple[int, int]]()
+    for index, size in enumerate(sizes):
+        begin = _round_up(ranges[-1][1], PARAM_ALIGNMENT) if ranges else 0
+        members.append(index)
+        ranges.append((begin, begin + size))
+        seen += size
+        is_full = bucket_size is not None and sum(sizes[i] for i in members) >= bucket_size
+        if num_buckets is not None:
+            is_full = seen * num_buckets >= total * (len(layouts) + 1)
+        if is_full or index == len(sizes) - 1:
+            end = start + _round_up(begin + size, multiple)
+            layouts.append(BucketLayout(start, end, tuple(members), tuple(ranges)))
+            start, members, ranges = end, [], []
+    return layouts
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

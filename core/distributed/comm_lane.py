@@ -1,0 +1,119 @@
+"""A lane beside the computation, in which collectives run one after the other in the order they were handed in.
+
+On CUDA it is a stream of its own. Elsewhere it is a thread: it waits for the network and adds what arrives, outside
+the interpreter's lock, while the main thread computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+
+class Handle:
+    """Something in the lane. `wait` returns when what the main thread does next may use its result."""
+
+    def wait(self) -> None:
+        """Raises here what was raised in the lane."""
+        raise NotImplementedError
+
+
+class CommLane:
+    """Runs what it is given in order, asynchronously; all ranks must hand in the same sequence."""
+
+    def submit(self, run: Callable[[], None]) -> Handle:
+        """Queues `run`; what it refers to lives until it has run, or on CUDA until its handle is waited for."""
+        raise NotImplementedError
+
+    def run(self, run: Callable[[], None]) -> None:
+        """Runs `run` behind whatever is in the lane, and returns when its result may be used."""
+        self.submit(run).wait()
+
+
+@functools.cache
+def comm_lane(device: torch.device) -> CommLane:
+    """The one lane of a device: two would let messages between the same ranks overtake each other."""
+    return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
+
+
+class _Task(Handle):
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def execute(self) -> None:
+        try:
+            if self._run is not None:
+                self._run()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._run = None  # frees the buffers that it held
+            self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class _ThreadLane(CommLane):
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: _Task | None = None
+
+    def submit(self, run: Callable[[], None]) -> Handle:
+        if self._thread is None:
+            # A daemon: at exit nobody waits for a message of a rank that has gone.
+            self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="comm-lane", daemon=True)
+            self._thread.start()
+        task = self._last = _Task(run)
+        self._tasks.put(task)
+        return task
+
+    def run(self, run: Callable[[], None]) -> None:
+        if self._last is None or self._last.has_ended:
+            run()  # nobody is in the way: spare two switches of threads
+        else:
+            super().run(run)
+
+
+def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
+    with torch.no_grad():
+        while True:
+            task = tasks.get()
+            task.execute()
+            del task
+
+
+class _StreamLane(CommLane):
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, run: Callable[[], None]) -> Handle:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+            done = torch.cuda.Event()
+            done.record()
+        return _Recorded(done, run)
+
+
+class _Recorded(Handle):
+    def __init__(self, event: torch.cuda.Event, run: Callable[[], None]) -> None:
+        self._event = event
+        self._run: Callable[[], None] | None = run  # its buffers must not be reused before the lane has read them
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+        self._run = None

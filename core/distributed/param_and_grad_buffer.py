@@ -1,0 +1,236 @@
+"""Contiguous memory for gradients, and where something is sharded for parameters: collectives work in place on it.
+
+A `ParamAndGradBuffer` holds all trainable parameters of one dtype, device and gradient dtype, in reverse order of
+construction, which is roughly the order in which backward finishes their gradients. It is cut into `Bucket`s, each
+the subject of one collective. Nothing here talks to another rank; `bucket_group` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .buffer_layout import BucketLayout
+
+
+@dataclass(eq=False, slots=True)
+class GradSlot:
+    """One parameter's place in a bucket.
+
+    ``param.main_grad`` is a view of it, or None after `Bucket.clear_grads` until a gradient arrives, which is then
+    copied instead of added to zeros.
+    """
+
+    param: nn.Parameter
+    name: str
+    start: int
+    end: int
+    view: Tensor | None = None
+    is_empty: bool = True
+    is_written_by_layer: bool = False
+    """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed."""
+
+
+class Bucket:
+    """A part of a buffer: the parameters whose gradients are reduced, and that are gathered, in one collective.
+
+    Attributes:
+        params: its parameters, in the order in which they lie.
+        offset: its first element in the buffer.
+        numel: its elements, padding included, a multiple of the number of shards.
+        param_data: `[numel]`, of which the parameters are views; None where parameters keep their own memory.
+        local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates.
+        grad_data: `[numel]`, whole gradients; None while `releases_grads` and none are held.
+        local_grad_shard: `[numel / shards]`, where this rank's part of the reduced gradient is: a part of
+            `grad_data`, or memory of its own where whole gradients are released.
+    """
+
+    def __init__(self, buffer: ParamAndGradBuffer, layout: BucketLayout) -> None:
+        self.buffer = buffer
+        self.offset, self.numel = layout.start, layout.end - layout.start
+        members = [buffer.params[index] for index in layout.members]
+        names = [buffer.names[index] for index in layout.members]
+        self._slots = {
+            param: GradSlot(param, name, *range_)
+            for param, name, range_ in zip(members, names, layout.ranges, strict=True)
+        }
+        ends = [0, *(end for _, end in layout.ranges)]
+        starts = [*(start for start, _ in layout.ranges), self.numel]
+        self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+        self.param_data: Tensor | None = None
+        self.local_param_shard: Tensor | None = None
+        if buffer.param_data is not None:
+            self.param_data = buffer.param_data[layout.start : layout.end]
+            self.local_param_shard = self.param_data.chunk(buffer.num_shards)[buffer.shard_index]
+        self.grad_data: Tensor | None = None
+        if buffer.grad_data is not None:
+            self._hold_grads(buffer.grad_data[layout.start : layout.end])
+            self.local_grad_shard = self._held_grads().chunk(buffer.num_shards)[buffer.shard_index]
+        else:
+            shards = buffer.grad_shards
+            self.local_grad_shard = shards[self.offset // buffer.num_shards :][: self.numel // buffer.num_shards]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return list(self._slots)
+
+    @property
+    def slots(self) -> list[GradSlot]:
+        """The places of its parameters' gradients, in the order in which they lie."""
+        return list(self._slots.values())
+
+    @property
+    def releases_grads(self) -> bool:
+        """Whether whole gradients are freed once they are reduced (ZeRO-2)."""
+        return self.buffer.grad_data is None
+
+    def range_of(self, param: nn.Parameter) -> tuple[int, int]:
+        """The parameter's elements, ``[start, end)``, counted from the beginning of the bucket."""
+        slot = self._slots[param]
+        return slot.start, slot.end
+
+    def shard_range_of(self, param: nn.Parameter) -> tuple[int, int]:
+        """``[start, end)`` of what this rank's shard holds of the parameter, counted from the shard's beginning."""
+        length = self.numel // self.buffer.num_shards
+        begin = length * self.buffer.shard_index
+        start, end = self.range_of(param)
+        return min(max(start - begin, 0), length), min(max(end - begin, 0), length)
+
+    def add_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Adds into the parameter's ``main_grad``, allocating the bucket where it was released."""
+        slot = self._slots[param]
+        view = self._view(slot)
+        if slot.is_empty:
+            view.copy_(gradient)
+            slot.is_empty = False
+        else:
+            view.add_(gradient)
+
+    def note_written_by_layer(self, param: nn.Parameter) -> None:
+        """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
+        slot = self._slots[param]
+        slot.is_empty, slot.is_written_by_layer = False, True
+
+    def clear_grads(self) -> None:
+        """Makes every gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
+        for slot in self._slots.values():
+            if not slot.is_empty:  # else it is None already, or zeros that nothing has been added to
+                slot.is_empty = True
+                slot.param.main_grad = None  # type: ignore[attr-defined]
+        self.prepare_for_layers()
+
+    def prepare_for_layers(self) -> None:
+        """Gives layers that add into ``main_grad`` themselves the zeros to add to."""
+        for slot in self._slots.values():
+            if slot.is_written_by_layer:
+                self._view(slot).zero_()
+                slot.is_empty = False
+
+    def complete_grads(self) -> Tensor:
+        """The whole gradient, `[numel]`, zero where none has arrived; every ``main_grad`` is there afterwards."""
+        for slot in self._slots.values():
+            view = self._view(slot)
+            if slot.is_empty:
+                view.zero_()
+                slot.is_empty = False
+        return self._held_grads()
+
+    def release_grads(self) -> None:
+        """Lets go of the whole gradient; whoever reduces it still holds it."""
+        self.grad_data = None
+        for slot in self._slots.values():
+            slot.view, slot.is_empty = None, True
+            slot.param.main_grad = None  # type: ignore[attr-defined]
+
+    def zero_padding(self, data: Tensor) -> None:
+        """Zeros what lies between parameters in `data` `[numel]`: sums, norms and updates then never notice it."""
+        if self._gaps:
+            torch._foreach_zero_([data[start:end] for start, end in self._gaps])
+
+    def _view(self, slot: GradSlot) -> Tensor:
+        if slot.view is None:
+            data = torch.empty(self.numel, dtype=self.buffer.grad_dtype, device=self.buffer.device)
+            self.zero_padding(data)
+            self._hold_grads(data)
+        view = slot.view
+        slot.param.main_grad = view  # type: ignore[attr-defined]
+        return view  # type: ignore[return-value]
+
+    def _hold_grads(self, data: Tensor) -> None:
+        self.grad_data = data
+        for slot in self._slots.values():
+            slot.view = data[slot.start : slot.end].view(slot.param.shape)
+
+    def _held_grads(self) -> Tensor:
+        if self.grad_data is None:
+            raise RuntimeError("the gradients of this bucket are not allocated")
+        return self.grad_data
+
+
+class ParamAndGradBuffer:
+    """Flat memory for parameters of one dtype and their gradients.
+
+    Args:
+        params: names and parameters, in reverse order of construction.
+        grad_dtype: of the gradients.
+        layouts: how to cut it, from `buffer_layout.lay_out`.
+        num_shards: ranks among which each bucket is cut, 1 where nothing is sharded.
+        shard_index: this rank's place among them.
+        holds_params: make the parameters views of one buffer; their values are kept, their old memory is freed.
+        releases_grads: allocate whole gradients by the bucket, when they arrive, and keep only shards for good.
+
+    Attributes:
+        param_data: `[numel]`, or None; grad_data: `[numel]`, or None with `releases_grads`, when `grad_shards`
+            `[numel / num_shards]` holds this rank's part of every bucket, one after the other.
+        buckets: in the order in which backward is expected to finish them.
+        ranges: ``[start, end)`` of each parameter in the buffer.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        grad_dtype: torch.dtype,
+        layouts: Sequence[BucketLayout],
+        *,
+        num_shards: int = 1,
+        shard_index: int = 0,
+        holds_params: bool = False,
+        releases_grads: bool = False,
+    ) -> None:
+        self.names = [name for name, _ in params]
+        self.params = [param for _, param in params]
+        self.param_dtype, self.device = self.params[0].dtype, self.params[0].device
+        self.grad_dtype = grad_dtype
+        self.num_shards, self.shard_index = num_shards, shard_index
+        self.numel = layouts[-1].end
+        options: dict[str, Any] = {"dtype": grad_dtype, "device": self.device}
+        self.param_data: Tensor | None = None
+        if holds_params:
+            self.param_data = torch.empty(self.numel, dtype=self.param_dtype, device=self.device)
+        self.grad_data = None if releases_grads else torch.zeros(self.numel, **options)
+        self.grad_shards = torch.zeros(self.numel // num_shards if releases_grads else 0, **options)
+        self.buckets = [Bucket(self, layout) for layout in layouts]
+        self.ranges = {
+            param: (bucket.offset + start, bucket.offset + end)
+            for bucket in self.buckets
+            for param in bucket.params
+            for start, end in [bucket.range_of(param)]
+        }
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.param.main_grad = slot.view  # type: ignore[attr-defined]
+        if self.param_data is not None:
+            self._adopt_params(self.param_data)
+
+    def _adopt_params(self, data: Tensor) -> None:
+        """Moves values over one parameter at a time, so that no second copy of the model exists at any moment."""
+        for bucket in self.buckets:
+            bucket.zero_padding(data[bucket.offset : bucket.offset + bucket.numel])
+        for param, (start, end) in self.ranges.items():
+            view = data[start:end].view(param.shape)
+            view.copy_(param.detach())
+            param.data = view
