@@ -30,8 +30,9 @@ class GPTModel(MegatronModule):
             :func:`core.tensor_parallel.pad_vocab_size`.
         max_sequence_length: longest input; rows of the position table for "learned_absolute".
         share_embeddings_and_output_weights: the projection to the vocabulary is the embedding's weight. There is no
-            `output_layer.weight` then, and the embedding's carries `shared` and `shared_embedding`: it is read
-            outside its module.
+            `output_layer.weight` then, and the embedding's carries Megatron's mark `shared_embedding`: it is read
+            outside its module. (Its mark `shared` is for the copy that another pipeline stage holds, which no norm
+            counts; here there is no copy.)
         position_embedding_type: "rope" (rotary) or "learned_absolute".
         parallel_output: logits stay cut over the vocabulary by tensor-parallel rank; False gathers them.
 
@@ -82,7 +83,7 @@ class GPTModel(MegatronModule):
             )
         if share_embeddings_and_output_weights:
             words = self.embedding.word_embeddings
-            words.parameter_marks["weight"].update(shared=True, shared_embedding=True)
+            words.parameter_marks["weight"].update(shared_embedding=True)
             words.restore_parameter_marks()
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
