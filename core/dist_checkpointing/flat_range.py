@@ -93,6 +93,12 @@ class FlatRange(Tensor):
         made.boxes = boxes
         return made
 
+    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Each box as where it begins in the whole tensor and a view, in the box's shape, of what is held."""
+        sizes = [sizes for _, sizes in self.boxes]
+        runs = self.held.split([math.prod(size) for size in sizes]) if sizes else ()
+        return [(offsets, run.view(size)) for (offsets, size), run in zip(self.boxes, runs, strict=True)]
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FlatRange(shape={list(self.shape)}, dtype={self.dtype}, {len(self.held)} elements here)"
 
@@ -125,9 +131,7 @@ class FlatRange(Tensor):
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        begin = 0
-        for offsets, sizes in self.boxes:
+        for offsets, piece in self.pieces():
             if index.offset is None or tuple(index.offset) == offsets:
-                return self.held[begin : begin + math.prod(sizes)].view(sizes)
-            begin += math.prod(sizes)
+                return piece
         raise CheckpointError(f"{index.fqn} has no box at {index.offset} on this rank; its boxes are {self.boxes}")
