@@ -6,4 +6,10 @@ from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .optimizer_param_scheduler import OptimizerParamScheduler
 
-__all__ = ["DistributedOptimizer", "MegatronOptimizer", "OptimizerConfig", "OptimizerParamScheduler", "get_megatron_optimizer"]
+__all__ = [
+    "DistributedOptimizer",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "get_megatron_optimizer",
+]

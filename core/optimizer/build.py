@@ -79,10 +79,10 @@ def _wrappers_that_shard_state(
         )
     wanted = config.use_distributed_optimizer
     if wanted is not None and wanted != bool(sharding):
+        found = " and ".join(sorted(strategies)) or "no_shard"
         raise ConfigError(
-            f"OptimizerConfig.use_distributed_optimizer is {wanted}, but the model's data_parallel_sharding_strategy "
-            f"is {' and '.join(sorted(strategies)) or 'no_shard'}; leave the first at None, and choose by the second, which the "
-            "wrapper was built with"
+            f"OptimizerConfig.use_distributed_optimizer is {wanted}, but the wrapper's data_parallel_sharding_strategy "
+            f"is {found}; leave the first at None, the second decides"
         )
     return sharding
 

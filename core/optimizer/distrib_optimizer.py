@@ -85,7 +85,9 @@ class DistributedOptimizer(MegatronOptimizer):
             wrapper.start_param_sync()
 
 
-def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[DistributedDataParallel]) -> list[MainRange]:
+def collect_main_ranges(
+    model_chunks: Sequence[nn.Module], wrappers: Sequence[DistributedDataParallel]
+) -> list[MainRange]:
     """What this rank updates of every trainable parameter, as `collect_main_params` names them.
 
     Raises:
