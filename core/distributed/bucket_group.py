@@ -73,8 +73,9 @@ class BucketGroup:
 
     Args:
         inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
-        grad_lane: where reductions run beside backward; None runs them in place.
-        param_lane: where parameters are gathered beside forward, likewise.
+        lane: where collectives run.
+        overlaps_grads: reductions run beside backward, instead of before `start_grad_sync` returns.
+        overlaps_params: parameters are gathered beside forward, instead of before `start_param_sync` returns.
         reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
 
     Attributes:
@@ -87,14 +88,16 @@ class BucketGroup:
         bucket: Bucket,
         reduction: GradReduction,
         inspect: Callable[[Bucket], None],
-        grad_lane: CommLane | None = None,
-        param_lane: CommLane | None = None,
+        lane: CommLane,
+        *,
+        overlaps_grads: bool = False,
+        overlaps_params: bool = False,
         reduces_every_micro_batch: bool = False,
     ) -> None:
         self.bucket = bucket
         self._reduction = reduction
         self._inspect = inspect
-        self._grad_lane, self._param_lane = grad_lane, param_lane
+        self._lane, self._overlaps_grads, self._overlaps_params = lane, overlaps_grads, overlaps_params
         self._reduces_every_micro_batch = reduces_every_micro_batch
         self._ready: set[nn.Parameter] = set()
         self._grad_handle: Handle | None = None
@@ -139,16 +142,17 @@ class BucketGroup:
 
     def start_grad_sync(self) -> None:
         """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero."""
+        self.wait_for_grads()
         whole = self.bucket.complete_grads()
         self._inspect(self.bucket)
         if self.bucket.releases_grads:
             self.bucket.release_grads()
         run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced)
         del whole  # from here on only the reduction holds it
-        if self._grad_lane is None:
-            run()
+        if self._overlaps_grads:
+            self._grad_handle = self._lane.submit(run)
         else:
-            self._grad_handle = self._grad_lane.submit(run)
+            self._lane.run(run)
         self.has_reduced = True
         self._ready.clear()
 
@@ -173,7 +177,8 @@ class BucketGroup:
             self.start_grad_sync()
         self.wait_for_grads()
         if force_all_reduce and self._reduction.shard_group is not None and self.bucket.grad_data is not None:
-            collectives.all_gather(self.bucket.grad_data, self.bucket.local_grad_shard, self._reduction.shard_group)
+            whole, kept = self.bucket.grad_data, self.bucket.local_grad_shard
+            self._lane.run(partial(collectives.all_gather, whole, kept, self._reduction.shard_group))
 
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
@@ -190,22 +195,16 @@ class BucketGroup:
         self.bucket.local_grad_shard.mul_(factor)
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gathers the shards of the bucket's parameters; with a lane it may still be under way on return.
-
-        Args:
-            force_sync: do not return before it is done.
-        """
+        """Gathers the shards of the bucket's parameters; with `force_sync` they are there on return in any case."""
         self.finish_param_sync()
         bucket, group = self.bucket, self._reduction.shard_group
         if bucket.param_data is None or bucket.local_param_shard is None or group is None:
             return
         gather = partial(collectives.all_gather, bucket.param_data, bucket.local_param_shard, group)
-        if self._param_lane is None:
-            gather()
+        if self._overlaps_params and not force_sync:
+            self._param_handle = self._lane.submit(gather)
         else:
-            self._param_handle = self._param_lane.submit(gather)
-            if force_sync:
-                self.finish_param_sync()
+            self._lane.run(gather)
 
     def finish_param_sync(self) -> None:
         """Waits until the bucket's parameters may be read."""

@@ -6,6 +6,7 @@ the interpreter's lock, while the main thread computes.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -28,9 +29,14 @@ class CommLane:
         """Queues `run`; what it refers to lives until it has run, or on CUDA until its handle is waited for."""
         raise NotImplementedError
 
+    def run(self, run: Callable[[], None]) -> None:
+        """Runs `run` behind whatever is in the lane, and returns when its result may be used."""
+        self.submit(run).wait()
 
-def make_comm_lane(device: torch.device) -> CommLane:
-    """The lane that belongs to a kind of device."""
+
+@functools.cache
+def comm_lane(device: torch.device) -> CommLane:
+    """The one lane of a device: two would let messages between the same ranks overtake each other."""
     return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
 
 
@@ -39,6 +45,10 @@ class _Task(Handle):
         self._run: Callable[[], None] | None = run
         self._ended = threading.Event()
         self._error: BaseException | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
 
     def execute(self) -> None:
         try:
@@ -60,15 +70,22 @@ class _ThreadLane(CommLane):
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last: _Task | None = None
 
     def submit(self, run: Callable[[], None]) -> Handle:
         if self._thread is None:
             # A daemon: at exit nobody waits for a message of a rank that has gone.
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="comm-lane", daemon=True)
             self._thread.start()
-        task = _Task(run)
+        task = self._last = _Task(run)
         self._tasks.put(task)
         return task
+
+    def run(self, run: Callable[[], None]) -> None:
+        if self._last is None or self._last.has_ended:
+            run()  # nobody is in the way: spare two switches of threads
+        else:
+            super().run(run)
 
 
 def _serve(tasks: queue.SimpleQueue[_Task]) -> None:

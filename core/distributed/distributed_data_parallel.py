@@ -17,7 +17,7 @@ from ..transformer.module import materialize
 from .broadcast import broadcast_tensors
 from .bucket_group import BucketGroup, GradReduction
 from .buffer_layout import default_bucket_size, lay_out
-from .comm_lane import make_comm_lane
+from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .optimizer_guard import forbid_plain_optimizers
@@ -85,6 +85,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self._is_backward_watched = False
         self._pre_hooks: list[Any] = []
         for param in self._group_of:
+            param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(self._take_gradient)
             if getattr(config, "gradient_accumulation_fusion", False):
@@ -101,6 +102,8 @@ class DistributedDataParallel(_BaseDataParallel):
         for name, param in reversed(list(unwrap_model(self).named_parameters())):
             if isinstance(param, DTensor):
                 raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
+            if hasattr(param, "has_buffer"):
+                raise WrapError(f"parameter {name} lies in the buffers of a wrapper already; wrap the plain model")
             if param.requires_grad:
                 kinds[param.dtype, self._grad_dtype(param), param.device].append((name, param))
         size = self.process_group.size()
@@ -144,18 +147,16 @@ class DistributedDataParallel(_BaseDataParallel):
             fp32_accumulation=self.ddp_config.reduce_scatter_with_fp32_accumulation,
         )
         buckets = [bucket for buffer in self._grad_buffers for bucket in buffer.buckets]
-        if not buckets:
-            return []
-        lane = make_comm_lane(buckets[0].buffer.device)
         position = {param: index for index, param in enumerate(unwrap_model(self).parameters())}
         return [
             BucketGroup(
                 bucket,
                 reduction,
                 self._inspect,
-                lane if self.ddp_config.overlap_grad_reduce else None,
-                lane if self.ddp_config.overlap_param_gather else None,
-                self._reduces_every_micro_batch,
+                comm_lane(bucket.buffer.device),
+                overlaps_grads=self.ddp_config.overlap_grad_reduce,
+                overlaps_params=self.ddp_config.overlap_param_gather,
+                reduces_every_micro_batch=self._reduces_every_micro_batch,
             )
             for bucket in sorted(buckets, key=lambda b: -min(position[param] for param in b.params))
         ]
@@ -264,9 +265,7 @@ class DistributedDataParallel(_BaseDataParallel):
         """
         self._check_parameters()
         for group in reversed(self.bucket_groups):
-            group.start_param_sync()
-        if force_sync or not self._pre_hooks:
-            self.finish_param_sync()
+            group.start_param_sync(force_sync=force_sync or not self._pre_hooks)
 
     def finish_param_sync(self) -> None:
         """Waits for parameters that are still being gathered."""

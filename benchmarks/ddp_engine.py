@@ -1,0 +1,289 @@
+"""What the wrapper on flat buffers costs beside torch's own: time, wire bytes and peak memory of an optimizer step.
+
+    python benchmarks/ddp_engine.py [--rounds 15] [--launches 3] [--only time|memory|wire] [--ranks 1 2 4]
+
+A GPT of 8 layers, width 512, 8 heads, vocabulary 32k, sequence 256; a step is 4 micro-batches of 2 on gloo ranks with
+one thread each, accumulated under `no_sync`. The replicated form stands beside `torch.nn.parallel
+.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW, the sharded ones beside torch's
+`ZeroRedundancyOptimizer` over it. Bytes stand beside those of an ideal ring, peaks beside the formula in
+`memory_formula`. Exits with 1 when a limit is exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from _measure import (
+    PairedRatio,
+    high_water_bytes,
+    interleaved_seconds,
+    machine,
+    reset_high_water,
+    run_on_ranks,
+    section,
+    wire_bytes_per_step,
+)
+
+LAYERS, WIDTH, HEADS, VOCABULARY, SEQUENCE = 8, 512, 8, 32_768, 256
+MICRO_BATCHES, MICRO_BATCH_SIZE, RANKS = 4, 2, 2
+BUCKET_ELEMENTS = 4_000_000  # of ZeRO-2, so that a model of this size has buckets to release
+REPLICATED_LIMIT, SHARDED_LIMIT = 1.00, 0.95
+WIRE_TOLERANCE, MEMORY_TOLERANCE = 0.02, 0.05
+MIB = 2**20
+
+Step = Callable[[], None]
+
+
+def build_model() -> nn.Module:
+    from core.models.gpt import GPTModel
+    from core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(1)
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
+    )
+    return GPTModel(config, VOCABULARY, SEQUENCE)
+
+
+def micro_batches() -> list[torch.Tensor]:
+    """Of tokens `[b, s + 1]`."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (MICRO_BATCH_SIZE, SEQUENCE + 1)
+    return [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(MICRO_BATCHES)]
+
+
+def accumulate(model: nn.Module, data: list[torch.Tensor]) -> None:
+    for index, tokens in enumerate(data):
+        with nullcontext() if index == len(data) - 1 or not hasattr(model, "no_sync") else model.no_sync():
+            losses = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())
+            (losses.mean() / MICRO_BATCHES).backward()
+
+
+def torchs(is_sharded: bool) -> Step:
+    """torch DDP with AdamW, or with the optimizer that shards AdamW's state."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
+    settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
+    optimizer: torch.optim.Optimizer
+    if is_sharded:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    data = micro_batches()
+
+    def step() -> None:
+        accumulate(model, data)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ours(**fields: Any) -> Step:
+    from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
+    from core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    module = build_model()
+    model = wrap_model(
+        module, module.config, DistributedDataParallelConfig(**fields), process_group=dist.group.WORLD
+    )
+    config = OptimizerConfig(optimizer="adam", lr=1e-4, weight_decay=0.01, adam_beta2=0.999, clip_grad=0.0)
+    optimizer = get_megatron_optimizer(config, [model], no_weight_decay_cond=lambda *unused: False)
+    data = micro_batches()
+
+    def step() -> None:
+        model.zero_grad_buffer()
+        accumulate(model, data)
+        finalize_model_grads([model])
+        optimizer.step()
+
+    return step
+
+
+def alone() -> Step:
+    """Without wrapper and optimizer: forward and backward of one micro-batch at a time, whose gradients are dropped."""
+    model, data = build_model(), micro_batches()
+
+    def step() -> None:
+        for tokens in data:
+            accumulate(model, [tokens])
+            model.zero_grad()
+
+    return step
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train, and what it should need, in units of the parameters' bytes."""
+
+    build: Callable[[], Step]
+    baseline: str | None = None
+    limit: float = float("inf")
+    is_ours: bool = True
+
+
+REPLICATED = {"overlap_grad_reduce": True}
+ZERO1 = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+ZERO2 = {**ZERO1, "data_parallel_sharding_strategy": "optim_grads", "bucket_size": BUCKET_ELEMENTS}
+ZERO2_LEAN = {**ZERO2, "reduce_every_micro_batch": True}
+
+CANDIDATES = {
+    "torch DDP": Candidate(lambda: torchs(False), is_ours=False),
+    "replicated": Candidate(lambda: ours(), "torch DDP", REPLICATED_LIMIT),
+    "replicated overlap": Candidate(lambda: ours(**REPLICATED), "torch DDP"),
+    "torch ZeRO-1": Candidate(lambda: torchs(True), is_ours=False),
+    "ZeRO-1": Candidate(lambda: ours(use_distributed_optimizer=True), "torch ZeRO-1", SHARDED_LIMIT),
+    "ZeRO-1 overlap": Candidate(lambda: ours(**ZERO1), "torch ZeRO-1"),
+    "ZeRO-2": Candidate(lambda: ours(**ZERO2), "torch ZeRO-1", SHARDED_LIMIT),
+    "ZeRO-2 every": Candidate(lambda: ours(**ZERO2_LEAN), "torch ZeRO-1"),
+}
+
+
+# ---- time
+
+
+def measure_time(names: list[str], rounds: int) -> dict[str, list[float]]:
+    return interleaved_seconds({name: CANDIDATES[name].build() for name in names}, rounds)
+
+
+def report_time(rounds: int, names: list[str]) -> bool:
+    seconds = run_on_ranks(measure_time, RANKS, names, rounds)[0]
+    for name, values in seconds.items():
+        print(f"{name:19} median {statistics.median(values):6.2f}   {min(values):.2f} to {max(values):.2f}")
+    within = True
+    for name, values in seconds.items():
+        baseline, limit = CANDIDATES[name].baseline, CANDIDATES[name].limit
+        if baseline in seconds:
+            ratio = PairedRatio.of(values, seconds[baseline])
+            within &= ratio.holds(limit)
+            print(f"{name} / {baseline}: {ratio}, limit {limit}: {'holds' if ratio.holds(limit) else 'EXCEEDED'}")
+    return within
+
+
+# ---- bytes on the wire
+
+
+def ideal_wire_bytes(name: str, parameter_bytes: int, ranks: int) -> float:
+    """What all ranks together send in a step if every collective is an ideal ring."""
+    gathers_and_scatters = MICRO_BATCHES + 1 if name == "ZeRO-2 every" else 2
+    return gathers_and_scatters * (ranks - 1) / ranks * parameter_bytes * ranks
+
+
+def measure_wire(name: str) -> tuple[float, int]:
+    step = CANDIDATES[name].build()
+    step()
+    return wire_bytes_per_step(step, steps=5), parameter_bytes()
+
+
+def parameter_bytes() -> int:
+    return sum(p.numel() * p.element_size() for p in build_model().parameters())
+
+
+def report_wire(names: list[str]) -> bool:
+    within = True
+    for name in names:
+        found, size = run_on_ranks(measure_wire, RANKS, name)[0]
+        ideal = ideal_wire_bytes(name, size, RANKS)
+        holds = not CANDIDATES[name].is_ours or found <= (1 + WIRE_TOLERANCE) * ideal
+        within &= holds
+        print(f"{name:19} {found / MIB:8.1f} MiB   ideal ring {ideal / MIB:8.1f}   {found / ideal:.3f} x", flush=True)
+    return within
+
+
+# ---- peak memory
+
+
+def memory_formula(name: str, parameter_bytes: int, ranks: int, alone_bytes: int) -> float:
+    """Bytes a rank: what the strategy keeps for each parameter, and what the model needs anyway, with its weights.
+
+    Parameters and their gradients, one unit each, and two units of Adam moments; a sharded kind counts for its part.
+    ZeRO-2 holds whole gradients while micro-batches add up in them, unless each is reduced by itself, when two buckets
+    are under way at most.
+    """
+    shard = 1.0 / ranks
+    largest_bucket = max(BUCKET_ELEMENTS, VOCABULARY * WIDTH) * 4 / parameter_bytes
+    kept = {
+        "replicated": 1.0 + 2.0,
+        "replicated overlap": 1.0 + 2.0,
+        "ZeRO-1": 1.0 + 2.0 * shard,
+        "ZeRO-1 overlap": 1.0 + 2.0 * shard,
+        "ZeRO-2": (1.0 + shard if ranks > 1 else 1.0) + 2.0 * shard,
+        "ZeRO-2 every": (2 * largest_bucket + shard if ranks > 1 else 1.0) + 2.0 * shard,
+    }[name]
+    return kept * parameter_bytes + alone_bytes
+
+
+def measure_memory(name: str) -> tuple[int, int]:
+    import core.distributed  # imports belong to the base, not to the peak
+
+    del core
+    reset_high_water()
+    base = high_water_bytes()
+    step = alone() if name == "alone" else CANDIDATES[name].build()
+    for _ in range(3):
+        step()
+    return high_water_bytes() - base, parameter_bytes()
+
+
+def report_memory(launches: int, all_ranks: list[int], names: list[str]) -> bool:
+    within = True
+    for ranks in all_ranks:
+        alone_bytes = _median_peak("alone", ranks, launches)[0]
+        print(f"{ranks} rank(s), model alone {alone_bytes / MIB:8.1f} MiB", flush=True)
+        for name in names:
+            found, size = _median_peak(name, ranks, launches)
+            line = f"  {name:19} {found / MIB:8.1f} MiB"
+            if CANDIDATES[name].is_ours:
+                formula = memory_formula(name, size, ranks, alone_bytes)
+                holds = abs(found / formula - 1) <= MEMORY_TOLERANCE
+                within &= holds
+                line += f"   formula {formula / MIB:8.1f}   {found / formula:.3f} x{'' if holds else '   OFF'}"
+            print(line, flush=True)
+    return within
+
+
+def _median_peak(name: str, ranks: int, launches: int) -> tuple[float, int]:
+    runs = [run_on_ranks(measure_memory, ranks, name) for _ in range(launches)]
+    return statistics.median(max(peak for peak, _ in run) for run in runs), runs[0][0][1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
+    parser.add_argument("--launches", type=int, default=3, help="processes a candidate for the memory peak")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes for the memory peak")
+    parser.add_argument("--only", choices=("time", "memory", "wire"), help="measure one of the three")
+    parser.add_argument("--candidates", nargs="+", choices=tuple(CANDIDATES), default=list(CANDIDATES), metavar="NAME")
+    asked = parser.parse_args()
+    print(machine())
+    within = True
+    if asked.only in (None, "time"):
+        with section(f"Seconds a step, {asked.rounds} interleaved rounds, {RANKS} ranks"):
+            within &= report_time(asked.rounds, asked.candidates)
+    if asked.only in (None, "wire"):
+        with section(f"Wire bytes a step, all of {RANKS} ranks"):
+            within &= report_wire(asked.candidates)
+    if asked.only in (None, "memory"):
+        with section(f"Peak memory of the larger rank, median of {asked.launches} launches"):
+            within &= report_memory(asked.launches, asked.ranks, asked.candidates)
+    print("\nwithin limits" if within else "\nABOVE A LIMIT")
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Collectives on flat buffers: sums in rank order to the last bit, in place, and no byte more than a ring sends."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.distributed import collectives
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import GradientTraffic
+
+SHARD = 37  # elements a rank
+
+
+def _addend(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """`[size * SHARD]`, of magnitudes so different that every order of adding shows."""
+    generator = torch.Generator().manual_seed(rank)
+    exponents = torch.randint(-6, 7, (size * SHARD,), generator=generator)
+    return (torch.randn(size * SHARD, generator=generator) * 2.0**exponents).to(dtype)
+
+
+def _sum_in_rank_order(size: int, dtype: torch.dtype, accumulate_in: torch.dtype) -> torch.Tensor:
+    total = _addend(0, size, dtype).to(accumulate_in)
+    for rank in range(1, size):
+        total = total + _addend(rank, size, dtype).to(accumulate_in)
+    return total.to(dtype)
+
+
+def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk_bytes: int) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = _addend(rank, size, dtype)
+    before = whole.clone()
+    own = whole.chunk(size)[rank]
+    output = own if in_place else torch.full_like(own, float("nan"))
+    with mock.patch.object(collectives, "CHUNK_BYTES", chunk_bytes):
+        collectives.reduce_scatter(output, whole, dist.group.WORLD, fp32_accumulation=fp32_accumulation)
+    expected = _sum_in_rank_order(size, dtype, torch.float32 if fp32_accumulation else dtype).chunk(size)[rank]
+    assert torch.equal(output, expected)
+    for part in range(size):
+        if part != rank:
+            assert torch.equal(whole.chunk(size)[part], before.chunk(size)[part])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "fp32_accumulation"),
+    [(torch.float32, False), (torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
+@pytest.mark.parametrize(("world_size", "chunk_bytes"), [(2, 2**22), (2, 64), (4, 64)])
+def test_reduce_scatter_adds_in_rank_order(dtype, fp32_accumulation, in_place, world_size, chunk_bytes):
+    run_distributed(_scatters, world_size, dtype, fp32_accumulation, in_place, chunk_bytes)
+
+
+def test_the_order_and_the_precision_of_additions_can_be_seen_in_these_numbers():
+    exact = _sum_in_rank_order(4, torch.float32, torch.float64)
+    assert not torch.equal(_sum_in_rank_order(4, torch.float32, torch.float32), exact)
+    rounded = _sum_in_rank_order(4, torch.bfloat16, torch.bfloat16)
+    assert not torch.equal(rounded, _sum_in_rank_order(4, torch.bfloat16, torch.float32))
+
+
+def _means_and_accumulates() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    expected = _sum_in_rank_order(size, torch.float32, torch.float32).chunk(size)[rank]
+    output = torch.ones(SHARD)
+    for op, scale, factor in ((dist.ReduceOp.AVG, 1.0, 1 / size), (dist.ReduceOp.SUM, 0.5, 0.5)):
+        whole = _addend(rank, size, torch.float32)
+        collectives.reduce_scatter(output, whole, dist.group.WORLD, op=op, scale=scale)
+        assert torch.equal(output, expected * factor)
+    kept = output.clone()
+    whole = _addend(rank, size, torch.float32)
+    collectives.reduce_scatter(output, whole, dist.group.WORLD, scale=0.25, accumulate=True)
+    assert torch.equal(output, kept + expected * 0.25)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_reduction_may_be_a_mean_scaled_or_added_to_what_is_there(world_size):
+    run_distributed(_means_and_accumulates, world_size)
+
+
+def _gathers(in_place: bool) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    output = torch.zeros(size * SHARD)
+    own = output.chunk(size)[rank] if in_place else torch.empty(SHARD)
+    own.fill_(rank + 1.0)
+    collectives.all_gather(output, own, dist.group.WORLD)
+    assert torch.equal(output, torch.arange(1.0, size + 1).repeat_interleave(SHARD))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_gather_puts_parts_in_rank_order(in_place, world_size):
+    run_distributed(_gathers, world_size, in_place)
+
+
+def _all_reduces(length: int) -> torch.Tensor:
+    tensor = _addend(dist.get_rank(), dist.get_world_size(), torch.float32)[:length].clone()
+    collectives.all_reduce(tensor, dist.group.WORLD, scale=0.5)
+    return tensor
+
+
+@pytest.mark.parametrize("length", [4 * SHARD, 4 * SHARD - 3])
+def test_all_reduce_leaves_the_same_bits_on_every_rank(length):
+    found = run_distributed(_all_reduces, 4, length)
+    expected = 0.5 * _sum_in_rank_order(4, torch.float32, torch.float32)[:length]
+    assert all(torch.equal(tensor, found[0]) for tensor in found)
+    if length % 4 == 0:
+        assert torch.equal(found[0], expected)
+    else:  # gloo adds in the order of its ring
+        assert torch.allclose(found[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def _sent_bytes() -> list[int]:
+    size = dist.get_world_size()
+    whole = _addend(dist.get_rank(), size, torch.float32)
+    own = whole.chunk(size)[dist.get_rank()]
+    counts = []
+    for run in (
+        lambda: collectives.reduce_scatter(own, whole, dist.group.WORLD),
+        lambda: collectives.all_gather(whole, own, dist.group.WORLD),
+        lambda: collectives.all_reduce(whole, dist.group.WORLD),
+    ):
+        with GradientTraffic() as traffic:
+            run()
+        counts.append(traffic.sent_bytes)
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_rank_sends_what_it_would_in_an_ideal_ring(world_size):
+    one_way = (world_size - 1) * SHARD * 4  # (n - 1) / n of the buffer
+    assert run_distributed(_sent_bytes, world_size) == [[one_way, one_way, 2 * one_way]] * world_size

@@ -1,0 +1,52 @@
+"""The lane runs what it is given in order, beside the main thread, and keeps nothing alive longer than needed."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+
+from core.distributed.comm_lane import comm_lane
+
+CPU = torch.device("cpu")
+
+
+def test_tasks_run_in_order_and_beside_the_main_thread():
+    lane, done, gate = comm_lane(CPU), [], threading.Event()
+    first = lane.submit(lambda: (gate.wait(), done.append(threading.current_thread())))
+    second = lane.submit(lambda: done.append("second"))
+    assert not done
+    gate.set()
+    second.wait()
+    first.wait()
+    assert done[1] == "second" and done[0] is not threading.main_thread()
+
+
+def test_what_a_task_raises_is_raised_where_it_is_waited_for_and_the_lane_goes_on():
+    lane = comm_lane(CPU)
+    failing = lane.submit(lambda: 1 / 0)
+    lane.submit(lambda: None).wait()
+    with pytest.raises(ZeroDivisionError):
+        failing.wait()
+
+
+def test_a_buffer_is_freed_as_soon_as_its_task_has_run():
+    lane = comm_lane(CPU)
+    tensor = torch.ones(3)
+    seen = weakref.ref(tensor)
+    handle = lane.submit(tensor.zero_)
+    del tensor
+    handle.wait()
+    lane.submit(lambda: None).wait()
+    assert seen() is None
+
+
+def test_what_runs_at_once_keeps_its_place_behind_what_is_in_the_lane():
+    lane, done, gate = comm_lane(CPU), [], threading.Event()
+    lane.submit(lambda: (gate.wait(), done.append("first")))
+    threading.Timer(0.05, gate.set).start()
+    lane.run(lambda: done.append("second"))
+    assert done == ["first", "second"]
+    assert comm_lane(torch.device("cpu")) is lane
