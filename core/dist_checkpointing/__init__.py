@@ -1,12 +1,15 @@
 """Checkpoints and global views of tensors that ranks hold in pieces; knows tensors and meshes, never models."""
 
+from .flat_range import FlatRange, flat_range_view
 from .folders import checkpoint_directory, latest_checkpoint
 from .global_view import global_shape, global_view, local_slices, local_tensor
 from .model_state import load_model_state_dict, model_state_dict
 from .serialization import load, load_metadata, save
 
 __all__ = [
+    "FlatRange",
     "checkpoint_directory",
+    "flat_range_view",
     "global_shape",
     "global_view",
     "latest_checkpoint",

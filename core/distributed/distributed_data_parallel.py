@@ -92,7 +92,8 @@ class DistributedDataParallel(_BaseDataParallel):
                 self._group_of[param].bucket.note_written_by_layer(param)
         if self._is_sharded:
             forbid_plain_optimizers(self._group_of)
-            module.register_state_dict_pre_hook(lambda *unused: self.finish_param_sync())
+            # Of the model itself: whoever takes a state dict does so inside its wrappers, or through them.
+            unwrap_model(self).register_state_dict_pre_hook(lambda *unused: self.finish_param_sync())
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
 

@@ -14,12 +14,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial
 
 from .. import parallel_state
 from ..device import current_device
-from ..errors import OptimizerError
 from .main_params import MainParam
 
 CHUNK_ELEMENTS = 1 << 16
@@ -29,9 +26,9 @@ CHUNK_ELEMENTS = 1 << 16
 class GradientStatistics:
     """Sums over the gradient of the whole model, the same on every rank.
 
-    A sharded parameter is summed over the mesh axes that it is sharded on, so replicas count once. Parameters that
+    A parameter is summed over the ranks that share in its update, so replicas count once. Parameters that
     tensor-parallel ranks all hold count on the first of them only, and a copy marked ``shared`` (tied weights of
-    another pipeline stage) not at all. One small all-reduce for each distinct set of axes, one over the
+    another pipeline stage) not at all. One small all-reduce for each distinct set of groups, one over the
     model-parallel ranks: the sums of all parameters, and the count of zeros with them, travel together.
     """
 
@@ -44,7 +41,7 @@ class GradientStatistics:
         self._shard_groups: dict[tuple[str, ...], tuple[dist.ProcessGroup, ...]] = {}
         self._members: dict[tuple[str, ...], list[int]] = {}
         for index, p in enumerate(params):
-            groups = _shard_groups(p)
+            groups = p.shard_groups()
             key = tuple(group.group_name for group in groups)
             self._shard_groups[key] = groups
             counted = getattr(p.param, "tensor_model_parallel", False) or tp_rank == 0
@@ -85,20 +82,6 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     The small constant is Megatron-LM's and torch's, so that clipped runs agree with theirs.
     """
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0
-
-
-def _shard_groups(p: MainParam) -> tuple[dist.ProcessGroup, ...]:
-    if not isinstance(p.param, DTensor):
-        return ()
-    mesh, groups = p.param.device_mesh, []
-    for axis, placement in enumerate(p.param.placements):
-        if isinstance(placement, Partial):
-            raise OptimizerError(
-                f"parameter {p.name} is a partial sum over axis {axis} of {mesh}; shard or replicate it there"
-            )
-        if not placement.is_replicate() and mesh.size(axis) > 1:
-            groups.append(mesh.get_group(axis))
-    return tuple(groups)
 
 
 def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
 
+from ..dist_checkpointing.global_view import global_view
 from ..errors import OptimizerError
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -20,8 +23,12 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class MainParam:
     """One trainable parameter of the model, `param`, and `main`, the tensor that the optimizer updates for it.
 
-    `main` is a detached view that shares the storage of the parameter's local shard; for a parameter in fp16 or bf16
-    it is an fp32 master copy, from which the parameter is refreshed after each step. Either has the local shape.
+    `main` is a detached view that shares the storage of what this rank updates of the parameter (:meth:`local`); for
+    a parameter in fp16 or bf16 it is an fp32 master copy, from which the parameter is refreshed after each step.
+
+    What this rank updates is here all that it holds: the whole of a plain parameter, or its shard of a DTensor. The
+    distributed optimizer, which updates a run of elements of a parameter that all ranks hold, says otherwise
+    (:class:`~core.optimizer.distrib_optimizer.MainRange`); nothing else knows the two apart.
     """
 
     name: str
@@ -37,7 +44,7 @@ class MainParam:
     """The parameter's name in `owner`."""
 
     main: Tensor = field(init=False)
-    _data_ptr: int = field(init=False)
+    _address: int = field(init=False)
 
     def __post_init__(self) -> None:
         local = self.local()
@@ -46,7 +53,7 @@ class MainParam:
                 f"parameter {self.name} is on the meta device; materialise the model before its optimizer is built"
             )
         self.main = local.detach().float() if self.is_low_precision else local.detach()
-        self._data_ptr = local.data_ptr()
+        self._address = self._local_param().data_ptr()
 
     @property
     def is_low_precision(self) -> bool:
@@ -54,8 +61,41 @@ class MainParam:
         return self.param.dtype in _LOW_PRECISION
 
     def local(self) -> Tensor:
-        """This rank's part of the parameter, sharing its storage."""
-        return _local(self.param.detach())
+        """What this rank updates of the parameter, sharing its storage."""
+        return self._local_param()
+
+    def local_gradient(self) -> Tensor | None:
+        """The gradient of what this rank updates, in the same shape: ``main_grad`` where present, else ``grad``."""
+        grad: Tensor | None = getattr(self.param, "main_grad", None)
+        if grad is None:
+            grad = self.param.grad
+        if grad is None:
+            return None
+        if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
+            grad = grad.redistribute(placements=self.param.placements)
+        return _local(grad.detach())
+
+    def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups over whose ranks together the parameter is updated once.
+
+        Raises:
+            OptimizerError: the parameter is a partial sum.
+        """
+        if not isinstance(self.param, DTensor):
+            return ()
+        mesh, groups = self.param.device_mesh, []
+        for axis, placement in enumerate(self.param.placements):
+            if isinstance(placement, Partial):
+                raise OptimizerError(
+                    f"parameter {self.name} is a partial sum over axis {axis} of {mesh}; shard or replicate it there"
+                )
+            if not placement.is_replicate() and mesh.size(axis) > 1:
+                groups.append(mesh.get_group(axis))
+        return tuple(groups)
+
+    def whole(self, state: Tensor) -> Tensor:
+        """`state`, in the shape of `main`, as the tensor of the whole model for a checkpoint; shares its storage."""
+        return global_view(self.param, state)
 
     def check_storage(self) -> None:
         """Raises where the parameter has moved since the optimizer was built, which would update a stale tensor.
@@ -66,8 +106,7 @@ class MainParam:
         held = self.owner._parameters.get(self.attribute)
         # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one.
         replaced = held is not self.param and isinstance(held, DTensor) == isinstance(self.param, DTensor)
-        local = self.local()
-        if replaced or local.data_ptr() != self._data_ptr:
+        if replaced or self._local_param().data_ptr() != self._address:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
                 "device or dtype, or a load with assign=True); build the optimizer afterwards, or load in place with "
@@ -80,14 +119,9 @@ class MainParam:
         Raises:
             OptimizerError: a sparse gradient, or one of another shape.
         """
-        grad: Tensor | None = getattr(self.param, "main_grad", None)
-        if grad is None:
-            grad = self.param.grad
+        grad = self.local_gradient()
         if grad is None:
             return None
-        if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
-            grad = grad.redistribute(placements=self.param.placements)
-        grad = _local(grad.detach())
         if grad.layout != torch.strided:
             raise OptimizerError(
                 f"parameter {self.name} has a sparse gradient; the optimizer takes dense ones (sparse=False)"
@@ -98,6 +132,10 @@ class MainParam:
                 f"{list(self.main.shape)} of the parameter; finish the gradient synchronisation before the step"
             )
         return grad.to(self.main.dtype)
+
+    def _local_param(self) -> Tensor:
+        """All that this rank holds of the parameter."""
+        return _local(self.param.detach())
 
 
 def refresh_parameters(params: list[MainParam]) -> None:

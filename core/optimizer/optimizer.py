@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..dist_checkpointing.global_view import global_view
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from .clip_grads import GradientStatistics, clip_coefficient, round_to_fp32
-from .grad_scaler import GradScaler, build_grad_scaler
+from .grad_scaler import GradScaler
 from .main_params import MainParam, refresh_masters, refresh_parameters
 from .optimizer_config import OptimizerConfig
-from .param_groups import ParamCondition, build_param_groups, collect_main_params
-from .update_rules import build_update_rule, ensure_state, get_step_count, set_step_count, state_names
+from .update_rules import ensure_state, get_step_count, set_step_count, state_names
 
 
 class MegatronOptimizer:
@@ -28,7 +25,9 @@ class MegatronOptimizer:
 
         gather and check   each gradient's local part, ``main_grad`` where present, else ``grad``; the global norm
         clip               gradients are multiplied in place, once, by 1 / loss scale and the clip coefficient
-        update             each rank updates its own shards; parameters in low precision are refreshed from masters
+        update             each rank updates its own shards
+        publish            parameters in low precision are refreshed from masters; ranks that share the update of a
+                           parameter exchange what they updated (:class:`DistributedOptimizer` alone)
 
     The wrapper must have finished its gradients before (`finalize_model_grads`). Parameters without a gradient are
     left out of the update, as torch does. A gradient that is not finite on any rank makes every rank skip the step,
@@ -41,7 +40,7 @@ class MegatronOptimizer:
     def __init__(
         self,
         config: OptimizerConfig,
-        params: list[MainParam],
+        params: Sequence[MainParam],
         rule: torch.optim.Optimizer,
         statistics: GradientStatistics,
         grad_scaler: GradScaler | None,
@@ -97,8 +96,14 @@ class MegatronOptimizer:
         finally:
             for p in self._params:  # else the gradient's memory would outlive the model's own reference to it
                 p.main.grad = None
-        refresh_parameters(self._params)
+
+        # Publish.
+        self._publish_parameters()
         return True, norm, num_zeros
+
+    def _publish_parameters(self) -> None:
+        """Brings what was updated, or loaded, into the model's parameters."""
+        refresh_parameters(self._params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes every ``param.grad``; ``main_grad`` belongs to the wrapper (`zero_grad_buffer`)."""
@@ -127,15 +132,15 @@ class MegatronOptimizer:
         """Every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
 
         Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is the tensor of the
-        whole model (`core.dist_checkpointing.global_view`) and shares this rank's storage: load into it, then call
-        :meth:`load_state_scalars`.
+        whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage:
+        load into it, then call :meth:`load_state_scalars`.
         """
         tensors: dict[str, Tensor] = {}
         for p in self._params:
             state = ensure_state(self.optimizer, p.main, self._state_names)
-            tensors |= {f"{kind}.{p.name}": global_view(p.param, state[kind]) for kind in self._state_names}
+            tensors |= {f"{kind}.{p.name}": p.whole(state[kind]) for kind in self._state_names}
             if p.is_low_precision:
-                tensors[f"master.{p.name}"] = global_view(p.param, p.main)
+                tensors[f"master.{p.name}"] = p.whole(p.main)
         return tensors
 
     def state_scalars(self) -> dict[str, Any]:
@@ -165,7 +170,7 @@ class MegatronOptimizer:
             set_step_count(self.optimizer, p.main, int(scalars["step_of"].get(p.name, scalars["step"])))
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
-        refresh_parameters(self._params)
+        self._publish_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state in torch's layout, with masters and loss scale: for the same model, cut the same way."""
@@ -194,49 +199,4 @@ class MegatronOptimizer:
             main.copy_(state_dict["masters"][name])
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-        refresh_parameters(self._params)
-
-
-def get_megatron_optimizer(
-    config: OptimizerConfig,
-    model_chunks: Sequence[nn.Module],
-    no_weight_decay_cond: ParamCondition | None = None,
-    scale_lr_cond: ParamCondition | None = None,
-    lr_mult: float = 1.0,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-) -> MegatronOptimizer:
-    """Builds the optimizer of a model, which may be wrapped and sharded, and must be on its device.
-
-    Args:
-        config: the update rule and its constants.
-        model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
-        no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
-            and parameters of at most one dimension.
-        scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
-        lr_mult: that factor.
-        tp_group: the ranks that share parameters marked ``tensor_model_parallel``; by default those of
-            :mod:`core.parallel_state`, where it is initialised.
-
-    Raises:
-        ConfigError: settings that contradict each other or the model.
-        OptimizerError: parameters that cannot be updated.
-    """
-    if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
-        raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
-    params = collect_main_params(model_chunks)
-    _check_precision(config, params)
-    groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult)
-    rule = build_update_rule(config, groups, params[0].main.device.type)
-    return MegatronOptimizer(config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config))
-
-
-def _check_precision(config: OptimizerConfig, params: list[MainParam]) -> None:
-    for p in params:
-        dtype = p.param.dtype
-        if (dtype == torch.float16 and not config.fp16) or (dtype == torch.bfloat16 and config.fp16):
-            wanted = "fp16=True" if dtype == torch.float16 else "bf16=True"
-            raise ConfigError(
-                f"parameter {p.name} is {dtype}, but OptimizerConfig has fp16={config.fp16}, bf16={config.bf16}; "
-                f"set {wanted}, or create the model in the configured precision"
-            )
+        self._publish_parameters()

@@ -69,19 +69,15 @@ class OptimizerConfig:
     log_num_zeros_in_grad: bool = False
     """Count the gradient's zeros in the pass that measures its norm."""
 
-    use_distributed_optimizer: bool = False
-    """State sharded by the optimizer itself (ZeRO-1). Refused: a fully sharded wrapper shards the state already."""
+    use_distributed_optimizer: bool | None = None
+    """Whether the state is sharded over flat buffers (ZeRO-1 and -2). The model's wrapper decides; a script may say
+    here what it counts on, and is told where it differs."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer is {self.optimizer!r}; it takes one of {list(OPTIMIZERS)}")
         if self.fp16 and self.bf16:
             raise ConfigError("fp16 and bf16 are both set; choose one")
-        if self.use_distributed_optimizer:
-            raise ConfigError(
-                "use_distributed_optimizer is set, but this optimizer does not shard its state by itself; wrap "
-                "the model in TorchFullyShardedDataParallel (--use-torch-fsdp2), which shards state and parameters"
-            )
         for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
             self._check(name, getattr(self, name) is None or getattr(self, name) >= 0.0, "zero or a positive number")
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):

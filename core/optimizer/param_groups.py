@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -16,12 +16,18 @@ ParamCondition = Callable[[str, nn.Parameter], bool]
 """Asked with a parameter's name in the unwrapped model and the parameter, which has its full shape when sharded."""
 
 
-def collect_main_params(model_chunks: Sequence[nn.Module]) -> list[MainParam]:
+MainParamT = TypeVar("MainParamT", bound=MainParam)
+
+
+def collect_main_params(
+    model_chunks: Sequence[nn.Module], make: Callable[[str, nn.Parameter, nn.Module, str], MainParamT]
+) -> list[MainParamT]:
     """Every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
 
-    With several chunks (virtual pipeline stages) a name starts with ``chunk<i>.``.
+    With several chunks (virtual pipeline stages) a name starts with ``chunk<i>.``. `make` is `MainParam`, or what
+    takes its place: called with the name, the parameter, the module that holds it, and its name there.
     """
-    found: list[MainParam] = []
+    found: list[MainParamT] = []
     seen: set[int] = set()
     for index, chunk in enumerate(model_chunks):
         model = unwrap_model(chunk)
@@ -31,7 +37,7 @@ def collect_main_params(model_chunks: Sequence[nn.Module]) -> list[MainParam]:
                 continue
             seen.add(id(param))
             owner, _, attribute = name.rpartition(".")
-            found.append(MainParam(prefix + name, param, model.get_submodule(owner), attribute))
+            found.append(make(prefix + name, param, model.get_submodule(owner), attribute))
     if not found:
         raise ConfigError("the model has no trainable parameter; nothing is left for an optimizer to do")
     return found

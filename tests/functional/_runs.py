@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from core import parallel_state
+from core.dist_checkpointing import FlatRange
 from core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
+    _BaseDataParallel,
     finalize_model_grads,
     wrap_model,
 )
 from core.models.gpt import GPTModel
-from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer import MegatronOptimizer, OptimizerConfig, OptimizerParamScheduler, get_megatron_optimizer
+from core.transformer.module import Float16Module
 from core.transformer.transformer_config import TransformerConfig
 
 # Odd widths: two ranks divide neither the hidden size, nor the MLP's, nor the vocabulary.
 HIDDEN, FFN, VOCABULARY, SEQUENCE, MICRO_BATCHES = 15, 37, 61, 13, 4
 
-WRAPPERS = {"ddp": DistributedDataParallelConfig, "fsdp2": TorchFullyShardedDataParallelConfig}
+_BUCKETS = {"bucket_size": 700}  # elements; the model has some 6000
+_OVERLAP = {**_BUCKETS, "overlap_grad_reduce": True}
+_OVERLAP_BOTH = {**_OVERLAP, "overlap_param_gather": True}
+_ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+_ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+_HYBRID = {"num_distributed_optimizer_instances": 2}
+
+WRAPPERS: dict[str, Mapping[str, Any]] = {
+    "ddp": {},
+    "ddp, overlapped": _OVERLAP,
+    "zero1": _ZERO1 | _BUCKETS,
+    "zero1, overlapped": _ZERO1 | _OVERLAP_BOTH,
+    "zero2": _ZERO2 | _BUCKETS,
+    "zero2, overlapped": _ZERO2 | _OVERLAP_BOTH,
+    "zero2, every micro-batch": _ZERO2 | _BUCKETS | {"reduce_every_micro_batch": True},
+    "fsdp2": {},
+}
+"""What each is told."""
+
+HYBRIDS: dict[str, Mapping[str, Any]] = {
+    "hybrid zero1": _HYBRID | _ZERO1 | _BUCKETS,
+    "hybrid zero2, overlapped": _HYBRID | _ZERO2 | _OVERLAP_BOTH,
+    "hybrid fsdp2": _HYBRID,
+}
+"""Sharded within two ranks, replicated across two."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What all wrappers train alike."""
+
+    optimizer: Mapping[str, Any]
+    steps: int = 50
+    tied: bool = True
+    precision: str = "fp32"
+    """``fp32``; ``bf16``; or ``fp16`` with a dynamic loss scale that starts, and grows, too high."""
+    per_token: bool = False
+    """Labels are masked, more on some ranks than on others, and every token of the step weighs the same."""
 
 
 @dataclass
@@ -32,8 +75,13 @@ class Curve:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    """Steps that were not made, because a gradient was not finite."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What the model computes with."""
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The same in fp32."""
 
 
 def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel:
@@ -59,73 +107,153 @@ def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel
     return GPTModel(config, vocab, SEQUENCE, share_embeddings_and_output_weights=tied)
 
 
-def micro_batches(step: int, rank: int) -> list[torch.Tensor]:
-    """Micro-batches `[2, s + 1]` of a sequence that can be learned: each token follows from the one before."""
+def micro_batches(step: int, rank: int, masked: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and labels, `[2, s]`, of a sequence that can be learned: each token follows from the one before."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = [torch.randint(0, VOCABULARY, (MICRO_BATCHES, 2), generator=generator)]
+    sequence = [torch.randint(0, VOCABULARY, (MICRO_BATCHES, 2), generator=generator)]
     for _ in range(SEQUENCE):
-        tokens.append((5 * tokens[-1] + 1) % VOCABULARY)
-    return list(torch.stack(tokens, dim=-1))
-
-
-def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    losses: torch.Tensor = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())  # [b, s]
-    return losses.mean()
+        sequence.append((5 * sequence[-1] + 1) % VOCABULARY)
+    whole_sequence = torch.stack(sequence, dim=-1)
+    tokens, labels = whole_sequence[..., :-1].contiguous(), whole_sequence[..., 1:].contiguous()
+    if masked:
+        lengths = torch.randint(1, SEQUENCE // (rank + 1), (MICRO_BATCHES, 2, 1), generator=generator)
+        labels[torch.arange(SEQUENCE) >= lengths] = -100
+    return list(zip(tokens, labels, strict=True))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    gradient = getattr(parameter, "main_grad", None)
-    return whole(parameter.grad if gradient is None else gradient)
-
-
-def run_wrapped(wrapper: str, optimizer_fields: dict[str, Any], steps: int, tied: bool, **fields: Any) -> Curve:
+def run_wrapped(wrapper: str, training: Training) -> Curve:
     """Trains on this rank's micro-batches under a wrapper; every rank calls it."""
-    module = build_gpt(tied, **fields)
-    model = wrap_model(module, module.config, WRAPPERS[wrapper](), process_group=dist.group.WORLD)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer_fields), [model])
+    module, model = _wrapped(wrapper, training)
+    optimizer = _optimizer(training, model)
+    scheduler = _scheduler(training, optimizer)
     curve = Curve()
-    for step in range(steps):
+    for step in range(training.steps):
         model.zero_grad_buffer()
-        mean = torch.zeros(())
-        batches = micro_batches(step, dist.get_rank())
-        for index, tokens in enumerate(batches):
+        totals = torch.zeros(2, dtype=torch.float64)
+        for index, batch in enumerate(micro_batches(step, dist.get_rank(), training.per_token)):
             with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
-                loss = loss_of(model, tokens) / MICRO_BATCHES
-                loss.backward()
-            mean += loss.detach()
-        finalize_model_grads([model])
-        if step == steps - 1:
-            curve.gradients = {name: _gradient(p) for name, p in module.named_parameters()}
-        succeeded, grad_norm, _ = optimizer.step()
-        assert succeeded
-        dist.all_reduce(mean)
-        curve.losses.append((mean / dist.get_world_size()).item())
-        curve.grad_norms.append(grad_norm)
-    curve.weights = {name: whole(p) for name, p in module.named_parameters()}
+                loss, reported = _loss(model, batch, training)
+                optimizer.scale_loss(loss).backward()
+            totals += reported
+        finalize_model_grads([model], totals[1] if training.per_token else None)
+        if step == training.steps - 1:
+            curve.gradients = _gradients(optimizer)
+        _step(curve, step, optimizer, scheduler)
+        dist.all_reduce(totals)
+        curve.losses.append((totals[0] / totals[1]).item())
+    _finish(curve, module, optimizer)
     return curve
 
 
-def run_serial(optimizer_fields: dict[str, Any], steps: int, tied: bool, ranks: int = 2, **fields: Any) -> Curve:
+def run_serial(training: Training, ranks: int = 2) -> Curve:
     """The same training without a wrapper: one process goes through the micro-batches of all ranks."""
-    model = build_gpt(tied, **fields)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**optimizer_fields), [model])
+    model = build_gpt(training.tied, calculate_per_token_loss=training.per_token)
+    optimizer = _optimizer(training, model)
+    scheduler = _scheduler(training, optimizer)
     curve = Curve()
-    for step in range(steps):
+    for step in range(training.steps):
         optimizer.zero_grad()
-        mean = 0.0
+        totals = torch.zeros(2, dtype=torch.float64)
         for rank in range(ranks):
-            for tokens in micro_batches(step, rank):
-                loss = loss_of(model, tokens) / (MICRO_BATCHES * ranks)
-                loss.backward()
-                mean += loss.item()
-        if step == steps - 1:
-            curve.gradients = {name: _gradient(p) for name, p in model.named_parameters()}
-        _, grad_norm, _ = optimizer.step()
-        curve.losses.append(mean)
-        curve.grad_norms.append(grad_norm)
-    curve.weights = {name: whole(p) for name, p in model.named_parameters()}
+            for batch in micro_batches(step, rank, training.per_token):
+                loss, reported = _loss(model, batch, training)
+                (loss if training.per_token else loss / ranks).backward()
+                totals += reported
+        for parameter in model.parameters():
+            if training.per_token and parameter.grad is not None:
+                parameter.grad /= totals[1]
+        if step == training.steps - 1:
+            curve.gradients = _gradients(optimizer)
+        _step(curve, step, optimizer, scheduler)
+        curve.losses.append((totals[0] / totals[1]).item())
+    _finish(curve, model, optimizer)
     return curve
+
+
+def _wrapped(wrapper: str, training: Training) -> tuple[GPTModel, _BaseDataParallel]:
+    """The model and its wrapper; in low precision as each wrapper takes it: FSDP2 shards fp32 and casts by itself."""
+    fields = dict((WRAPPERS | HYBRIDS)[wrapper])
+    low = training.precision != "fp32"
+    module = build_gpt(
+        training.tied, calculate_per_token_loss=training.per_token, **({training.precision: True} if low else {})
+    )
+    for parameter in module.parameters() if low else ():  # FSDP2 would start from what the others have rounded away
+        parameter.data = parameter.data.to(module.config.compute_dtype).float()
+    is_fsdp2 = "fsdp2" in wrapper
+    make = TorchFullyShardedDataParallelConfig if is_fsdp2 else DistributedDataParallelConfig
+    ddp_config = make(**fields, grad_reduce_in_fp32=low)
+    instances = ddp_config.num_distributed_optimizer_instances
+    group = dist.group.WORLD
+    if instances > 1:
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+        group = None
+    inner: nn.Module = Float16Module(module.config, module) if low and not is_fsdp2 else module
+    return module, wrap_model(inner, module.config, ddp_config, process_group=group)
+
+
+def _optimizer(training: Training, model: nn.Module) -> MegatronOptimizer:
+    fields = dict(training.optimizer)
+    if training.precision == "bf16":
+        fields |= {"bf16": True}
+    if training.precision == "fp16":
+        fields |= {"fp16": True, "initial_loss_scale": 2.0**20, "loss_scale_window": 10, "hysteresis": 1}
+    return get_megatron_optimizer(OptimizerConfig(**fields), [model])
+
+
+def _scheduler(training: Training, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    lr, decay = training.optimizer["lr"], training.optimizer["weight_decay"]
+    return OptimizerParamScheduler(optimizer, 0.0, lr, 0.1 * lr, 3, 50, "cosine", decay, decay, 50, "constant")
+
+
+def _loss(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], training: Training
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one micro-batch contributes to the gradient, and the sum of its losses with their number, in double."""
+    tokens, labels = batch
+    losses = model(tokens, labels=labels)  # [b, s]
+    reported = torch.stack([losses.detach().double().sum(), (labels != -100).sum()])
+    return (losses.sum() if training.per_token else losses.mean() / MICRO_BATCHES), reported
+
+
+def _step(curve: Curve, step: int, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
+    succeeded, grad_norm, _ = optimizer.step()
+    if succeeded:
+        assert grad_norm is not None
+        curve.grad_norms.append(grad_norm)
+        scheduler.step(1)
+    else:
+        curve.skipped.append(step)
+
+
+def _finish(curve: Curve, module: nn.Module, optimizer: MegatronOptimizer) -> None:
+    state = {name.partition(".")[2]: t for name, t in optimizer.state_tensors().items() if name.startswith("master.")}
+    tensors = module.state_dict()
+    parameters = {name: tensors[name] for name, _ in module.named_parameters()}
+    curve.weights = {name: whole(p).to(module.config.compute_dtype) for name, p in parameters.items()}  # type: ignore
+    curve.masters = _whole({name: state.get(name, p) for name, p in parameters.items()})
+
+
+def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors; those of which ranks hold flat ranges are put together from what all ranks hold."""
+    held = [(name, piece) for name, t in tensors.items() if isinstance(t, FlatRange) for piece in t.pieces()]
+    of_ranks: list[Any] = [held]
+    if dist.is_initialized():
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, held)
+    found = {
+        name: torch.full(tuple(t.shape), torch.nan) if isinstance(t, FlatRange) else whole(t)
+        for name, t in tensors.items()
+    }
+    for name, (offsets, values) in (entry for entries in of_ranks for entry in entries):
+        found[name][tuple(slice(o, o + s) for o, s in zip(offsets, values.shape, strict=True))] = values
+    return found
+
+
+def _gradients(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
+    """What the optimizers of all ranks together are about to read."""
+    gradients = {p.name: (p, p.local_gradient()) for p in optimizer._params}
+    return _whole({name: p.whole(gradient) for name, (p, gradient) in gradients.items() if gradient is not None})

@@ -63,7 +63,7 @@ def mark(param: nn.Parameter, dim: int | None) -> nn.Parameter:
 
 
 def toy(layout: str, *, filled: bool, dtype: torch.dtype = torch.float32) -> Toy:
-    """``"plain"``: no parallel state; else words of ``tp2``, ``fsdp`` and ``hybrid``, e.g. ``"tp2 fsdp"``."""
+    """``"plain"``: no parallel state; else words of ``tp2``, ``fsdp``, ``hybrid`` and ``flat`` (whole parameters)."""
     words = layout.split()
     if words == ["plain"]:
         return Toy(filled=filled, dtype=dtype)
@@ -72,4 +72,5 @@ def toy(layout: str, *, filled: bool, dtype: torch.dtype = torch.float32) -> Toy
         2 if "tp2" in words else 1, num_distributed_optimizer_instances=2 if "hybrid" in words else 1
     )
     model = Toy(filled=filled, dtype=dtype)
-    return model.shard(parallel_state.get_data_parallel_mesh()) if {"fsdp", "hybrid"} & set(words) else model
+    sharded = {"fsdp", "hybrid"} & set(words) and "flat" not in words
+    return model.shard(parallel_state.get_data_parallel_mesh()) if sharded else model

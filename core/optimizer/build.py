@@ -1,0 +1,98 @@
+"""`get_megatron_optimizer`: the only place that chooses an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..distributed import DistributedDataParallel, _BaseDataParallel
+from ..errors import ConfigError
+from .clip_grads import GradientStatistics
+from .distrib_optimizer import DistributedOptimizer, collect_main_ranges
+from .grad_scaler import build_grad_scaler
+from .main_params import MainParam
+from .optimizer import MegatronOptimizer
+from .optimizer_config import OptimizerConfig
+from .param_groups import ParamCondition, build_param_groups, collect_main_params
+from .update_rules import build_update_rule
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    no_weight_decay_cond: ParamCondition | None = None,
+    scale_lr_cond: ParamCondition | None = None,
+    lr_mult: float = 1.0,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+) -> MegatronOptimizer:
+    """Builds the optimizer of a model, which may be wrapped and sharded, and must be on its device.
+
+    The wrapper's sharding strategy decides: a `DistributedDataParallel` that shards optimizer state gets the
+    :class:`DistributedOptimizer`, everything else an optimizer that updates what the rank holds of the parameters.
+
+    Args:
+        config: the update rule and its constants.
+        model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
+        no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
+            and parameters of at most one dimension.
+        scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
+        lr_mult: that factor.
+        tp_group: the ranks that share parameters marked ``tensor_model_parallel``; by default those of
+            :mod:`core.parallel_state`, where it is initialised.
+
+    Raises:
+        ConfigError: settings that contradict each other or the model.
+        OptimizerError: parameters that cannot be updated.
+    """
+    if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
+        raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
+    sharding = _wrappers_that_shard_state(config, model_chunks)
+    params: Sequence[MainParam]
+    if sharding:
+        params = collect_main_ranges(model_chunks, sharding)
+    else:
+        params = collect_main_params(model_chunks, MainParam)
+    _check_precision(config, params)
+    groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult)
+    rule = build_update_rule(config, groups, params[0].main.device.type)
+    parts = (config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config))
+    return DistributedOptimizer(*parts, wrappers=sharding) if sharding else MegatronOptimizer(*parts)
+
+
+def _wrappers_that_shard_state(
+    config: OptimizerConfig, model_chunks: Sequence[nn.Module]
+) -> list[DistributedDataParallel]:
+    """The chunks' wrappers if they leave each rank its share of flat buffers to update; else none."""
+    strategies = {chunk.ddp_config.sharding_strategy for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)}
+    sharding = [
+        chunk
+        for chunk in model_chunks
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.sharding_strategy != "no_shard"
+    ]
+    if sharding and len(sharding) < len(model_chunks):
+        raise ConfigError(
+            f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all alike"
+        )
+    wanted = config.use_distributed_optimizer
+    if wanted is not None and wanted != bool(sharding):
+        found = " and ".join(sorted(strategies)) or "no_shard"
+        raise ConfigError(
+            f"OptimizerConfig.use_distributed_optimizer is {wanted}, but the wrapper's data_parallel_sharding_strategy "
+            f"is {found}; leave the first at None, the second decides"
+        )
+    return sharding
+
+
+def _check_precision(config: OptimizerConfig, params: Sequence[MainParam]) -> None:
+    for p in params:
+        dtype = p.param.dtype
+        if (dtype == torch.float16 and not config.fp16) or (dtype == torch.bfloat16 and config.fp16):
+            wanted = "fp16=True" if dtype == torch.float16 else "bf16=True"
+            raise ConfigError(
+                f"parameter {p.name} is {dtype}, but OptimizerConfig has fp16={config.fp16}, bf16={config.bf16}; "
+                f"set {wanted}, or create the model in the configured precision"
+            )
