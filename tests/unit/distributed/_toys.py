@@ -81,17 +81,21 @@ class Toy(nn.Module):
 UNITS = (Block, nn.Embedding, nn.Linear)
 
 
+def settings(kind: str, **fields: Any) -> DistributedDataParallelConfig:
+    """What a wrapper of the given kind is told."""
+    if kind in BUFFERED:
+        return DistributedDataParallelConfig(**{**BUFFERED[kind], **fields})
+    return TorchFullyShardedDataParallelConfig(**fields)
+
+
 def build(
     kind: str, module: nn.Module, *, config: Any = None, group: Any = None, unit_classes: Any = UNITS, **fields: Any
 ) -> _BaseDataParallel:
     """A wrapper of the given kind over the default group."""
-    config = config or SimpleNamespace()
-    group = group or dist.group.WORLD
+    config, group = config or SimpleNamespace(), group or dist.group.WORLD
     if kind in BUFFERED:
-        ddp_config = DistributedDataParallelConfig(**{**BUFFERED[kind], **fields})
-        return DistributedDataParallel(config, ddp_config, module, process_group=group)
-    ddp_config = TorchFullyShardedDataParallelConfig(**fields)
-    return TorchFullyShardedDataParallel(config, ddp_config, module, unit_classes, process_group=group)
+        return DistributedDataParallel(config, settings(kind, **fields), module, process_group=group)
+    return TorchFullyShardedDataParallel(config, settings(kind, **fields), module, unit_classes, process_group=group)
 
 
 def toy(seed: int = 1, **kwargs: Any) -> Toy:

@@ -9,8 +9,11 @@ import torch
 from core import parallel_state
 from core.dist_checkpointing.global_view import global_view
 from core.distributed import finalize_model_grads, wrap_model
-from tests.functional._runs import WRAPPERS, build_gpt, loss_of, micro_batches, whole
+from tests.functional._runs import build_gpt, micro_batches, whole
 from tests.unit._spawn import run_distributed
+from tests.unit.distributed import _toys
+
+WRAPPERS = ("ddp", "fsdp2")
 
 SIZES = {"hidden_size": 16, "ffn_hidden_size": 36, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6}
 SIZES |= {"qk_layernorm": True, "num_layers": 1, "vocab": 62}
@@ -19,8 +22,9 @@ SIZES |= {"qk_layernorm": True, "num_layers": 1, "vocab": 62}
 def _gradients(wrapper: str, tp: int, sequence_parallel: bool, skip_the_sum: bool) -> dict[str, torch.Tensor]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     module = build_gpt(True, tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, **SIZES)
-    model = wrap_model(module, module.config, WRAPPERS[wrapper]())
-    loss_of(model, micro_batches(0, 0)[0][:, :13]).backward()  # 12 tokens, which two ranks share evenly
+    model = wrap_model(module, module.config, _toys.settings(wrapper))
+    tokens, labels = (ids[:, :12] for ids in micro_batches(0, 0)[0])  # 12 tokens, which two ranks share evenly
+    model(tokens, labels=labels).mean().backward()
     if skip_the_sum:
         model.finish_grad_sync()
     else:

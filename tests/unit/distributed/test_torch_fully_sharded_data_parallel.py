@@ -20,8 +20,7 @@ from core.distributed import (
     wrap_model,
 )
 from core.errors import ParallelConfigError, WrapError
-from tests.functional._runs import WRAPPERS, build_gpt, micro_batches
-from tests.functional._runs import loss_of as gpt_loss_of
+from tests.functional._runs import build_gpt, micro_batches
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import CollectiveCounter, batches, build, full, gradients, loss_of, oracle, toy
@@ -138,41 +137,21 @@ def test_what_fsdp2_cannot_honour_is_refused_by_name():
     run_distributed(_refuses, 1)
 
 
-def _chooses() -> list[str]:
-    group = {"process_group": dist.group.WORLD}
-    chosen = [
-        wrap_model(toy(), object(), ddp_config, **group)
-        for ddp_config in (
-            DistributedDataParallelConfig(),
-            DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params"),
-            TorchFullyShardedDataParallelConfig(),
-        )
-    ]
-    with pytest.raises(ParallelConfigError, match="'optim' has no wrapper yet"):
-        wrap_model(toy(), object(), DistributedDataParallelConfig(use_distributed_optimizer=True), **group)
-    return [type(model).__name__ for model in chosen]
-
-
-def test_wrap_model_chooses_by_type_then_by_strategy():
-    sharded = "TorchFullyShardedDataParallel"
-    assert run_distributed(_chooses, 1) == [["DistributedDataParallel", sharded, sharded]]
-
-
 def _starts_on_meta(kind: str) -> None:
     direct = {name: parameter.detach().clone() for name, parameter in build_gpt(True).named_parameters()}
     with torch.device("meta"):
         module = build_gpt(True)
     module.init_seed += dist.get_rank() if kind == "fsdp2" else 0  # ranks seeded apart draw as the first one
     assert all(parameter.is_meta for parameter in module.parameters())
-    model = wrap_model(module, module.config, WRAPPERS[kind](), process_group=dist.group.WORLD)
+    model = wrap_model(module, module.config, _toys.settings(kind), process_group=dist.group.WORLD)
     for name, parameter in module.named_parameters():
         assert torch.equal(full(parameter), direct[name]), name
     assert module.embedding.word_embeddings.weight.shared_embedding
-    loss = gpt_loss_of(model, micro_batches(0, dist.get_rank())[0])
-    assert torch.equal(loss, gpt_loss_of(build_gpt(True), micro_batches(0, dist.get_rank())[0]))
+    tokens, labels = micro_batches(0, dist.get_rank())[0]
+    assert torch.equal(model(tokens, labels=labels), build_gpt(True)(tokens, labels=labels))
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp2"])
 def test_a_start_on_the_meta_device_gives_the_values_of_a_direct_one(kind):
     for world_size in (1, 2):
         run_distributed(_starts_on_meta, world_size, kind)
