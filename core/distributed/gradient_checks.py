@@ -51,8 +51,8 @@ class GradientChecks:
             self._largest[name], self._seen[name] = max(largest, norm), seen + 1
         elif norm >= LARGE_FACTOR * largest and norm > 0.0:
             raise ShardstackError(
-                f"{_place(name, step)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more the largest of its "
-                f"first {OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads to go on"
+                f"{_place(name, step)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that of its first "
+                f"{OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads to go on"
             )
 
 
