@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from .. import parallel_state
 from ..errors import ParallelConfigError, ShardstackError, WrapError
 from ..transformer.module import materialize
-from .broadcast import broadcast_tensors
+from .broadcast import broadcast_init_seed, broadcast_tensors
 from .bucket_group import BucketGroup, GradReduction
 from .buffer_layout import default_bucket_size, lay_out
 from .comm_lane import comm_lane
@@ -44,13 +44,13 @@ class DistributedDataParallel(_BaseDataParallel):
         config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` (layers write
             ``main_grad``, which then always exists) are read where present.
         ddp_config: the wrapper's settings.
-        module: the model. On the meta device it is materialized here.
+        module: the model. Every rank's becomes that of the group's first; on the meta device it is materialized here.
         disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
         process_group: the ranks that hold replicas. Given, `core.parallel_state` is not touched; by default it is
             the data-parallel group with context parallelism.
 
     Raises:
-        ParallelConfigError: a field that this wrapper cannot honour.
+        ParallelConfigError: a field that this wrapper cannot honour, or half precision with fp32 parameters.
         WrapError: a parameter that is a DTensor already.
     """
 
@@ -72,8 +72,13 @@ class DistributedDataParallel(_BaseDataParallel):
         super().__init__(config, module, ddp_config, groups[0])
         self.intra_instance_group, self.inter_instance_group = groups[1:]
         _check_per_token_loss(self.sums_gradients, ddp_config)
+        _check_precision(config, module)
         if any(parameter.is_meta for parameter in module.parameters()):
+            broadcast_init_seed(module, self.process_group)
             materialize(module)
+        else:
+            # Replicas that start different would stay different.
+            broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
         self._is_sharded = strategy != "no_shard"
         self._reduces_every_micro_batch = ddp_config.reduce_every_micro_batch and self.intra_instance_group.size() > 1
         self._reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"
@@ -322,6 +327,15 @@ class DistributedDataParallel(_BaseDataParallel):
             for slot in group.bucket.slots:
                 if slot.param not in held:
                     raise WrapError(f"parameter {slot.name} was removed after the model was wrapped; wrap it again")
+
+
+def _check_precision(config: Any, module: nn.Module) -> None:
+    asked = next((name for name in ("bf16", "fp16") if getattr(config, name, False)), None)
+    if asked and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
+        raise ParallelConfigError(
+            f"config.{asked} is set, but every parameter is fp32, and replicas compute in the dtype of their parameters; "
+            "wrap the model in Float16Module(config, model) first"
+        )
 
 
 class _BufferList(list[ParamAndGradBuffer]):

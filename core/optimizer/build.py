@@ -56,7 +56,7 @@ def get_megatron_optimizer(
         params = collect_main_ranges(model_chunks, sharding)
     else:
         params = collect_main_params(model_chunks, MainParam)
-    _check_precision(config, params)
+    _check_precision(config, model_chunks, params)
     groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult)
     rule = build_update_rule(config, groups, params[0].main.device.type)
     parts = (config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config))
@@ -81,13 +81,18 @@ def _wrappers_that_shard_state(
     if wanted is not None and wanted != bool(sharding):
         found = " and ".join(sorted(strategies)) or "no_shard"
         raise ConfigError(
-            f"OptimizerConfig.use_distributed_optimizer is {wanted}, but the wrapper's data_parallel_sharding_strategy "
-            f"is {found}; leave the first at None, the second decides"
+            f"OptimizerConfig.use_distributed_optimizer is {wanted}, but the wrapper's "
+            f"data_parallel_sharding_strategy is {found}; leave the first at None, the second decides"
         )
     return sharding
 
 
-def _check_precision(config: OptimizerConfig, params: Sequence[MainParam]) -> None:
+def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: Sequence[MainParam]) -> None:
+    if not config.fp16 and any(getattr(getattr(chunk, "config", None), "fp16", False) for chunk in model_chunks):
+        raise ConfigError(
+            "the model computes in fp16, but OptimizerConfig has fp16=False, so that no loss scale would keep small "
+            "gradients from vanishing; set fp16=True"
+        )
     for p in params:
         dtype = p.param.dtype
         if (dtype == torch.float16 and not config.fp16) or (dtype == torch.bfloat16 and config.fp16):

@@ -343,3 +343,22 @@ def _refuses() -> None:
 
 def test_what_buffers_cannot_honour_is_refused_by_name():
     run_distributed(_refuses, 2)
+
+
+def _equalises_replicas() -> None:
+    model = build("ddp", toy(seed=1 + dist.get_rank()))
+    for name, parameter in model.module.named_parameters():
+        assert torch.equal(parameter, dict(toy(seed=1).named_parameters())[name]), name
+
+
+def test_replicas_that_start_different_are_made_equal():
+    run_distributed(_equalises_replicas, 2)
+
+
+def _refuses_to_compute_in_fp32_in_silence() -> None:
+    with pytest.raises(ParallelConfigError, match=r"config\.bf16 is set, but every parameter is fp32"):
+        build("ddp", toy(), config=SimpleNamespace(bf16=True))
+
+
+def test_half_precision_needs_parameters_in_it():
+    run_distributed(_refuses_to_compute_in_fp32_in_silence, 1)
