@@ -333,8 +333,8 @@ def _check_precision(config: Any, module: nn.Module) -> None:
     asked = next((name for name in ("bf16", "fp16") if getattr(config, name, False)), None)
     if asked and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
         raise ParallelConfigError(
-            f"config.{asked} is set, but every parameter is fp32, and replicas compute in the dtype of their parameters; "
-            "wrap the model in Float16Module(config, model) first"
+            f"config.{asked} is set, but every parameter is fp32, and replicas compute in the dtype of their "
+            "parameters; wrap the model in Float16Module(config, model) first"
         )
 
 
