@@ -99,9 +99,7 @@ def ours(**fields: Any) -> Step:
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     module = build_model()
-    model = wrap_model(
-        module, module.config, DistributedDataParallelConfig(**fields), process_group=dist.group.WORLD
-    )
+    model = wrap_model(module, module.config, DistributedDataParallelConfig(**fields), process_group=dist.group.WORLD)
     config = OptimizerConfig(optimizer="adam", lr=1e-4, weight_decay=0.01, adam_beta2=0.999, clip_grad=0.0)
     optimizer = get_megatron_optimizer(config, [model], no_weight_decay_cond=lambda *unused: False)
     data = micro_batches()

@@ -5,6 +5,7 @@ The update never meets a DTensor, so torch's fused kernels run on it without a d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -138,14 +139,14 @@ class MainParam:
         return _local(self.param.detach())
 
 
-def refresh_parameters(params: list[MainParam]) -> None:
+def refresh_parameters(params: Sequence[MainParam]) -> None:
     """Writes the masters into the parameters in low precision that they stand for."""
     copied = [p for p in params if p.is_low_precision]
     if copied:
         torch._foreach_copy_([p.local() for p in copied], [p.main for p in copied])
 
 
-def refresh_masters(params: list[MainParam]) -> None:
+def refresh_masters(params: Sequence[MainParam]) -> None:
     """Writes the parameters in low precision into their masters."""
     copied = [p for p in params if p.is_low_precision]
     if copied:
