@@ -37,21 +37,24 @@ class GradientChecks:
         if not (self._for_nan or self._for_large):
             return
         for name, gradient in gradients:
-            where = f"rank {dist.get_rank()}, step {step}: the gradient of {name}"
             if self._for_nan and not torch.isfinite(gradient).all():
                 raise ShardstackError(
-                    f"{where} is not finite; lower the learning rate, look at the batch, or drop "
+                    f"{_place(name, step)} is not finite; lower the learning rate, look at the batch, or drop "
                     "check_for_nan_in_grad to go on"
                 )
             if self._for_large and gradient.numel():
-                self._check_norm(name, torch.linalg.vector_norm(gradient, dtype=torch.float64).item(), where)
+                self._check_norm(name, torch.linalg.vector_norm(gradient, dtype=torch.float64).item(), step)
 
-    def _check_norm(self, name: str, norm: float, where: str) -> None:
+    def _check_norm(self, name: str, norm: float, step: int) -> None:
         largest, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
         if seen < OBSERVED_STEPS:
             self._largest[name], self._seen[name] = max(largest, norm), seen + 1
         elif norm >= LARGE_FACTOR * largest and norm > 0.0:
             raise ShardstackError(
-                f"{where} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more the largest of its first "
+                f"{_place(name, step)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that of its first "
                 f"{OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads to go on"
             )
+
+
+def _place(name: str, step: int) -> str:
+    return f"rank {dist.get_rank()}, step {step}: the gradient of {name}"

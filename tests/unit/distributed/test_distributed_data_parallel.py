@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from core.distributed.bucket_group import BucketGroup
-from core.errors import ShardstackError
+from core.errors import ParallelConfigError, ShardstackError, WrapError
 from tests.unit._spawn import RankFailure, run_distributed
 from tests.unit.distributed._scenarios import SCENARIOS, serial_gradients, wrapped_gradients
 from tests.unit.distributed._toys import (
@@ -309,3 +310,36 @@ def _adds_bf16_in_fp32(in_fp32: bool) -> float:
 def test_reduce_scatter_with_fp32_accumulation_rounds_once():
     assert run_distributed(_adds_bf16_in_fp32, 4, False) == [0.0] * 4  # 256 + 1 is 256 in bf16
     assert run_distributed(_adds_bf16_in_fp32, 4, True) == [0.5] * 4
+
+
+# ---- what cannot be honoured
+
+
+def _refuses() -> None:
+    world = {"process_group": dist.group.WORLD}
+    three = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    with pytest.raises(ParallelConfigError, match="'optim_grads_params'; use wrap_model"):
+        DistributedDataParallel(object(), three, toy(), **world)
+    per_token = SimpleNamespace(calculate_per_token_loss=True)
+    with pytest.raises(ParallelConfigError, match=r"calculate_per_token_loss .* average_in_collective"):
+        build("ddp", toy(), config=per_token, average_in_collective=True)
+    with pytest.raises(ParallelConfigError, match="num_distributed_optimizer_instances is 2 with a process_group"):
+        build("zero1", toy(), num_distributed_optimizer_instances=2)
+    parallel_state.initialize_model_parallel()
+    for instances, message in (
+        (3, "3 does not divide the data-parallel size 2"),
+        (2, "is 2, but .* initialised with 1"),
+    ):
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, num_distributed_optimizer_instances=instances
+        )
+        with pytest.raises(ParallelConfigError, match=f"num_distributed_optimizer_instances {message}"):
+            DistributedDataParallel(object(), ddp_config, toy())
+    module = toy()
+    module.blocks[0].gain = nn.Parameter(distribute_tensor(torch.ones(2), parallel_state.get_data_parallel_mesh()))
+    with pytest.raises(WrapError, match=r"parameter blocks\.0\.gain is a DTensor"):
+        DistributedDataParallel(object(), DistributedDataParallelConfig(), module)
+
+
+def test_what_buffers_cannot_honour_is_refused_by_name():
+    run_distributed(_refuses, 2)

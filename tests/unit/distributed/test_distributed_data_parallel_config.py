@@ -15,6 +15,8 @@ from core.errors import ParallelConfigError
         ({"data_parallel_sharding_strategy": "zero3"}, "'zero3'; it takes one of no_shard, optim, optim_grads, "),
         ({"num_distributed_optimizer_instances": 0}, "num_distributed_optimizer_instances is 0"),
         ({"bucket_size": 0}, "bucket_size is 0"),
+        ({"num_buckets": 0}, "num_buckets is 0"),
+        ({"num_buckets": 3, "bucket_size": 7}, "num_buckets is 3 and bucket_size is 7"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_what_is_allowed(config_class, fields, said):
@@ -29,3 +31,23 @@ def test_use_distributed_optimizer_alone_means_optim():
         use_distributed_optimizer=True, data_parallel_sharding_strategy="optim_grads_params"
     )
     assert both.sharding_strategy == "optim_grads_params"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"overlap_param_gather": True}, ("overlap_param_gather", "use_distributed_optimizer")),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            ("num_distributed_optimizer_instances is 2", "use_distributed_optimizer"),
+        ),
+        (
+            {"reduce_every_micro_batch": True, "use_distributed_optimizer": True},
+            ("reduce_every_micro_batch", "data_parallel_sharding_strategy='optim_grads'"),
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_both_named(fields, named):
+    with pytest.raises(ParallelConfigError) as error:
+        DistributedDataParallelConfig(**fields)
+    assert all(name in str(error.value) for name in named)

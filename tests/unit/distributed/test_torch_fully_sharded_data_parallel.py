@@ -138,26 +138,6 @@ def test_what_fsdp2_cannot_honour_is_refused_by_name():
     run_distributed(_refuses, 1)
 
 
-def _chooses() -> list[str]:
-    group = {"process_group": dist.group.WORLD}
-    chosen = [
-        wrap_model(toy(), object(), ddp_config, **group)
-        for ddp_config in (
-            DistributedDataParallelConfig(),
-            DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params"),
-            TorchFullyShardedDataParallelConfig(),
-        )
-    ]
-    with pytest.raises(ParallelConfigError, match="'optim' has no wrapper yet"):
-        wrap_model(toy(), object(), DistributedDataParallelConfig(use_distributed_optimizer=True), **group)
-    return [type(model).__name__ for model in chosen]
-
-
-def test_wrap_model_chooses_by_type_then_by_strategy():
-    sharded = "TorchFullyShardedDataParallel"
-    assert run_distributed(_chooses, 1) == [["DistributedDataParallel", sharded, sharded]]
-
-
 def _starts_on_meta(kind: str) -> None:
     direct = {name: parameter.detach().clone() for name, parameter in build_gpt(True).named_parameters()}
     with torch.device("meta"):
