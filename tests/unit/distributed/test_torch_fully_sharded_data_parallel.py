@@ -142,6 +142,7 @@ def _starts_on_meta(kind: str) -> None:
     direct = {name: parameter.detach().clone() for name, parameter in build_gpt(True).named_parameters()}
     with torch.device("meta"):
         module = build_gpt(True)
+    module.init_seed += dist.get_rank() if kind == "fsdp2" else 0  # ranks seeded apart draw as the first one
     assert all(parameter.is_meta for parameter in module.parameters())
     model = wrap_model(module, module.config, WRAPPERS[kind](), process_group=dist.group.WORLD)
     for name, parameter in module.named_parameters():
