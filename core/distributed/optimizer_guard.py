@@ -27,13 +27,18 @@ def forbid_plain_optimizers(params: Iterable[nn.Parameter]) -> None:
     _watch_optimizers()
 
 
+def is_sharded_by_buffers(param: nn.Parameter) -> bool:
+    """Whether this rank has the gradient of a part of the parameter alone."""
+    return hasattr(param, _MARK)
+
+
 @functools.cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_check)  # torch calls it before the step of any optimizer
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if any(hasattr(param, _MARK) for group in optimizer.param_groups for param in group["params"]):
+    if any(is_sharded_by_buffers(param) for group in optimizer.param_groups for param in group["params"]):
         raise ShardstackError(
             f"{type(optimizer).__name__} was to step parameters whose gradients DistributedDataParallel shards over "
             "ranks: it would see this rank's part alone; use core.optimizer.get_megatron_optimizer, or the sharding "

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..distributed import DistributedDataParallel, _BaseDataParallel
-from ..errors import ConfigError
+from ..distributed.optimizer_guard import is_sharded_by_buffers
+from ..errors import ConfigError, OptimizerError
 from .clip_grads import GradientStatistics
 from .distrib_optimizer import DistributedOptimizer, collect_main_ranges
 from .grad_scaler import build_grad_scaler
@@ -51,11 +52,11 @@ def get_megatron_optimizer(
     if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
         raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
     sharding = _wrappers_that_shard_state(config, model_chunks)
-    params: Sequence[MainParam]
     if sharding:
         params = collect_main_ranges(model_chunks, sharding)
     else:
-        params = collect_main_params(model_chunks, MainParam)
+        params = collect_main_params(model_chunks)
+        _check_whole(params)
     _check_precision(config, model_chunks, params)
     groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult)
     rule = build_update_rule(config, groups, params[0].main.device.type)
@@ -67,11 +68,12 @@ def _wrappers_that_shard_state(
     config: OptimizerConfig, model_chunks: Sequence[nn.Module]
 ) -> list[DistributedDataParallel]:
     """The chunks' wrappers if they leave each rank its share of flat buffers to update; else none."""
-    strategies = {chunk.ddp_config.sharding_strategy for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)}
+    wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
+    strategies = {wrapper.ddp_config.sharding_strategy for wrapper in wrappers}
     sharding = [
-        chunk
-        for chunk in model_chunks
-        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.sharding_strategy != "no_shard"
+        wrapper
+        for wrapper in wrappers
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.ddp_config.sharding_strategy != "no_shard"
     ]
     if sharding and len(sharding) < len(model_chunks):
         raise ConfigError(
@@ -81,13 +83,22 @@ def _wrappers_that_shard_state(
     if wanted is not None and wanted != bool(sharding):
         found = " and ".join(sorted(strategies)) or "no_shard"
         raise ConfigError(
-            f"OptimizerConfig.use_distributed_optimizer is {wanted}, but the wrapper's "
-            f"data_parallel_sharding_strategy is {found}; leave the first at None, the second decides"
+            f"use_distributed_optimizer is {wanted} in OptimizerConfig, but data_parallel_sharding_strategy is "
+            f"{found} in the config of the model's wrapper, which decides; leave the first at None"
         )
     return sharding
 
 
-def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: Sequence[MainParam]) -> None:
+def _check_whole(params: list[MainParam]) -> None:
+    for p in params:
+        if is_sharded_by_buffers(p.param):
+            raise OptimizerError(
+                f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
+                "was given something else than that wrapper; give it what wrap_model returned"
+            )
+
+
+def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module], params: list[MainParam]) -> None:
     if not config.fp16 and any(getattr(getattr(chunk, "config", None), "fp16", False) for chunk in model_chunks):
         raise ConfigError(
             "the model computes in fp16, but OptimizerConfig has fp16=False, so that no loss scale would keep small "

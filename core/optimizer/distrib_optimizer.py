@@ -87,7 +87,7 @@ class DistributedOptimizer(MegatronOptimizer):
 
 def collect_main_ranges(
     model_chunks: Sequence[nn.Module], wrappers: Sequence[DistributedDataParallel]
-) -> list[MainRange]:
+) -> list[MainParam]:
     """What this rank updates of every trainable parameter, as `collect_main_params` names them.
 
     Raises:

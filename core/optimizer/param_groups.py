@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -16,18 +16,15 @@ ParamCondition = Callable[[str, nn.Parameter], bool]
 """Asked with a parameter's name in the unwrapped model and the parameter, which has its full shape when sharded."""
 
 
-MainParamT = TypeVar("MainParamT", bound=MainParam)
-
-
 def collect_main_params(
-    model_chunks: Sequence[nn.Module], make: Callable[[str, nn.Parameter, nn.Module, str], MainParamT]
-) -> list[MainParamT]:
+    model_chunks: Sequence[nn.Module], make: Callable[[str, nn.Parameter, nn.Module, str], MainParam] = MainParam
+) -> list[MainParam]:
     """Every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
 
-    With several chunks (virtual pipeline stages) a name starts with ``chunk<i>.``. `make` is `MainParam`, or what
-    takes its place: called with the name, the parameter, the module that holds it, and its name there.
+    With several chunks (virtual pipeline stages) a name starts with ``chunk<i>.``. `make` is called with
+    the name, the parameter, the module that holds it, and its name there.
     """
-    found: list[MainParamT] = []
+    found: list[MainParam] = []
     seen: set[int] = set()
     for index, chunk in enumerate(model_chunks):
         model = unwrap_model(chunk)

@@ -9,7 +9,9 @@ from torch.distributed.fsdp import fully_shard
 
 from core import parallel_state
 
-SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
+Shapes = dict[str, tuple[tuple[int, ...], int | None]]
+
+SHAPES: Shapes = {
     "columns.weight": ((6, 5), 0),  # over two data-parallel ranks, 3 rows of a tp piece are uneven
     "columns.bias": ((6,), 0),
     "rows.weight": ((5, 4), 1),
@@ -20,22 +22,23 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
 """Whole shape and the dimension that tensor parallelism cuts."""
 
 
-def whole(name: str) -> torch.Tensor:
+def whole(name: str, shapes: Shapes = SHAPES) -> torch.Tensor:
     """Values that tell every tensor and every element apart."""
-    shape = SHAPES[name][0]
-    return torch.arange(float(torch.Size(shape).numel())).view(shape) / 3 + 100 * list(SHAPES).index(name)
+    shape = shapes[name][0]
+    return torch.arange(float(torch.Size(shape).numel())).view(shape) / 3 + 100 * list(shapes).index(name)
 
 
 class Toy(nn.Module):
     """Holds this rank's tensor-parallel pieces of all SHAPES, zero or filled, and a buffer."""
 
-    def __init__(self, *, filled: bool, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *, filled: bool, dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES) -> None:
         super().__init__()
-        for name, (_, dim) in SHAPES.items():
+        self.shapes = shapes
+        for name, (shape, dim) in shapes.items():
             owner, leaf = name.split(".")
             if not hasattr(self, owner):
                 self.add_module(owner, nn.Module())
-            value = whole(name) if filled else torch.zeros(SHAPES[name][0])
+            value = whole(name, shapes) if filled else torch.zeros(shape)
             self.get_submodule(owner).register_parameter(leaf, tp_piece(value.to(dtype), dim))
         self.register_buffer("steps", torch.tensor(11 if filled else 0))
 
@@ -44,7 +47,7 @@ class Toy(nn.Module):
             fully_shard(child, mesh=mesh)
         fully_shard(self, mesh=mesh)
         for name, param in self.named_parameters():
-            mark(param, SHAPES[name][1])  # torch drops the attributes; the wrapper puts them back
+            mark(param, self.shapes[name][1])  # torch drops the attributes; the wrapper puts them back
         return self
 
 

@@ -24,7 +24,6 @@ from core.optimizer import OptimizerConfig
         ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr is 0.001, above lr 0.0001"),
         ({"initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "min_loss_scale is 2.0"),
         ({"fp16": True, "bf16": True}, "choose one"),
-        ({"use_distributed_optimizer": True}, "TorchFullyShardedDataParallel"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(settings: dict, message: str):

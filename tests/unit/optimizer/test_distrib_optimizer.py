@@ -1,0 +1,265 @@
+"""The distributed optimizer: chosen by the wrapper, holds each element's state once, and takes what others take."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core import parallel_state
+from core.dist_checkpointing import FlatRange
+from core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
+from core.errors import ConfigError, OptimizerError
+from core.optimizer import DistributedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer.distrib_optimizer import MainRange
+from tests.unit._spawn import run_distributed
+
+STRATEGIES = ("optim", "optim_grads")
+
+
+class Model(nn.Module):
+    """Two ranks' shares end inside `wide`; each has parameters that the other holds nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 3)
+        self.wide = nn.Parameter(torch.randn(3, 7, 11))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[b, 5]` -> a scalar."""
+        return (self.first(x) @ self.wide.flatten(1) * self.scale).square().mean()
+
+
+def _build(
+    strategy: str, dtype: torch.dtype = torch.float32, optimizer: dict[str, Any] | None = None, **fields: Any
+) -> tuple[nn.Module, Any, MegatronOptimizer]:
+    torch.manual_seed(0)
+    module = Model().to(dtype)
+    ddp_config = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, **fields)
+    group = None if parallel_state.is_initialized() else dist.group.WORLD
+    model = wrap_model(module, None, ddp_config, process_group=group)
+    return module, model, get_megatron_optimizer(OptimizerConfig(lr=0.1, **(optimizer or {})), [model])
+
+
+def _backward(model: Any, step: int = 0) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    dtype = next(model.parameters()).dtype
+    model.zero_grad_buffer()
+    model(torch.randn(4, 5, generator=generator).to(dtype)).backward()
+    finalize_model_grads([model])
+
+
+def _state_held(strategy: str, instances: int) -> dict[str, Any]:
+    if instances > 1:
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    options = {"optimizer": {"bf16": True}, "num_distributed_optimizer_instances": instances}
+    module, model, optimizer = _build(strategy, torch.bfloat16, **options)
+    _backward(model)
+    optimizer.step()
+    tensors = optimizer.state_tensors()
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, FlatRange)
+        assert tensor.shape == dict(module.named_parameters())[name.partition(".")[2]].shape
+        assert tensor.dtype == torch.float32
+    held = {name: len(tensor.held) for name, tensor in tensors.items()}
+    all_elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    kinds = {name.partition(".")[0] for name in tensors}
+    return {"class": type(optimizer), "kinds": kinds, "held": held, "all": all_elements}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("world_size", "instances"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.long)])
+def test_each_element_has_its_state_once_in_an_instance(strategy: str, world_size: int, instances: int):
+    ranks = run_distributed(_state_held, world_size, strategy, instances)
+    assert ranks[0]["class"] is DistributedOptimizer
+    assert ranks[0]["kinds"] == {"master", "exp_avg", "exp_avg_sq"}
+    assert 0 < ranks[0]["held"]["exp_avg.wide"] < 3 * 7 * 11  # cut somewhere inside
+    assert sum(sum(rank["held"].values()) for rank in ranks) == 3 * ranks[0]["all"] * instances
+    for name in ranks[0]["held"]:
+        of_instance = [rank["held"][name] for rank in ranks[: world_size // instances]]
+        assert of_instance == [rank["held"][name] for rank in ranks[world_size // instances :]] or instances == 1
+
+
+def _statistics(strategy: str) -> tuple[tuple[bool, float | None, int | None], float, int]:
+    """What the optimizer measures, and the same of the whole gradient, which `no_shard` holds."""
+    measured = []
+    for chosen in (strategy, "no_shard"):
+        module, model, optimizer = _build(chosen, optimizer={"log_num_zeros_in_grad": True})
+        model.zero_grad_buffer()
+        model(torch.zeros(4, 5)).backward()  # `first.weight` gets zeros alone
+        finalize_model_grads([model])
+        if chosen == "no_shard":
+            grads = [p.main_grad for p in module.parameters() if p.requires_grad]
+            norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
+            zeros = sum(int((g == 0).sum()) for g in grads)
+        measured.append(optimizer.step())
+    return measured[0], norm, zeros
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_norm_and_zeros_are_those_of_the_parameters_without_padding(strategy: str):
+    for measured, norm, zeros in run_distributed(_statistics, 2, strategy):
+        assert zeros >= 15
+        assert measured == (True, pytest.approx(norm, rel=1e-7), zeros)
+
+
+def _overflow_in_one_shard(strategy: str) -> dict[str, Any]:
+    options = {"fp16": True, "initial_loss_scale": 8.0, "hysteresis": 1}
+    module, model, optimizer = _build(strategy, torch.float16, options, grad_reduce_in_fp32=True)
+    _backward(model)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    mine = next(p for p in optimizer._params if p.main.numel())
+    if dist.get_rank() == 1:
+        gradient = mine.local_gradient()
+        assert gradient is not None
+        gradient[0] = math.inf
+    result = optimizer.step()
+    untouched = all(torch.equal(before[name], p) for name, p in module.named_parameters())
+    _backward(model, 1)
+    return {
+        "skipped": result,
+        "untouched": untouched,
+        "scale": optimizer.get_loss_scale().item(),
+        "then": optimizer.step()[0],
+        "step": optimizer.state_scalars()["step"],
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_overflow_in_one_ranks_shard_makes_all_ranks_skip(strategy: str):
+    for rank in run_distributed(_overflow_in_one_shard, 2, strategy):
+        assert rank == {"skipped": (False, None, None), "untouched": True, "scale": 4.0, "then": True, "step": 1}
+
+
+def _reads_right_after_a_step() -> bool:
+    """Parameters that are still being gathered: a state dict waits for them, inside and outside of the wrappers."""
+    _, plain, reference = _build("no_shard")
+    module, model, optimizer = _build("optim", overlap_param_gather=True, bucket_size=16)
+    same = True
+    for step in range(3):
+        for each, of_each in ((plain, reference), (model, optimizer)):
+            _backward(each, step)
+            of_each.step()
+        found, wanted = module.state_dict(), plain.state_dict()
+        same = same and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    return same
+
+
+def test_a_state_dict_waits_for_the_gather():
+    assert run_distributed(_reads_right_after_a_step, 2) == [True, True]
+
+
+def _masters_are_published(strategy: str) -> tuple[bool, bool]:
+    """What is loaded into the masters reaches the model on all ranks; what is loaded into it reaches the masters."""
+    module, _, optimizer = _build(strategy, torch.bfloat16, {"bf16": True})
+    for tensor in (t for name, t in optimizer.state_tensors().items() if name.startswith("master.")):
+        tensor.held.fill_(3.0)
+    optimizer.load_state_scalars(optimizer.state_scalars())
+    published = all(bool((p == 3.0).all()) for p in module.parameters() if p.requires_grad)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(0.5)
+    optimizer.reload_model_params()
+    held = [p.main for p in optimizer._params]
+    return published, all(bool((main == 0.5).all()) for main in held) and any(len(main) for main in held)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_masters_and_parameters_follow_each_other(strategy: str):
+    assert run_distributed(_masters_are_published, 2, strategy) == [(True, True)] * 2
+
+
+def _resumes_from_its_own_state_dict() -> bool:
+    module, model, optimizer = _build("optim")
+    for step in range(2):
+        _backward(model, step)
+        optimizer.step()
+    again, rebuilt, resumed = _build("optim")
+    again.load_state_dict(module.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, of_each in ((model, optimizer), (rebuilt, resumed)):
+        _backward(each, 2)
+        of_each.step()
+    return all(torch.equal(p, q) for p, q in zip(module.parameters(), again.parameters(), strict=True))
+
+
+def test_this_ranks_state_dict_continues_it():
+    assert run_distributed(_resumes_from_its_own_state_dict, 2) == [True, True]
+
+
+def _message(fn: Any, *args: Any) -> str:
+    with pytest.raises((ConfigError, OptimizerError)) as caught:
+        fn(*args)
+    return str(caught.value)
+
+
+def _refusals() -> dict[str, str]:
+    module, model, _ = _build("optim")
+    group = dist.group.WORLD
+    replicated = wrap_model(Model(), None, DistributedDataParallelConfig(), process_group=group)
+    fsdp2 = wrap_model(Model(), None, TorchFullyShardedDataParallelConfig(), process_group=group)
+    wants, refuses = (OptimizerConfig(lr=0.1, use_distributed_optimizer=flag) for flag in (True, False))
+    assert type(get_megatron_optimizer(wants, [model])) is DistributedOptimizer
+    assert type(get_megatron_optimizer(refuses, [replicated])) is MegatronOptimizer
+    assert type(get_megatron_optimizer(refuses, [fsdp2])) is MegatronOptimizer
+    found = {
+        "wanted": _message(get_megatron_optimizer, wants, [replicated]),
+        "refused": _message(get_megatron_optimizer, refuses, [model]),
+        "fsdp2": _message(get_megatron_optimizer, wants, [fsdp2]),
+        "bare": _message(get_megatron_optimizer, wants, [Model()]),
+        "mixed": _message(get_megatron_optimizer, OptimizerConfig(lr=0.1), [model, replicated]),
+        "inside": _message(get_megatron_optimizer, OptimizerConfig(lr=0.1), [module]),
+    }
+    module.frozen.requires_grad_(True)
+    found["unfrozen"] = _message(get_megatron_optimizer, OptimizerConfig(lr=0.1), [model])
+    return found
+
+
+def test_settings_that_contradict_the_wrapper_are_refused():
+    found = run_distributed(_refusals, 2)[0]
+    assert "use_distributed_optimizer is True" in found["wanted"]
+    assert "data_parallel_sharding_strategy is no_shard" in found["wanted"]
+    assert "use_distributed_optimizer is False" in found["refused"]
+    assert "data_parallel_sharding_strategy is optim " in found["refused"]
+    assert "data_parallel_sharding_strategy is optim_grads_params" in found["fsdp2"]
+    assert "data_parallel_sharding_strategy is no_shard" in found["bare"]
+    assert "different strategies, no_shard, optim" in found["mixed"]
+    assert "parameter first.weight belongs to a model whose wrapper shards" in found["inside"] or (
+        "parameter wide belongs to a model whose wrapper shards" in found["inside"]
+    )
+    assert "parameter frozen lies in none of the wrapper's buffers" in found["unfrozen"]
+
+
+def _replaced_storage() -> str:
+    module, model, optimizer = _build("optim")
+    _backward(model)
+    module.wide.data = module.wide.data.clone()
+    return _message(optimizer.step)
+
+
+def test_replaced_storage_stops_the_step():
+    for message in run_distributed(_replaced_storage, 2):
+        assert "the storage of parameter wide was replaced" in message
+
+
+def test_a_range_needs_a_buffer_that_holds_parameters():
+    run_distributed(_range_without_buffer, 2)
+
+
+def _range_without_buffer() -> None:
+    module, model, _ = _build("no_shard")
+    bucket = model.buffers[0].buckets[0]
+    with pytest.raises(OptimizerError, match="parameter wide lies in no flat buffer"):
+        MainRange("wide", module.wide, module, "wide", bucket, dist.group.WORLD)
