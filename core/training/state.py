@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..distributed import _BaseDataParallel
 from ..errors import ConfigError
@@ -23,6 +25,8 @@ class TrainingState:
     """Steps made, skipped ones included."""
     consumed_samples: int = 0
     """Samples of the training split that these steps took, over all ranks."""
+    sample_order: Mapping[str, Any] = field(default_factory=dict)
+    """What decides which sample comes when, as JSON values; a checkpoint keeps it, to compare on loading."""
 
 
 def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
