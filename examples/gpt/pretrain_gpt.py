@@ -34,7 +34,7 @@ from core.training.config import PretrainConfig
 from core.training.data import RunData, load_data
 from core.training.entry import run_command
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
-from core.training.initialize import initialize
+from core.training.initialize import check_output_folders, initialize
 from core.training.loop import Outcome, train
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.module import Float16Module
@@ -74,12 +74,19 @@ def main(arguments: Sequence[str]) -> None:
     config = parse_arguments(arguments, DEFAULTS, description=__doc__, name="pretrain_gpt.py")
     initialize(config)
     config = in_run_folder(config)
+    check_output_folders(config)
     data = load_data(config, config.data.data_path or standard_library_corpus(), dist.get_world_size())
 
     model = wrap_model(build_model(config, data.vocab_size), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
     scheduler = build_scheduler(config, optimizer)
-    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, vocab_size=data.vocab_size)
+    state = TrainingState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        vocab_size=data.vocab_size,
+        sample_order=data.sample_order,
+    )
     if config.checkpoint.load is not None:
         load_checkpoint(state, config, config.checkpoint.load)
 
@@ -105,18 +112,32 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
 
 
 def in_run_folder(config: PretrainConfig) -> PretrainConfig:
-    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
+    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``.
+
+    Both may name the same folder from the start, so that one line begins a run and, queued again, continues it.
+    """
     checkpoint = config.checkpoint
-    if checkpoint.folder is None:
+    save, load = checkpoint.save, checkpoint.load
+    if save is not None and load is not None:
+        is_same_run = save.resolve() in (load.resolve(), load.resolve().parent)
+        saved = latest_checkpoint(save)
+        if saved is None and save.resolve() == load.resolve() and not is_checkpoint(load):
+            say(f"{load} holds no checkpoint yet: the run starts there")
+            checkpoint = replace(checkpoint, load=None)
+        elif saved is not None and not is_same_run:
+            raise ConfigError(
+                f"--save {save} holds a run already, and --load {load} is another; choose a new folder to save to, or "
+                f"continue the one with --load {save}"
+            )
+    elif checkpoint.folder is None:
         name = [f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
         dist.broadcast_object_list(name, src=0)  # clocks differ
         checkpoint = replace(checkpoint, save=Path(name[0]))
-    elif checkpoint.save is None and checkpoint.load is not None and is_checkpoint(checkpoint.load):
-        checkpoint = replace(checkpoint, save=checkpoint.load.parent)
-    elif checkpoint.load is None and latest_checkpoint(checkpoint.folder) is not None:
+    elif load is not None and is_checkpoint(load):
+        checkpoint = replace(checkpoint, save=load.parent)
+    elif save is not None and latest_checkpoint(save) is not None:
         raise ConfigError(
-            f"--save {checkpoint.folder} holds a run already; continue it with --load {checkpoint.folder}, or choose "
-            "another folder"
+            f"--save {save} holds a run already; continue it with --load {save}, or choose another folder"
         )
     return replace(config, checkpoint=checkpoint)
 
