@@ -1,7 +1,7 @@
 """A pretraining run: its settings, the order of a step, the loop around it, and how it starts, stops and fails.
 
     config, sections        all settings, and the checks on them
-    arguments               the command-line flags made from them
+    arguments               the command-line flags made from them; foreign_flags: hints for those of Megatron-LM
     initialize              process group, parallel groups and seeds
     data                    corpus, tokenizer and loaders
     train_step              what one optimizer step is, and one validation
