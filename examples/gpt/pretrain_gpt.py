@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.prepare import prepare, standard_library_sources
+from core.datasets.tokenizer import Tokenizer
 from core.device import current_device
 from core.dist_checkpointing import latest_checkpoint
 from core.distributed import wrap_model
@@ -167,7 +168,7 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
     if outcome.validation_loss is None or data.valid is None or data.tokenizer is None:
         say(f"finished at iteration {outcome.iteration}; saved {outcome.checkpoint}")
         return
-    text = "".join(sample(state, config, data))  # every rank takes part
+    text = "".join(sample(state, config, data.tokenizer))  # every rank takes part
     if dist.get_rank() != 0:
         return
     num_samples = config.run.eval_iters * config.global_batch_size(dist.get_world_size())
@@ -182,22 +183,20 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
     say(f"more text              {shlex.join([*program, '--load', str(folder), '--prompt', PROMPT])}")
 
 
-def sample(state: TrainingState, config: PretrainConfig, data: RunData, num_tokens: int = 80) -> Iterator[str]:
+def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, num_tokens: int = 80) -> Iterator[str]:
     """A few lines of text that the model writes."""
-    if data.tokenizer is None:
-        return iter(())
     unwrap_model(state.model).parallel_output = False  # type: ignore[assignment]  # whole logits on every rank
     tokens = generate_tokens(
         state.model,
-        data.tokenizer.encode(PROMPT).tolist(),
+        tokenizer.encode(PROMPT).tolist(),
         num_tokens,
         SamplingConfig(temperature=0.7, top_p=0.9),
-        vocab_size=data.tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         max_sequence_length=config.max_sequence_length,
-        end=data.tokenizer.eod,
+        end=tokenizer.eod,
         length_multiple=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
     )
-    return stream_text(data.tokenizer, tokens)
+    return stream_text(tokenizer, tokens)
 
 
 def short(path: str) -> str:
