@@ -206,6 +206,20 @@ def test_a_folder_that_cannot_be_written_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(
+    programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved_run, run)
+    flags = [*TINY, "--train-iters", "40", "--data-path", corpus, "--load", run, "--override-opt_param-scheduler"]
+    ended = programs.run("pretrain_gpt", *flags, "--lr", "1e38", "--eval-interval", "100", folder=tmp_path)
+    assert ended.status == 2, ended
+    assert "warning: iteration" in ended.err and "skipped" in ended.err, ended
+    assert ended.err.splitlines()[-1].startswith("error: gradients have been infinite or NaN for 10 steps"), ended
+    assert (run / "latest").read_text() == "iter_0000002\n"
+    assert "warning: the order of samples is not that of the checkpoint (" not in ended.err  # one epoch, as before
+
+
 def test_a_missing_and_a_foreign_checkpoint_are_refused(
     programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
 ) -> None:
