@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NPROC  ?= 2
 ARGS   ?=
+# What wraps the model in `make train`; empty means replicas (DDP).
+WRAPPER ?= --use-torch-fsdp2
 export OMP_NUM_THREADS := 1
 
 .PHONY: train test test-long check fix clean
@@ -16,7 +18,7 @@ $(VENV)/.installed-%: setup.py constraints.txt
 
 train: $(VENV)/.installed-train
 	$(BIN)/python -m core.training.launch --nproc-per-node $(NPROC) examples/gpt/pretrain_gpt.py \
-	    --use-torch-fsdp2 $(ARGS)
+	    $(WRAPPER) $(ARGS)
 
 test: $(VENV)/.installed-train,hf,test
 	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
@@ -36,4 +38,4 @@ fix: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) build dist *.egg-info

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class GPTDatasetConfig:
         if self.eod is None and (self.reset_position_ids or self.eod_mask_loss):
             name = "reset_position_ids" if self.reset_position_ids else "eod_mask_loss"
             raise ConfigError(f"{name} needs to know the end-of-document token: set eod to its id")
-        _shares(self.split)
+        parse_shares(self.split)
 
 
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
@@ -126,6 +127,12 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self._shuffle_index)
 
+    def order_fingerprint(self) -> str:
+        """Tells two orders of the same samples apart, from the number of samples and those that come first."""
+        first = np.asarray(self._shuffle_index[:4096], np.int64)
+        starts = np.asarray(self._document_index[:4096], np.int64)
+        return f"{len(self)}-{zlib.crc32(starts.tobytes(), zlib.crc32(first.tobytes())):08x}"
+
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         if not 0 <= idx < len(self):
             raise IndexError(f"sample {idx} of a split of {len(self)} samples")
@@ -175,7 +182,7 @@ def build_gpt_datasets(
 
 def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:
     """The documents `[first, last)` of a split, by Megatron-LM's rounding of the shares."""
-    parsed = _shares(shares)
+    parsed = parse_shares(shares)
     bounds = [0.0]
     for share in parsed:
         bounds.append(bounds[-1] + share / sum(parsed))
@@ -183,7 +190,12 @@ def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[i
     return round(bounds[which] * num_documents), round(bounds[which + 1] * num_documents)
 
 
-def _shares(text: str) -> list[float]:
+def parse_shares(text: str) -> list[float]:
+    """The shares of training, validation and test in a `split`, in any unit.
+
+    Raises:
+        ConfigError: text that is no such list.
+    """
     try:
         shares = [float(part) for part in text.split(",")]
     except ValueError:

@@ -93,6 +93,8 @@ def prepare(
 ) -> PreparedCorpus:
     """Writes ``<output_prefix>.bin``, ``.idx`` and ``.tokenizer.json`` from text and JSON-lines files.
 
+    The folder of the prefix is created where there is none.
+
     Each document ends with the tokenizer's end-of-document token; empty documents are left out. Nothing bears its
     final name before all of it is written.
 
@@ -136,6 +138,7 @@ def prepare(
         chosen = load_tokenizer(tokenizer, eod_token)
     num_documents = num_tokens = 0
     try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         with IndexedDatasetBuilder(get_bin_path(prefix), DType.optimal_dtype(chosen.vocab_size)) as builder:
             for encoded in _encode_all(chunks("tokenising"), chosen, json_key, workers):
                 ends = list(itertools.accumulate(encoded.lengths))
@@ -242,9 +245,10 @@ def _first(texts: Iterable[str], limit: int) -> Iterator[str]:
 def _check_folder(prefix: Path) -> None:
     """Finds out before the work and not after it that its result has no place."""
     folder = prefix.parent
-    if not folder.is_dir():
-        raise DataError(f"{folder}: the output folder does not exist; create it with: mkdir -p {folder}")
-    if not os.access(folder, os.W_OK | os.X_OK):
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise DataError(f"{folder}: the output folder cannot be created, {existing} is a file; choose another")
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise DataError(f"{folder}: the output folder cannot be written; make it writable, or choose another")
     if not prefix.name or prefix.is_dir():
         raise DataError(f"{prefix}: a folder, and the output prefix is a path in one; try {prefix / 'corpus'}")

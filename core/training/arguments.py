@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from ..errors import ConfigError, MissingExtraError
+from ..errors import ConfigError, MissingExtraError, ParallelConfigError
 from .config import PretrainConfig, section_types
 from .entry import environment_rank
+from .foreign_flags import hint_for_foreign_flag
 
 Result = TypeVar("Result")
 
@@ -42,6 +43,9 @@ _SHORTHANDS = {
     "swiglu": ("model", "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
     "group_query_attention": ("model", "Share key and value heads between query heads; needs `--num-query-groups`."),
 }
+_DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
+"""What follows from another field where it is not given: a program's default for it gives way when that one is."""
+
 _ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
 """Ways to say the same: a program's default for one gives way to the flag of another."""
 
@@ -73,6 +77,7 @@ def parse_arguments(
     """
     given = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
     taken = {name for group in _ALTERNATIVES if group & given.keys() for name in group}
+    taken |= {name for source, derived in _DERIVED.items() if source in given for name in derived}
     return build_config({name: value for name, value in (defaults or {}).items() if name not in taken} | given)
 
 
@@ -97,6 +102,9 @@ def parse_call(
         raise SystemExit(0)
     try:
         _, bound, _ = app.parse_args(list(arguments), exit_on_error=False, print_error=False)
+    except cyclopts.UnknownOptionError as error:
+        hint = hint_for_foreign_flag(error.token.keyword or "")
+        raise ConfigError(hint or " ".join(str(error).split())) from None
     except cyclopts.UnusedCliTokensError as error:
         stray = " ".join(map(repr, error.unused_tokens or []))
         raise ConfigError(f"unexpected value {stray}; every value follows its flag, see --help") from None
@@ -112,14 +120,17 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         ConfigError: settings that contradict each other or that a section refuses, or a required one that is missing.
     """
     given = dict(values)
-    use_torch_fsdp2 = bool(given.pop("use_torch_fsdp2", False))
+    use_torch_fsdp2 = _chooses_fsdp2(given)
     if given.pop("swiglu", False):
         other = given.get("activation_func", "silu")
         if other != "silu":
             raise ConfigError(f"swiglu and activation_func {other} contradict each other; drop one")
         given.update(gated_linear_unit=True, activation_func="silu")
-    if given.pop("group_query_attention", False) and given.get("num_query_groups") is None:
+    shares_keys, groups = given.pop("group_query_attention", None), given.get("num_query_groups")
+    if shares_keys and groups is None:
         raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
+    if shares_keys is False and groups is not None:
+        raise ConfigError(f"group_query_attention is turned off and num_query_groups is {groups}; drop one")
     types = section_types(use_torch_fsdp2)
     fsdp2_only = _field_names(section_types(True)["ddp"]) - _field_names(section_types(False)["ddp"])
     stray = sorted(fsdp2_only & given.keys()) if not use_torch_fsdp2 else []
@@ -136,6 +147,22 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
             raise ConfigError(f"{missing[0]} is required; give it a value")
         sections[section] = kind(**own)
     return PretrainConfig(**sections)
+
+
+def _chooses_fsdp2(given: dict[str, Any]) -> bool:
+    """Takes `use_torch_fsdp2` out of `given`, and its other spelling, the sharding strategy of this name."""
+    asked, strategy = given.pop("use_torch_fsdp2", None), given.get("data_parallel_sharding_strategy")
+    if asked and strategy not in (None, "optim_grads_params"):
+        raise ParallelConfigError(
+            "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
+            f"{strategy}; drop one of the two"
+        )
+    if asked is False and strategy == "optim_grads_params":
+        raise ParallelConfigError(
+            "use_torch_fsdp2 is turned off, but data_parallel_sharding_strategy is optim_grads_params, which means "
+            "it; drop one of the two"
+        )
+    return bool(asked) or strategy == "optim_grads_params"
 
 
 def flag_documentation(kind: type) -> dict[str, str]:
@@ -172,10 +199,13 @@ def _collector(defaults: dict[str, Any]) -> Any:
 
     for name, (section, text) in _SHORTHANDS.items():
         add(name, section, bool, False, help=text)
+    common = section_types(use_torch_fsdp2=False)
     for section, kind in section_types(use_torch_fsdp2=True).items():
-        hints, texts = get_type_hints(kind), flag_documentation(kind)
-        for entry in fields(kind):
-            name = entry.name
+        # Where FSDP2's settings only narrow those of every wrapper, the flag is explained as the wider one.
+        hints = get_type_hints(kind)
+        texts = flag_documentation(kind) | flag_documentation(common[section])
+        entries = {entry.name: entry for entry in (*fields(kind), *fields(common[section]))}
+        for name, entry in entries.items():
             if name in _NOT_FLAGS or name in parameters:
                 continue
             settings: dict[str, Any] = {"help": texts.get(name)}

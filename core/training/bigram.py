@@ -11,11 +11,16 @@ from numpy.typing import NDArray
 
 from ..datasets.gpt_dataset import GPTDataset, document_range
 
+COUNTED_TOKENS = 20_000_000
+"""The baseline counts so many training tokens at most: one rank counts, and the others wait for it."""
+
 _CHUNK_TOKENS = 1 << 22
 
 
 def bigram_validation_loss(train: GPTDataset, valid: GPTDataset, num_samples: int, vocab_size: int) -> float:
     """Loss, in nats a token, on the first `num_samples` samples of `valid` of counts over the documents of `train`.
+
+    Counted are the first documents, up to `COUNTED_TOKENS` tokens.
 
     Args:
         vocab_size: the tokenizer's, without the padding of a model: padding would make the baseline worse.
@@ -25,7 +30,7 @@ def bigram_validation_loss(train: GPTDataset, valid: GPTDataset, num_samples: in
     samples = (valid[i] for i in range(min(num_samples, len(valid))))
     pairs = [(s["tokens"][s["loss_mask"] > 0].numpy(), s["labels"][s["loss_mask"] > 0].numpy()) for s in samples]
     inputs, labels = (np.concatenate(column) for column in zip(*pairs, strict=True))
-    return add_one_bigram_loss(_chunks(stream), inputs, labels, vocab_size)
+    return add_one_bigram_loss(_chunks(_first(stream, COUNTED_TOKENS)), inputs, labels, vocab_size)
 
 
 def add_one_bigram_loss(
@@ -54,6 +59,15 @@ def add_one_bigram_loss(
     seen = np.zeros(len(asked))
     seen[known] = counts[places[known]]
     return float(np.mean(np.log(totals[inputs] + vocab_size) - np.log(seen + 1.0)))
+
+
+def _first(documents: Iterable[NDArray[Any]], limit: int) -> Iterator[NDArray[Any]]:
+    """The documents that begin within the first `limit` tokens, the last one cut."""
+    for document in documents:
+        if limit <= 0:
+            return
+        yield document[:limit]
+        limit -= len(document)
 
 
 def _chunks(documents: Iterator[NDArray[Any]]) -> Iterator[NDArray[Any]]:

@@ -9,6 +9,7 @@ number of ranks does.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ from .config import PretrainConfig
 from .state import TrainingState
 
 TOKENIZER_FILE = "tokenizer.json"
-_SHAPE_FIELDS = {
+_MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
     "model": (
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
         *("normalization", "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "qk_layernorm"),
-        *("rotary_percent", "rotary_base"),
+        *("rotary_percent", "rotary_base", "layernorm_epsilon"),
     ),
     "gpt": ("position_embedding_type", "untie_embeddings_and_output_weights"),
 }
@@ -57,6 +58,7 @@ def save_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
         "model_tensors": sorted(name for name in tensors if name.startswith("model.")),
         "rng_layout": _rng_layout(rng),
         "layout": _rank_layout(),
+        "sample_order": dict(state.sample_order),
     }
     save(tensors | {f"rng.rank{dist.get_rank()}": _packed(rng)}, folder, metadata=metadata)
     return folder
@@ -64,6 +66,8 @@ def save_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
 
 def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) -> None:
     """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one; collective.
+
+    Warns where samples come in another order than the checkpoint's run had them.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of another model; nothing has been changed then.
@@ -78,6 +82,7 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
     state.optimizer.load_state_scalars(metadata["optimizer"])
     state.scheduler.load_state_dict(metadata["scheduler"])
     state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
+    _warn_of_another_order(metadata.get("sample_order", {}), state)
     if same_ranks:
         set_rng_state(_unpacked(streams[f"rng.rank{dist.get_rank()}"], metadata["rng_layout"]))
 
@@ -147,7 +152,7 @@ def _check_same_model(metadata: Mapping[str, Any], state: TrainingState, config:
     ours = config.to_json()
     differing = [
         f"{name} {theirs[section].get(name)!r} there and {ours[section][name]!r} here"
-        for section, names in _SHAPE_FIELDS.items()
+        for section, names in _MODEL_FIELDS.items()
         for name in names
         if theirs[section].get(name) != ours[section][name]
     ]
@@ -161,6 +166,20 @@ def _check_same_model(metadata: Mapping[str, Any], state: TrainingState, config:
         raise CheckpointError(
             f"{folder} is a checkpoint of another model: {', '.join(differing)}; give the flags of that run, or load "
             "a checkpoint of this model"
+        )
+
+
+def _warn_of_another_order(theirs: Mapping[str, Any], state: TrainingState) -> None:
+    """A run may go on with other data or for longer on purpose; that samples come twice should not be a surprise."""
+    ours = state.sample_order
+    same = all(theirs.get(name) == ours.get(name) for name in ("order", "corpus", "seq_length"))
+    named = [name for name in ours if name != "order" and theirs.get(name) != ours[name]]
+    if theirs and not same and named:
+        changes = ", ".join(f"{name} {theirs.get(name)} -> {ours[name]}" for name in named)
+        warnings.warn(
+            f"the order of samples is not that of the checkpoint ({changes}): training goes on at sample "
+            f"{state.consumed_samples} of the new order, so that some samples repeat and others are skipped",
+            stacklevel=3,
         )
 
 

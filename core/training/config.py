@@ -149,10 +149,10 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
             yield ConfigError(f"{name} is {model} for the model and {optimizer} for the optimizer; set both alike")
     if config.optimizer.loss_scale is not None and not config.model.fp16:
         yield ConfigError(f"loss_scale {config.optimizer.loss_scale} is given without fp16, where nothing reads it")
-    if config.use_torch_fsdp2 and config.ddp.sharding_strategy != "optim_grads_params":
-        yield ParallelConfigError(
-            "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
-            f"{config.ddp.sharding_strategy}; drop one of the two"
+    if config.model.fp16 and config.optimizer.loss_scale is None and config.ddp.check_for_nan_in_grad:
+        yield ConfigError(
+            "check_for_nan_in_grad ends a run at the first overflow, and under fp16 with a dynamic loss scale "
+            "overflows are normal; drop it, or set a constant loss_scale"
         )
     if config.optimizer.lr is None:
         yield ConfigError("lr is not set; give the peak learning rate")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from .. import parallel_state
 from ..datasets.data_samplers import build_pretraining_data_loader
-from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, build_gpt_datasets
+from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, document_range, parse_shares
 from ..datasets.indexed_dataset import IndexedDataset
 from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from ..errors import ConfigError, DataError
@@ -31,6 +33,8 @@ class RunData:
     """None for a corpus of which only the vocabulary's size is known."""
     vocab_size: int
     """Rows of the embedding: the vocabulary, padded."""
+    sample_order: Mapping[str, Any] = field(default_factory=dict)
+    """What decides which training sample comes when, as JSON values, with a fingerprint of the outcome, ``order``."""
 
 
 def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunData:
@@ -56,13 +60,12 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
         cache_dir=config.data.data_cache_path,
     )
     batch = config.global_batch_size(world_size)
-    counts = [config.run.train_iters * batch, config.run.eval_iters * batch, 0]
-    train, valid, _ = build_gpt_datasets(data_path, settings, counts)
-    if train is None:
-        raise ConfigError(f"train_iters is {config.run.train_iters}; it takes a positive number")
+    train = GPTDataset(corpus, "train", settings, config.run.train_iters * batch)
+    num_valid = config.run.eval_iters * batch if _can_validate(config, corpus) else 0
     return RunData(
         train=train,
-        valid=valid,
+        valid=GPTDataset(corpus, "valid", settings, num_valid) if num_valid else None,
+        sample_order=_sample_order(train, batch),
         tokenizer=tokenizer,
         vocab_size=pad_vocab_size(vocab_size, config.gpt.make_vocab_size_divisible_by),
     )
@@ -92,6 +95,33 @@ def _loader(dataset: GPTDataset, config: PretrainConfig, consumed_samples: int) 
     )
     loader.worker_init_fn = ignore_stop_signals
     return loader
+
+
+def _can_validate(config: PretrainConfig, corpus: IndexedDataset) -> bool:
+    """Whether there is a document to validate on; warns where one was asked for and rounding left none."""
+    first, last = document_range(len(corpus), "valid", config.data.split)
+    asked = parse_shares(config.data.split)[1] > 0 and config.run.eval_iters > 0
+    if asked and first == last:
+        warnings.warn(
+            f"{corpus.prefix}: none of its {len(corpus)} documents falls to validation under split "
+            f"{config.data.split}, so nothing is validated; give it a larger share, or more documents",
+            stacklevel=3,
+        )
+    return asked and first < last
+
+
+def _sample_order(train: GPTDataset, global_batch_size: int) -> dict[str, Any]:
+    corpus, settings = train.corpus, train.config
+    return {
+        "num_samples": train.num_samples,
+        "seed": settings.random_seed,
+        "split": settings.split,
+        "seq_length": settings.sequence_length,
+        "global_batch_size": global_batch_size,
+        # The folder is left out: mounts differ between machines.
+        "corpus": f"{corpus.bin_path.name} ({corpus.bin_path.stat().st_size} bytes)",
+        "order": train.order_fingerprint(),
+    }
 
 
 def _tokenizer(config: PretrainConfig, data_path: Path) -> Tokenizer | None:

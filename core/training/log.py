@@ -120,7 +120,7 @@ class RunLog:
                 draw_loss_curve(self._folder / LOG_FILE, self._folder / CURVE_FILE)
 
     def _show(self, result: StepResult, lr: float, tokens_per_s: float, memory: int) -> None:
-        norm = "skipped" if result.grad_norm is None else f"{result.grad_norm:.2f}"
+        norm = f"{result.grad_norm:.2f}" if result.updated and result.grad_norm is not None else "skipped"
         shown = {"loss": f"{result.loss:.3f}", "lr": f"{lr:.2e}", "grad": norm}
         shown |= {"tok/s": f"{tokens_per_s:,.0f}", "mem": f"{memory / 2**20:,.0f}M"}
         self._bar.set_postfix(shown, refresh=False)

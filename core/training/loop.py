@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..optimizer.grad_scaler import DynamicGradScaler
 from .checkpointing import save_checkpoint, save_tokenizer
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
 from .log import RunLog, Stopwatch
+from .skips import SkippedSteps
 from .state import TrainingState
 from .stop import StopRequest
 from .train_step import evaluate, train_step
@@ -35,7 +37,8 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     SIGTERM and Ctrl-C on any rank end it on all after the step in progress, with a checkpoint if there is a folder.
 
     Raises:
-        DataError: no samples are left. CheckpointError: a checkpoint cannot be written.
+        DataError: no samples are left. CheckpointError: a checkpoint cannot be written. OptimizerError: gradients
+            stay infinite or NaN.
     """
     world_size = dist.get_world_size()
     is_writer = dist.get_rank() == 0
@@ -51,6 +54,7 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     state.model.train()
     with StopRequest() as request, RunLog(config, folder, state.iteration, enabled=is_writer) as log:
         batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
+        skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         watch = Stopwatch()
         while state.iteration < last and not stop:
             lr = max(group["lr"] for group in state.optimizer.param_groups)
@@ -70,6 +74,7 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
                 state.iteration, result, lr=lr, loss_scale=loss_scale, num_tokens=num_tokens, seconds=watch.read()
             )
 
+            skips.note(state.iteration, result.updated)
             is_last = state.iteration == last
             stop = result.stop and not is_last
             if data.valid is not None and (

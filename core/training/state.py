@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..distributed import _BaseDataParallel
-from ..errors import ConfigError
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from .config import PretrainConfig
 
@@ -23,17 +24,17 @@ class TrainingState:
     """Steps made, skipped ones included."""
     consumed_samples: int = 0
     """Samples of the training split that these steps took, over all ranks."""
+    sample_order: Mapping[str, Any] = field(default_factory=dict)
+    """What decides which sample comes when, as JSON values; a checkpoint keeps it, to compare on loading."""
 
 
 def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """The schedule of a run, counted in iterations.
 
     Raises:
-        ConfigError: no learning rate, or lengths that do not fit into each other.
+        ConfigError: lengths that do not fit into each other.
     """
     settings, weight_decay = config.scheduler, config.optimizer.weight_decay
-    if config.optimizer.lr is None:
-        raise ConfigError("lr is not set; give the peak learning rate")
     decay_iters = settings.lr_decay_iters or config.run.train_iters
     warmup_iters = settings.lr_warmup_iters
     if settings.lr_warmup_fraction is not None:
@@ -42,7 +43,7 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr_warmup_init,
-        max_lr=config.optimizer.lr,
+        max_lr=config.optimizer.lr or 0.0,  # no optimizer is built without
         min_lr=config.optimizer.min_lr or 0.0,
         lr_warmup_steps=warmup_iters,
         lr_decay_steps=decay_iters,

@@ -77,16 +77,11 @@ def train_step(
     weight = num_tokens if per_token else torch.ones_like(loss_sum)
     totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
     dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if stop_needs_model_ranks():
+    if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
         # Ranks of one model see different signals too; the data-parallel sum above does not reach across them.
         dist.all_reduce(totals[2:], op=dist.ReduceOp.MAX)
     total_loss, total_weight, stops = totals.tolist()
     return StepResult(total_loss / max(total_weight, 1.0), updated, grad_norm, num_zeros, stops > 0)
-
-
-def stop_needs_model_ranks() -> bool:
-    """Whether there are ranks outside this rank's data-parallel group."""
-    return dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
 @torch.no_grad()

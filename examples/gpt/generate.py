@@ -15,7 +15,7 @@ from torch import nn
 from core.datasets.tokenizer import Tokenizer, load_tokenizer
 from core.device import current_device
 from core.dist_checkpointing import load_metadata
-from core.errors import DataError
+from core.errors import ConfigError, DataError
 from core.models.gpt import GPTModel
 from core.training.arguments import parse_call
 from core.training.checkpointing import TOKENIZER_FILE, check_is_run, find_checkpoint, load_weights
@@ -49,6 +49,8 @@ def generate(
         top_p: Draw from the fewest tokens whose probabilities reach this sum.
         seed: Seed of the draws.
     """
+    if num_tokens < 1:
+        raise ConfigError(f"--num-tokens is {num_tokens}; it takes a positive number")
     sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     checkpoint = find_checkpoint(load)
     config, model = load_model(checkpoint)

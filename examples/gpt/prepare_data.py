@@ -9,30 +9,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from core.datasets.prepare import prepare
-from core.errors import MissingExtraError, ShardstackError
+from core.errors import MissingExtraError
+from core.training.arguments import parse_call
+from core.training.entry import run_command
 
-_SPLITS = Literal["file", "line", "blank-lines"]
-_FORMATS = Literal["auto", "text", "jsonl"]
+
+def main(arguments: Sequence[str]) -> None:
+    parse_call(_command(), arguments, name="prepare_data.py")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 2 for a mistake in the input, 130 after Ctrl-C."""
+def _command() -> Any:
     try:
-        _run(sys.argv[1:] if arguments is None else list(arguments))
-    except ShardstackError as error:
-        return _fail(str(error))
-    except KeyboardInterrupt:
-        _fail("interrupted; nothing was written")
-        return 130
-    return 0
-
-
-def _run(arguments: list[str]) -> None:
-    try:
-        from cyclopts import App, CycloptsError, Parameter
+        from cyclopts import Parameter
     except ImportError:
         raise MissingExtraError("cyclopts", "train", "The command line") from None
 
@@ -43,9 +34,9 @@ def _run(arguments: list[str]) -> None:
         tokenizer: str = "byte",
         vocab_size: int = 32768,
         eod_token: str | None = None,
-        format: _FORMATS = "auto",
+        format: Literal["auto", "text", "jsonl"] = "auto",
         json_key: str = "text",
-        split_on: _SPLITS = "file",
+        split_on: Literal["file", "line", "blank-lines"] = "file",
         bpe_training_mib: int = 256,
         workers: int | None = None,
         progress: bool | None = None,
@@ -96,21 +87,12 @@ def _run(arguments: list[str]) -> None:
             f"{corpus.num_files:,} files, vocabulary of {corpus.vocab_size:,}"
         )
 
-    app = App(name="prepare_data.py", default_command=command, help_format="plaintext", version_flags=[])
-    try:
-        app(arguments, print_error=False, exit_on_error=False)
-    except CycloptsError as error:
-        raise ShardstackError(" ".join(str(error).split())) from None
+    return command
 
 
 def _available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.prepare import prepare, standard_library_sources
+from core.datasets.tokenizer import Tokenizer
 from core.device import current_device
 from core.dist_checkpointing import latest_checkpoint
 from core.distributed import wrap_model
@@ -34,7 +35,7 @@ from core.training.config import PretrainConfig
 from core.training.data import RunData, load_data
 from core.training.entry import run_command
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
-from core.training.initialize import initialize
+from core.training.initialize import check_output_folders, initialize
 from core.training.loop import Outcome, train
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.module import Float16Module
@@ -74,12 +75,19 @@ def main(arguments: Sequence[str]) -> None:
     config = parse_arguments(arguments, DEFAULTS, description=__doc__, name="pretrain_gpt.py")
     initialize(config)
     config = in_run_folder(config)
+    check_output_folders(config)
     data = load_data(config, config.data.data_path or standard_library_corpus(), dist.get_world_size())
 
     model = wrap_model(build_model(config, data.vocab_size), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
     scheduler = build_scheduler(config, optimizer)
-    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, vocab_size=data.vocab_size)
+    state = TrainingState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        vocab_size=data.vocab_size,
+        sample_order=data.sample_order,
+    )
     if config.checkpoint.load is not None:
         load_checkpoint(state, config, config.checkpoint.load)
 
@@ -105,18 +113,32 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
 
 
 def in_run_folder(config: PretrainConfig) -> PretrainConfig:
-    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
+    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``.
+
+    Both may name the same folder from the start, so that one line begins a run and, queued again, continues it.
+    """
     checkpoint = config.checkpoint
-    if checkpoint.folder is None:
+    save, load = checkpoint.save, checkpoint.load
+    if save is not None and load is not None:
+        is_same_run = save.resolve() in (load.resolve(), load.resolve().parent)
+        saved = latest_checkpoint(save)
+        if saved is None and save.resolve() == load.resolve() and not is_checkpoint(load):
+            say(f"{load} holds no checkpoint yet: the run starts there")
+            checkpoint = replace(checkpoint, load=None)
+        elif saved is not None and not is_same_run:
+            raise ConfigError(
+                f"--save {save} holds a run already, and --load {load} is another; choose a new folder to save to, or "
+                f"continue the one with --load {save}"
+            )
+    elif checkpoint.folder is None:
         name = [f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
         dist.broadcast_object_list(name, src=0)  # clocks differ
         checkpoint = replace(checkpoint, save=Path(name[0]))
-    elif checkpoint.save is None and checkpoint.load is not None and is_checkpoint(checkpoint.load):
-        checkpoint = replace(checkpoint, save=checkpoint.load.parent)
-    elif checkpoint.load is None and latest_checkpoint(checkpoint.folder) is not None:
+    elif load is not None and is_checkpoint(load):
+        checkpoint = replace(checkpoint, save=load.parent)
+    elif save is not None and latest_checkpoint(save) is not None:
         raise ConfigError(
-            f"--save {checkpoint.folder} holds a run already; continue it with --load {checkpoint.folder}, or choose "
-            "another folder"
+            f"--save {save} holds a run already; continue it with --load {save}, or choose another folder"
         )
     return replace(config, checkpoint=checkpoint)
 
@@ -146,7 +168,7 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
     if outcome.validation_loss is None or data.valid is None or data.tokenizer is None:
         say(f"finished at iteration {outcome.iteration}; saved {outcome.checkpoint}")
         return
-    text = "".join(sample(state, config, data))  # every rank takes part
+    text = "".join(sample(state, config, data.tokenizer))  # every rank takes part
     if dist.get_rank() != 0:
         return
     num_samples = config.run.eval_iters * config.global_batch_size(dist.get_world_size())
@@ -161,22 +183,20 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
     say(f"more text              {shlex.join([*program, '--load', str(folder), '--prompt', PROMPT])}")
 
 
-def sample(state: TrainingState, config: PretrainConfig, data: RunData, num_tokens: int = 80) -> Iterator[str]:
+def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, num_tokens: int = 80) -> Iterator[str]:
     """A few lines of text that the model writes."""
-    if data.tokenizer is None:
-        return iter(())
     unwrap_model(state.model).parallel_output = False  # type: ignore[assignment]  # whole logits on every rank
     tokens = generate_tokens(
         state.model,
-        data.tokenizer.encode(PROMPT).tolist(),
+        tokenizer.encode(PROMPT).tolist(),
         num_tokens,
         SamplingConfig(temperature=0.7, top_p=0.9),
-        vocab_size=data.tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         max_sequence_length=config.max_sequence_length,
-        end=data.tokenizer.eod,
+        end=tokenizer.eod,
         length_multiple=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
     )
-    return stream_text(data.tokenizer, tokens)
+    return stream_text(tokenizer, tokens)
 
 
 def short(path: str) -> str:

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Trains on several machines under Slurm: one task a GPU, and no other launcher.
 #
-#     sbatch --nodes 4 --gpus-per-node 8 --ntasks-per-node 8 examples/gpt/slurm.sh --save /shared/runs/a --num-layers 24 ...
+#     sbatch --nodes 4 --gpus-per-node 8 --ntasks-per-node 8 examples/gpt/slurm.sh \
+#         --save /shared/runs/a --load /shared/runs/a --num-layers 24 ...
 #
 # What follows the script's name goes to pretrain_gpt.py. Two minutes before the time limit all ranks get SIGTERM, save
-# and end; submitting the same line with --load /shared/runs/a goes on. The folders of the run and of the data must be
+# and end; submitting the same line again goes on. The folders of the run and of the data must be
 # on a file system that all machines share.
 #SBATCH --job-name=pretrain_gpt
 #SBATCH --nodes=2

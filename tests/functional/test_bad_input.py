@@ -177,6 +177,49 @@ def test_a_run_is_not_overwritten(programs: ProgramServer, corpus: Path, saved_r
     assert str(saved_run) in line and "--load" in line
 
 
+def test_a_run_is_not_overwritten_by_the_continuation_of_another(
+    programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(saved_run, other)
+    flags = [*TRAIN, "--data-path", corpus, "--load", saved_run, "--save", other]
+    line = one_line(programs.run("pretrain_gpt", *flags, folder=tmp_path))
+    assert f"--save {other} holds a run already" in line
+
+
+def test_one_line_starts_a_run_and_continues_it(programs: ProgramServer, corpus: Path, tmp_path: Path) -> None:
+    flags = [*TRAIN, "--data-path", corpus, "--load", tmp_path / "run", "--save", tmp_path / "run"]
+    first, second = (programs.run("pretrain_gpt", *flags, folder=tmp_path) for _ in range(2))
+    assert first.status == 0 and "holds no checkpoint yet" in first.out, first
+    assert second.status == 0 and "at iteration 2 already" in second.out, second
+
+
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
+def test_a_folder_that_cannot_be_written_is_refused(
+    programs: ProgramServer, corpus: Path, tmp_path: Path, flag: str
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    line = one_line(
+        programs.run("pretrain_gpt", *TRAIN, "--data-path", corpus, flag, tmp_path / "file" / "x", folder=tmp_path)
+    )
+    assert flag in line and "cannot be written (Not a directory)" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(
+    programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(saved_run, run)
+    flags = [*TINY, "--train-iters", "40", "--data-path", corpus, "--load", run, "--override-opt_param-scheduler"]
+    ended = programs.run("pretrain_gpt", *flags, "--lr", "1e38", "--eval-interval", "100", folder=tmp_path)
+    assert ended.status == 2, ended
+    assert "warning: iteration" in ended.err and "skipped" in ended.err, ended
+    assert ended.err.splitlines()[-1].startswith("error: gradients have been infinite or NaN for 10 steps"), ended
+    assert (run / "latest").read_text() == "iter_0000002\n"
+    assert "warning: the order of samples is not that of the checkpoint (" not in ended.err  # one epoch, as before
+
+
 def test_a_missing_and_a_foreign_checkpoint_are_refused(
     programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +240,7 @@ def test_generate_refuses_what_it_cannot_do(programs: ProgramServer, saved_run: 
     for flags, said in (
         (["--load", saved_run, "--temperature", "-1"], "temperature is -1"),
         (["--load", saved_run, "--top-p", "0"], "top_p is 0"),
+        (["--load", saved_run, "--num-tokens", "0"], "--num-tokens is 0"),
         (["--load", saved_run, "--prompts", "x"], "Did you mean --prompt?"),
         (["--load", tmp_path], "holds no checkpoint"),
     ):

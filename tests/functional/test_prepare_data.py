@@ -28,13 +28,13 @@ def test_text_becomes_a_corpus(tmp_path: Path):
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "b.jsonl").write_text('{"body": "dear"}\n{"body": "reader"}\n')
     result = _run(
-        tmp_path, "--input", "a.txt", "b.jsonl", "--json-key", "body", "--output-prefix", "c", "--workers", "2"
+        tmp_path, "--input", "a.txt", "b.jsonl", "--json-key", "body", "--output-prefix", "new/c", "--workers", "2"
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "c: 3 documents and 18 tokens from 2 files, vocabulary of 257\n"
+    assert result.stdout == "new/c: 3 documents and 18 tokens from 2 files, vocabulary of 257\n"
     expected = b"".join(np.array([*text, 256], "<u2").tobytes() for text in (b"hello", b"dear", b"reader"))
-    assert (tmp_path / "c.bin").read_bytes() == expected
-    assert len(IndexedDataset(tmp_path / "c")) == 3
+    assert (tmp_path / "new" / "c.bin").read_bytes() == expected
+    assert len(IndexedDataset(tmp_path / "new" / "c")) == 3
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,10 @@ def test_text_becomes_a_corpus(tmp_path: Path):
     [
         (["--input", "absent.txt", "--output-prefix", "c"], "error: absent.txt: no such file, folder or pattern"),
         (["--input", "a.jsonl", "--output-prefix", "c", "--workers", "1"], "error: a.jsonl, line 2: invalid JSON"),
-        (["--input", "a.jsonl", "--output-prefix", "x/c"], "error: x: the output folder does not exist"),
+        (
+            ["--input", "a.jsonl", "--output-prefix", "a.jsonl/c"],
+            "error: a.jsonl: the output folder cannot be created",
+        ),
         (
             ["--input", "a.jsonl", "--output-prefix", "c", "--workers", "two"],
             'error: Invalid value for --workers: unable to convert "two"',

@@ -43,11 +43,20 @@ def log(run: Path) -> list[dict[str, Any]]:
         (1, []),
         (2, []),
         (2, ["--use-torch-fsdp2"]),
+        (2, ["--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"]),
         (2, ["--bf16"]),
         (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
         (1, ["--num-workers", "1", "--calculate-per-token-loss", "--optimizer", "sgd"]),
     ],
-    ids=["one rank", "ddp", "fsdp2", "ddp bf16", "tensor parallel", "workers, per token, sgd"],
+    ids=[
+        "one rank",
+        "ddp",
+        "fsdp2",
+        "zero1 bf16, overlapped",
+        "ddp bf16",
+        "tensor parallel",
+        "workers, per token, sgd",
+    ],
 )
 def test_stop_and_resume_equals_the_uninterrupted_run(
     programs: ProgramServer, corpus: Path, tmp_path: Path, ranks: int, flags: list[str]

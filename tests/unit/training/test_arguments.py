@@ -98,12 +98,46 @@ def test_a_programs_defaults_give_way_to_flags_and_to_their_alternatives():
         (["--swiglu", "--activation-func", "gelu"], "swiglu and activation_func gelu"),
         (["--no-sync-module-states"], "sync_module_states is a setting of FSDP2 alone"),
         (["--num-query-groups", "3"], "num_query_groups 3"),
-        (["--use-distributed-optimizer"], "use_distributed_optimizer"),
+        (["--no-group-query-attention", "--num-query-groups", "2"], "group_query_attention is turned off"),
+        (["--no-use-torch-fsdp2", "--data-parallel-sharding-strategy", "optim_grads_params"], "use_torch_fsdp2"),
+        (["--use-torch-fsdp2", "--use-distributed-optimizer"], "use_distributed_optimizer"),
+        (["--recompute-activations"], "--recompute-activations: write --recompute-granularity selective instead"),
+        (["--tokenizer_type", "GPT2BPETokenizer"], "--tokenizer-type: .*--tokenizer-model"),
     ],
 )
 def test_what_cannot_be_is_refused(flags, said):
     with pytest.raises(ConfigError, match=said):
         parse_arguments([*REQUIRED, *flags])
+
+
+def test_every_sharding_strategy_can_be_chosen():
+    for flags, strategy, is_fsdp2, asked_of_the_optimizer in (
+        ([], "no_shard", False, None),
+        (["--use-distributed-optimizer"], "optim", False, True),
+        (["--data-parallel-sharding-strategy", "optim"], "optim", False, None),
+        (["--data-parallel-sharding-strategy", "optim_grads"], "optim_grads", False, None),
+        (["--data-parallel-sharding-strategy", "optim_grads_params"], "optim_grads_params", True, None),
+        (["--use-torch-fsdp2"], "optim_grads_params", True, None),
+    ):
+        config = parse_arguments([*REQUIRED, *flags])
+        assert (config.ddp.sharding_strategy, config.use_torch_fsdp2) == (strategy, is_fsdp2)
+        assert config.optimizer.use_distributed_optimizer is asked_of_the_optimizer
+
+
+def test_defaults_that_follow_from_a_given_flag_are_dropped():
+    defaults = {**SMALL, "ffn_hidden_size": 40, "lr": 1e-3, "min_lr": 1e-4}
+    config = parse_arguments(["--hidden-size", "32", "--lr", "1e-5"], defaults)
+    assert (config.model.ffn_hidden_size, config.optimizer.min_lr) == (128, None)
+    config = parse_arguments(["--hidden-size", "32", "--ffn-hidden-size", "48", "--min-lr", "1e-6"], defaults)
+    assert (config.model.ffn_hidden_size, config.optimizer.lr, config.optimizer.min_lr) == (48, 1e-3, 1e-6)
+
+
+def test_hints_are_for_flags_that_do_not_exist():
+    from core.training.foreign_flags import _HINTS
+
+    assert not {name.replace("-", "_") for name in _HINTS} & {
+        entry.name for kind in section_types(True).values() for entry in fields(kind)
+    }
 
 
 def test_a_required_flag_that_is_missing_is_named():
@@ -123,6 +157,8 @@ def test_help_is_printed_by_the_first_rank_alone(capsys, monkeypatch):
         assert end.value.code == 0
         out = capsys.readouterr().out
         assert ("--num-layers" in out) is expected
+        words = " ".join(out.replace("│", " ").split())
+        assert "there is no other value" not in words and ("What is sharded: " in words) is expected
         assert ("Transformer layers." in out and "[default: 2]" in out) is expected
 
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from core.training.bigram import add_one_bigram_loss
+from core.training.bigram import _first, add_one_bigram_loss
 
 
 def test_the_loss_is_that_of_counted_pairs_however_the_tokens_are_cut():
@@ -25,3 +25,9 @@ def test_the_loss_is_that_of_counted_pairs_however_the_tokens_are_cut():
         chunks = [chunk.astype(np.uint16) for chunk in np.split(tokens, cuts)]
         found = add_one_bigram_loss(chunks, held_out[:-1], held_out[1:], vocab_size)
         assert math.isclose(found, expected, rel_tol=1e-12)
+
+
+def test_only_so_many_tokens_are_counted():
+    documents = [np.arange(4), np.arange(3), np.arange(5)]
+    assert [list(part) for part in _first(iter(documents), 6)] == [[0, 1, 2, 3], [0, 1]]
+    assert [len(part) for part in _first(iter(documents), 100)] == [4, 3, 5]

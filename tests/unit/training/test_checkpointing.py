@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import warnings
+from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +13,18 @@ import torch
 
 from core.errors import CheckpointError
 from core.tensor_parallel.random import get_rng_tracker
-from core.training.checkpointing import _packed, _rng_layout, _unpacked, find_checkpoint, rng_state, set_rng_state
+from core.training.checkpointing import (
+    _MODEL_FIELDS,
+    _packed,
+    _rng_layout,
+    _unpacked,
+    _warn_of_another_order,
+    find_checkpoint,
+    rng_state,
+    set_rng_state,
+)
 from core.training.initialize import seed_everything
+from core.transformer.transformer_config import TransformerConfig
 
 
 def draws() -> list[float]:
@@ -55,3 +68,29 @@ def test_a_run_and_one_of_its_checkpoints_can_be_meant(tmp_path):
     (tmp_path / "latest").write_text("iter_0000002\n")
     assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
     assert find_checkpoint(tmp_path / "iter_0000001") == tmp_path / "iter_0000001"
+
+
+def test_every_field_of_the_transformer_is_compared_or_changes_no_function():
+    training_alone = {
+        *("hidden_dropout", "attention_dropout", "init_method_std", "perform_initialization"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "calculate_per_token_loss"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+        *("expert_model_parallel_size", "fp16", "bf16", "params_dtype"),
+    }
+    assert {entry.name for entry in fields(TransformerConfig)} - training_alone == set(_MODEL_FIELDS["model"])
+
+
+ORDER = {"num_samples": 8, "seed": 1, "split": "1", "seq_length": 4, "corpus": "c.bin (9 bytes)", "order": "8-00"}
+
+
+def test_another_order_of_samples_is_told_in_one_warning():
+    state = SimpleNamespace(sample_order=ORDER | {"num_samples": 16, "seed": 2, "order": "16-01"}, consumed_samples=5)
+    with pytest.warns(UserWarning, match=r"num_samples 8 -> 16, seed 1 -> 2\).* sample 5 .* repeat") as caught:
+        _warn_of_another_order(ORDER, state)
+    assert len(caught) == 1
+
+
+def test_a_longer_run_over_the_same_order_is_told_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_another_order(ORDER, SimpleNamespace(sample_order=ORDER | {"num_samples": 9}, consumed_samples=5))

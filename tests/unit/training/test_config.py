@@ -65,6 +65,7 @@ def test_sizes_that_do_not_divide(changes, world_size, said):
         ({"max_position_embeddings": 4}, "seq_length 8 exceeds max_position_embeddings 4"),
         ({"loss_scale": 2.0}, "loss_scale 2.0 .* without fp16"),
         ({"lr": None}, "lr is not set"),
+        ({"fp16": True, "check_for_nan_in_grad": True}, "check_for_nan_in_grad .* fp16 .* loss_scale"),
         ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "no_shard"}, "use_torch_fsdp2 .* no_shard"),
     ],
 )
@@ -82,4 +83,5 @@ def test_everything_wrong_is_said_at_once():
 
 def test_a_valid_run_passes():
     validate(small_config(), 1)
+    validate(small_config(fp16=True, loss_scale=2.0, check_for_nan_in_grad=True), 1)
     validate(small_config(use_torch_fsdp2=True, fp16=True, loss_scale=2.0, global_batch_size=16), 2)

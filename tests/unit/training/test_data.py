@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,25 @@ def test_batches_go_on_after_the_samples_that_were_consumed(corpus: Path):
         assert len(rest) == len(train) - 2
         assert torch.equal(valid, again)
     assert not torch.equal(whole[0][0], whole[1][0])  # each rank its own
+
+
+def test_validation_is_left_out_where_no_document_falls_to_it(tmp_path: Path, corpus: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for split in ("100,0,0", "1"):
+            assert load_data(small_config(split=split), corpus, 1).valid is None
+        assert load_data(small_config(), corpus, 1).valid is not None
+    (tmp_path / "one.txt").write_text("a single document of some length")
+    prepare([tmp_path / "one.txt"], tmp_path / "one")
+    with pytest.warns(UserWarning, match="none of its 1 documents .* 969,30,1"):
+        assert load_data(small_config(), tmp_path / "one", 1).valid is None
+
+
+def test_the_order_of_samples_is_told_apart(corpus: Path):
+    def order(**changes) -> dict:
+        return dict(load_data(small_config(eval_iters=0, **changes), corpus, 1).sample_order)
+
+    first = order(train_iters=2)
+    assert first["num_samples"] == 4 and first["corpus"].startswith("corpus.bin (")
+    assert order(train_iters=3)["order"] == first["order"]  # of the same single epoch
+    assert len({order(**changes)["order"] for changes in ({}, {"seed": 1}, {"train_iters": 500})}) == 3

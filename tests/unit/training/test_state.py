@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import ConfigError
 from core.training.state import build_scheduler
 from tests.unit.training._configs import small_config
 
@@ -45,8 +44,3 @@ def test_weight_decay_is_constant_or_goes_its_way():
 def test_a_wsd_schedule_stays_before_it_falls():
     wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 2, "lr_wsd_decay_style": "linear"}
     assert course(5, lr=1.0, **wsd)[0] == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
-
-
-def test_without_a_learning_rate_there_is_no_schedule():
-    with pytest.raises(ConfigError, match="lr is not set"):
-        course(1, lr=None)

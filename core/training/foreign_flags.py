@@ -1,0 +1,39 @@
+"""Flags of Megatron-LM that there are none of here, and what to do instead: better than a guess at a similar name."""
+
+from __future__ import annotations
+
+_HERE = "this is always on here; drop it"
+_ALONE = "there is one implementation here; drop it"
+_NOT_YET = "not here yet; drop it"
+
+_HINTS = {
+    "tokenizer-type": "it is the tokenizer.json beside the corpus; write --tokenizer-model for another",
+    "vocab-file": "write --tokenizer-model with a tokenizer.json instead, or --vocab-size with a number",
+    "merge-file": "write --tokenizer-model with a tokenizer.json instead, which holds the merges",
+    "train-samples": "write --train-iters instead: samples divided by the global batch size",
+    "lr-decay-samples": "write --lr-decay-iters instead: samples divided by the global batch size",
+    "no-load-optim": _NOT_YET,
+    "no-load-rng": "not here yet; random streams start anew where the number of ranks changes",
+    "finetune": "not here yet; --load continues a run with its optimizer and its place in the data",
+    "recompute-activations": "write --recompute-granularity selective instead",
+    "use-rotary-position-embeddings": "write --position-embedding-type rope instead",
+    "use-mcore-models": _HERE,
+    "transformer-impl": _ALONE,
+    "use-flash-attn": "PyTorch chooses the attention kernel; drop it",
+    "attention-backend": "PyTorch chooses the attention kernel; drop it",
+    "exit-interval": "write --train-iters instead, and --lr-decay-iters for the length of the schedule",
+    "exit-duration-in-mins": "not here yet; SIGTERM ends a run with a checkpoint (timeout --signal TERM 60m ...)",
+    "ckpt-format": _ALONE,
+    "use-dist-ckpt": _HERE,
+    "append-eod": "prepare_data.py always ends documents so; drop it",
+    "mock-data": "without --data-path there is a corpus already; drop it",
+    "distributed-backend": "it follows from the device, nccl on GPUs and gloo on CPUs; drop it",
+    "skip-train": "not here yet; generate.py runs a trained model",
+}
+"""By name, without dashes in front."""
+
+
+def hint_for_foreign_flag(flag: str) -> str | None:
+    """One line about a flag of Megatron-LM that is unknown here; None for any other flag."""
+    name = flag.lstrip("-").replace("_", "-")
+    return f"Unknown option: --{name}: {_HINTS[name]}" if name in _HINTS else None
