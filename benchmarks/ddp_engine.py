@@ -114,7 +114,7 @@ def ours(**fields: Any) -> Step:
 
 
 def alone() -> Step:
-    """Without wrapper and optimizer: forward and backward of one micro-batch at a time, whose gradients are dropped."""
+    """Without wrapper and optimizer: forward and backward, one micro-batch at a time, gradients dropped."""
     model, data = build_model(), micro_batches()
 
     def step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,3 +20,11 @@ def _ranks_end_with_the_session() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     close_pools()
+
+
+@pytest.fixture(autouse=True)
+def _random_streams_end_with_the_test() -> Iterator[None]:
+    yield
+    random = sys.modules.get("core.tensor_parallel.random")  # only a test that imported it can have tracked streams
+    if random is not None:
+        random.get_rng_tracker().reset()
