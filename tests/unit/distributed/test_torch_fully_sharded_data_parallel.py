@@ -20,7 +20,7 @@ from core.distributed import (
     wrap_model,
 )
 from core.errors import ParallelConfigError, WrapError
-from tests.functional._runs import WRAPPERS, build_gpt, micro_batches
+from tests.functional._runs import WRAPPERS, build_gpt, ddp_config, micro_batches
 from tests.functional._runs import loss_of as gpt_loss_of
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
@@ -144,7 +144,7 @@ def _starts_on_meta(kind: str) -> None:
         module = build_gpt(True)
     module.init_seed += dist.get_rank() if kind == "fsdp2" else 0  # ranks seeded apart draw as the first one
     assert all(parameter.is_meta for parameter in module.parameters())
-    model = wrap_model(module, module.config, WRAPPERS[kind](), process_group=dist.group.WORLD)
+    model = wrap_model(module, module.config, ddp_config(kind), process_group=dist.group.WORLD)
     for name, parameter in module.named_parameters():
         assert torch.equal(full(parameter), direct[name]), name
     assert module.embedding.word_embeddings.weight.shared_embedding
