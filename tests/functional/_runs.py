@@ -56,6 +56,12 @@ HYBRIDS: dict[str, Mapping[str, Any]] = {
 """Sharded within two ranks, replicated across two."""
 
 
+def ddp_config(wrapper: str, **fields: Any) -> DistributedDataParallelConfig:
+    """The config that asks `wrap_model` for a wrapper, with more ``fields`` set."""
+    make = TorchFullyShardedDataParallelConfig if "fsdp2" in wrapper else DistributedDataParallelConfig
+    return make(**(WRAPPERS | HYBRIDS)[wrapper], **fields)
+
+
 @dataclass(frozen=True)
 class Training:
     """What all wrappers train alike."""
@@ -121,6 +127,12 @@ def micro_batches(step: int, rank: int, masked: bool = False) -> list[tuple[torc
     return list(zip(tokens, labels, strict=True))
 
 
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    tokens, labels = batch
+    losses: torch.Tensor = model(tokens, labels=labels)  # [b, s]
+    return losses.mean()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -141,7 +153,7 @@ def run_wrapped(wrapper: str, training: Training) -> Curve:
             totals += reported
         finalize_model_grads([model], totals[1] if training.per_token else None)
         if step == training.steps - 1:
-            curve.gradients = _gradients(optimizer)
+            curve.gradients = gradients(optimizer)
         _step(curve, step, optimizer, scheduler)
         dist.all_reduce(totals)
         curve.losses.append((totals[0] / totals[1]).item())
@@ -167,7 +179,7 @@ def run_serial(training: Training, ranks: int = 2) -> Curve:
             if training.per_token and parameter.grad is not None:
                 parameter.grad /= totals[1]
         if step == training.steps - 1:
-            curve.gradients = _gradients(optimizer)
+            curve.gradients = gradients(optimizer)
         _step(curve, step, optimizer, scheduler)
         curve.losses.append((totals[0] / totals[1]).item())
     _finish(curve, model, optimizer)
@@ -176,23 +188,20 @@ def run_serial(training: Training, ranks: int = 2) -> Curve:
 
 def _wrapped(wrapper: str, training: Training) -> tuple[GPTModel, _BaseDataParallel]:
     """The model and its wrapper; in low precision as each wrapper takes it: FSDP2 shards fp32 and casts by itself."""
-    fields = dict((WRAPPERS | HYBRIDS)[wrapper])
     low = training.precision != "fp32"
     module = build_gpt(
         training.tied, calculate_per_token_loss=training.per_token, **({training.precision: True} if low else {})
     )
     for parameter in module.parameters() if low else ():  # FSDP2 would start from what the others have rounded away
         parameter.data = parameter.data.to(module.config.compute_dtype).float()
-    is_fsdp2 = "fsdp2" in wrapper
-    make = TorchFullyShardedDataParallelConfig if is_fsdp2 else DistributedDataParallelConfig
-    ddp_config = make(**fields, grad_reduce_in_fp32=low)
-    instances = ddp_config.num_distributed_optimizer_instances
+    config = ddp_config(wrapper, grad_reduce_in_fp32=low)
+    instances = config.num_distributed_optimizer_instances
     group = dist.group.WORLD
     if instances > 1:
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         group = None
-    inner: nn.Module = Float16Module(module.config, module) if low and not is_fsdp2 else module
-    return module, wrap_model(inner, module.config, ddp_config, process_group=group)
+    inner: nn.Module = Float16Module(module.config, module) if low and "fsdp2" not in wrapper else module
+    return module, wrap_model(inner, module.config, config, process_group=group)
 
 
 def _optimizer(training: Training, model: nn.Module) -> MegatronOptimizer:
@@ -253,7 +262,7 @@ def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _gradients(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
+def gradients(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
     """What the optimizers of all ranks together are about to read."""
     gradients = {p.name: (p, p.local_gradient()) for p in optimizer._params}
     return _whole({name: p.whole(gradient) for name, (p, gradient) in gradients.items() if gradient is not None})

@@ -7,33 +7,27 @@ import pytest
 import torch
 
 from core import parallel_state
-from core.dist_checkpointing.global_view import global_view
 from core.distributed import finalize_model_grads, wrap_model
-from tests.functional._runs import build_gpt, micro_batches, whole
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.functional._runs import build_gpt, ddp_config, gradients, loss_of, micro_batches
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed import _toys
-
-WRAPPERS = ("ddp", "fsdp2")
 
 SIZES = {"hidden_size": 16, "ffn_hidden_size": 36, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 6}
+WRAPPERS = ("ddp", "zero1, overlapped", "zero2", "fsdp2")
 SIZES |= {"qk_layernorm": True, "num_layers": 1, "vocab": 62}
 
 
 def _gradients(wrapper: str, tp: int, sequence_parallel: bool, skip_the_sum: bool) -> dict[str, torch.Tensor]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     module = build_gpt(True, tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel, **SIZES)
-    model = wrap_model(module, module.config, _toys.settings(wrapper))
-    tokens, labels = (ids[:, :12] for ids in micro_batches(0, 0)[0])  # 12 tokens, which two ranks share evenly
-    model(tokens, labels=labels).mean().backward()
+    model = wrap_model(module, module.config, ddp_config(wrapper))
+    tokens, labels = micro_batches(0, 0)[0]
+    loss_of(model, (tokens[:, :12], labels[:, :12])).backward()  # 12 tokens, which two ranks share evenly
     if skip_the_sum:
         model.finish_grad_sync()
     else:
         finalize_model_grads([model])
-    found = {}
-    for name, parameter in module.named_parameters():
-        gradient = getattr(parameter, "main_grad", None)
-        found[name] = whole(global_view(parameter, parameter.grad if gradient is None else gradient))
-    return found
+    return gradients(get_megatron_optimizer(OptimizerConfig(lr=1.0), [model]))
 
 
 def _wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> set[str]:
@@ -47,6 +41,14 @@ def _wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], to
 def test_gradients_under_tensor_parallelism_equal_the_serial_ones(wrapper, sequence_parallel):
     serial = run_distributed(_gradients, 1, wrapper, 1, False, False)[0]
     for rank_gradients in run_distributed(_gradients, 2, wrapper, 2, sequence_parallel, False):
+        assert not _wrong(rank_gradients, serial, 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_gradients_sharded_under_tensor_parallelism_equal_the_serial_ones(wrapper):
+    serial = run_distributed(_gradients, 1, wrapper, 1, False, False)[0]
+    for rank_gradients in run_distributed(_gradients, 4, wrapper, 2, True, False):  # two replicas of two pieces
         assert not _wrong(rank_gradients, serial, 1e-5)
 
 
