@@ -280,7 +280,7 @@ def _trains_and_evaluates(kind: str, evaluates_before: str) -> dict[str, torch.T
         finalize_model_grads([model])
         evaluate("step")
         optimizer.step()
-    return {name: full(parameter) for name, parameter in model.module.named_parameters()}
+    return {name: full(tensor) for name, tensor in model.state_dict().items()}  # waits for what is being gathered
 
 
 @pytest.mark.parametrize("moment", ["zero_grad_buffer", "backward", "finalize_model_grads", "step"])

@@ -87,6 +87,12 @@ def test_a_programs_defaults_give_way_to_flags_and_to_their_alternatives():
     assert config.model.add_bias_linear and not config.use_torch_fsdp2
 
 
+def test_one_flag_asks_wrapper_and_optimizer_for_sharded_state():
+    config = parse_arguments(["--use-distributed-optimizer"], SMALL)
+    assert config.ddp.sharding_strategy == "optim" and config.optimizer.use_distributed_optimizer is True
+    assert parse_arguments([], SMALL).optimizer.use_distributed_optimizer is None
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -98,7 +104,7 @@ def test_a_programs_defaults_give_way_to_flags_and_to_their_alternatives():
         (["--swiglu", "--activation-func", "gelu"], "swiglu and activation_func gelu"),
         (["--no-sync-module-states"], "sync_module_states is a setting of FSDP2 alone"),
         (["--num-query-groups", "3"], "num_query_groups 3"),
-        (["--use-distributed-optimizer"], "use_distributed_optimizer"),
+        (["--use-torch-fsdp2", "--use-distributed-optimizer"], "use_distributed_optimizer"),
     ],
 )
 def test_what_cannot_be_is_refused(flags, said):
