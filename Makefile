@@ -6,7 +6,7 @@ NPROC  ?= 2
 ARGS   ?=
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test check fix clean
+.PHONY: train test test-long check fix clean
 
 # A stamp per set of extras: nothing is installed again until setup.py or the constraints change.
 $(VENV)/.installed-%: setup.py constraints.txt
@@ -15,11 +15,15 @@ $(VENV)/.installed-%: setup.py constraints.txt
 	@touch $@
 
 train: $(VENV)/.installed-train
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/gpt/pretrain_gpt.py \
+	$(BIN)/python -m core.training.launch --nproc-per-node $(NPROC) examples/gpt/pretrain_gpt.py \
 	    --use-torch-fsdp2 $(ARGS)
 
 test: $(VENV)/.installed-train,hf,test
 	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
+
+# What is too slow for every commit: more ranks, compiled layers, whole runs.
+test-long: $(VENV)/.installed-train,hf,test
+	$(BIN)/python -m pytest -m 'long and not gpu' $(ARGS)
 
 check: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """What the FSDP2 wrapper costs beside bare `fully_shard`: time, peak memory and wire bytes of one optimizer step.
 
-    python benchmarks/wrapper_overhead.py [--rounds 15] [--launches 5] [--only time|memory|wire]
+    python benchmarks/wrapper_overhead.py [--rounds 15] [--launches 15] [--only time|memory|wire]
 
 A GPT of 8 layers, width 512, 8 heads, vocabulary 32k, sequence 256 (58.7 M parameters); a step is 4 micro-batches of 2
 on two gloo ranks with one thread each. The baseline applies `fully_shard` to every layer and the root, accumulates
@@ -128,17 +128,22 @@ def measure_time(rounds: int) -> dict[str, list[float]]:
     return interleaved_seconds({name: build().step for name, build in CANDIDATES.items()}, rounds)
 
 
-def measure_memory(name: str) -> tuple[int, int]:
+def measure_resident(name: str) -> int:
     import core.distributed  # imports belong to the base, not to the peak
 
     del core
     reset_high_water()
     base = high_water_bytes()
+    step = CANDIDATES[name]().step
+    step()  # which makes the optimizer's state
+    step()
+    return high_water_bytes() - base
+
+
+def measure_live(name: str) -> int:
     candidate = CANDIDATES[name]()
-    for _ in range(3):
-        candidate.step()
-    high_water = high_water_bytes() - base
-    return high_water, live_tensor_bytes(candidate.live_tensors()) + peak_allocation_above_start(candidate.step)
+    candidate.step()
+    return live_tensor_bytes(candidate.live_tensors()) + peak_allocation_above_start(candidate.step)
 
 
 def measure_wire(name: str) -> tuple[float, int]:
@@ -152,7 +157,9 @@ def measure_wire(name: str) -> tuple[float, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
-    parser.add_argument("--launches", type=int, default=5, help="processes a candidate for the memory peak")
+    parser.add_argument(
+        "--launches", type=int, default=15, help="interleaved launches a candidate for the memory peak"
+    )
     parser.add_argument("--only", choices=("time", "memory", "wire"), help="measure one of the three")
     asked = parser.parse_args()
     print(machine())
@@ -179,11 +186,12 @@ def report_time(seconds: dict[str, list[float]]) -> bool:
 def report_memory(launches: int) -> bool:
     peaks: dict[str, list[int]] = {name: [] for name in CANDIDATES}
     for _ in range(launches):
-        for name in CANDIDATES:
-            ranks = run_on_ranks(measure_memory, RANKS, name)
-            high_water, live = (max(values) for values in zip(*ranks, strict=True))
-            peaks[name].append(high_water)
-            print(f"{name:18} resident {high_water / MIB:8.1f}   live tensors {live / MIB:8.1f}", flush=True)
+        for name, values in peaks.items():
+            values.append(max(run_on_ranks(measure_resident, RANKS, name)))
+    for name, values in peaks.items():
+        live = max(run_on_ranks(measure_live, RANKS, name))
+        median, least, most = (f(values) / MIB for f in (statistics.median, min, max))
+        print(f"{name:18} resident, median {median:7.1f}   {least:.1f} to {most:.1f}   live tensors {live / MIB:7.1f}")
     return _judge(PairedRatio.of(peaks["this wrapper"], peaks["bare fully_shard"]), MEMORY_LIMIT)
 
 

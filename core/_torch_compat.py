@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 
 def all_gather_single(
@@ -29,6 +30,16 @@ def reduce_scatter_single(
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(output, input_, op=op, group=group, async_op=async_op)
     return work
+
+
+def reduce_parameters_without_gradient(module: FSDPModule) -> None:
+    """Lets an FSDP2 module reduce zeros for a parameter that backward did not reach on this rank.
+
+    Torch before 2.13 has no such setting: there all ranks must reach the same parameters.
+    """
+    setter = getattr(module, "set_reduce_scatter_unused_params", None)
+    if setter is not None:
+        setter(True)
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:

@@ -53,12 +53,23 @@ def init_process_group(timeout_minutes: float = 30.0) -> None:
         return
     kind = device_type()
     if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_local_rank())
     timeout = timedelta(minutes=timeout_minutes)
     if "RANK" in os.environ:
         dist.init_process_group(_BACKENDS[kind], timeout=timeout)
     else:
         dist.init_process_group(_BACKENDS[kind], store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _local_rank() -> int:
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if "RANK" in os.environ and torch.cuda.device_count() > 1:
+        raise ConfigError(
+            "RANK is set but LOCAL_RANK is not, so that every rank of this machine would take its first GPU; start "
+            "ranks with torchrun, or set LOCAL_RANK (under Slurm to $SLURM_LOCALID)"
+        )
+    return 0
 
 
 def synchronize() -> None:

@@ -241,13 +241,19 @@ def get_pipeline_model_parallel_rank() -> int:
     return _rank("pp", uninitialized=0)
 
 
-def is_pipeline_first_stage() -> bool:
-    """Whether this rank holds the first stage, which embeds the tokens."""
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the first stage, which embeds the tokens.
+
+    The arguments are Megatron-LM's, for stages that are interleaved on a rank; here a rank holds one.
+    """
     return get_pipeline_model_parallel_rank() == 0
 
 
-def is_pipeline_last_stage() -> bool:
-    """Whether this rank holds the last stage, which computes the loss."""
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the last stage, which computes the loss.
+
+    The arguments are Megatron-LM's, for stages that are interleaved on a rank; here a rank holds one.
+    """
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
@@ -278,8 +284,8 @@ def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
     return _group("embedding", check_initialized)
 
 
-def is_rank_in_embedding_group() -> bool:
-    """Whether `get_embedding_group` has a group for this rank."""
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether `get_embedding_group` has a group for this rank; arguments as for `is_pipeline_first_stage`."""
     return _state is not None and "embedding" in _state.by_kind
 
 

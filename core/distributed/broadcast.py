@@ -1,4 +1,4 @@
-"""Makes replicas equal: what the group's first rank holds, sent to all of it."""
+"""Makes replicas equal: what the group's first rank holds, or will draw its initial values from, sent to all of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+
+from .. import device
+from ..transformer.module import Float16Module
 
 
 @torch.no_grad()
@@ -23,3 +27,13 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
         if not tensor.is_meta:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
             dist.broadcast(local, source, group=group)
+
+
+def broadcast_init_seed(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gives a model that is to be materialized the seed of the group's first rank, so that all draw alike."""
+    owner = module.module if isinstance(module, Float16Module) else module
+    seed = getattr(owner, "init_seed", None)
+    if seed is not None:
+        shared = torch.tensor(seed, dtype=torch.int64, device=device.current_device())
+        broadcast_tensors([shared], group)
+        owner.init_seed = int(shared)  # type: ignore[assignment]

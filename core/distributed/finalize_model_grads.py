@@ -46,10 +46,14 @@ def finalize_model_grads(
 
 
 def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.ProcessGroup) -> torch.Tensor:
-    # In double, because fp32 counts exactly only up to 16.7 million; a tensor, so that a GPU need not be waited for.
-    total = torch.as_tensor(num_tokens, dtype=torch.float64, device=device.current_device()).clone()
+    # Summed in double, because fp32 counts exactly only up to 16.7 million; never read, so that no GPU is waited for.
+    here = device.current_device()
+    if isinstance(num_tokens, torch.Tensor):
+        total = num_tokens.to(here, torch.float64, copy=True)
+    else:
+        total = torch.full((), num_tokens, dtype=torch.float64, device=here)
     dist.all_reduce(total, group=group)
-    return torch.where(total > 0, 1.0 / total, 0.0)
+    return torch.where(total > 0, 1.0 / total, 0.0).float()
 
 
 def _sum_over_sequence_parallel_ranks(model_chunks: Sequence[_BaseDataParallel]) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from .._torch_compat import reduce_parameters_without_gradient
 from ..errors import WrapError
 from .broadcast import broadcast_tensors
 from .units import Unit, parameter_attributes_kept, plan_units
@@ -22,7 +23,6 @@ def shard_model(
     unit_classes: Iterable[type[nn.Module]],
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
     sync_module_states: bool = True,
     averages_gradients: bool = True,
 ) -> list[Unit]:
@@ -30,7 +30,8 @@ def shard_model(
 
     Parameters become DTensors, cut on dim 0 over the mesh's last axis and replicated over its first where it has two,
     with the custom attributes that they had. The last unit and the root stay gathered between forward and backward,
-    and a unit whose backward reads no weight is not gathered for it.
+    and a unit whose backward reads no weight is not gathered for it. A parameter that no backward reached has a zero
+    gradient, as under replication.
 
     Args:
         module: the model; parameters on the meta device stay there, sharded.
@@ -38,7 +39,6 @@ def shard_model(
         unit_classes: see `plan_units`.
         reshard_after_forward: free gathered parameters between forward and backward.
         mp_policy: dtypes of compute, reduction and output; the latter is the root's alone, as with `Float16Module`.
-        offload_policy: where shards live.
         sync_module_states: broadcast the mesh's first rank's parameters and buffers before cutting them.
         averages_gradients: divide by the number of ranks; otherwise sum.
 
@@ -47,7 +47,6 @@ def shard_model(
     """
     _reject_what_cannot_be_sharded(module)
     mp_policy = mp_policy or MixedPrecisionPolicy()
-    offload_policy = offload_policy or OffloadPolicy()
     if sync_module_states:
         for group in reversed(mesh.get_all_groups()):  # within each instance, then across them
             broadcast_tensors([*module.parameters(), *module.buffers()], group)
@@ -61,15 +60,18 @@ def shard_model(
                 mesh=mesh,
                 reshard_after_forward=reshard_after_forward and unit is not units[-1],
                 mp_policy=inner_policy,
-                offload_policy=offload_policy,
             )
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy, offload_policy=offload_policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy)
     for unit in units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
                 _as_fsdp(member).set_unshard_in_backward(False)
-    if not averages_gradients:
-        _sum_gradients(module)
+    for submodule in fsdp_modules(module):  # a setting of FSDP2 acts on one module
+        reduce_parameters_without_gradient(submodule)
+        if not averages_gradients:
+            # A factor other than the number of ranks is PREMUL_SUM, which gloo refuses, unless a sum is forced.
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)
     return units
 
 
@@ -82,14 +84,6 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
     if not isinstance(module, FSDPModule):
         raise WrapError(f"{type(module).__name__} is not sharded")
     return module
-
-
-def _sum_gradients(module: nn.Module) -> None:
-    # Torch's setters act on one module. A factor other than the number of ranks is PREMUL_SUM, which gloo refuses,
-    # unless the reduction is forced to a plain sum.
-    for submodule in fsdp_modules(module):
-        submodule.set_gradient_divide_factor(1.0)
-        submodule.set_force_sum_reduction_for_comms(True)
 
 
 def _reject_what_cannot_be_sharded(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.module import materialize
 from ..transformer.transformer_layer import TransformerLayer
-from .broadcast import broadcast_tensors
+from .broadcast import broadcast_init_seed, broadcast_tensors
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .sharding import fsdp_modules, shard_model
@@ -45,7 +45,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     Parameters become DTensors on dim 0 and keep Megatron's attributes; ``param.grad`` is sharded alike. With fp32
     parameters and ``config.bf16`` or ``fp16`` the fp32 shard is the master copy: it is cast for the all-gather, and
     gradients are reduced in that dtype, or in fp32 with ``ddp_config.grad_reduce_in_fp32``. Parameters that arrive in
-    low precision stay so.
+    low precision stay so, and FSDP2 rounds their gradients to it, whatever they were reduced in.
+
+    A parameter that no backward reached has a zero gradient, as under `DistributedDataParallel`.
 
     Args:
         config: the model's config; ``bf16``, ``fp16`` and ``calculate_per_token_loss`` are read where present.
@@ -85,8 +87,26 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             averages_gradients=not self.sums_gradients,
         )
         if starts_on_meta:
+            if settings.sync_module_states:
+                broadcast_init_seed(module, process_group)
             materialize(module)
         self._warned_about_load = False
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward."""
+        output = super().forward(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            self._reshard()
+        return output
+
+    def _reshard(self) -> None:
+        """Frees what stays gathered for a backward that has not come, as after an evaluation.
+
+        Else the next forward would compute with parameters from before the optimizer's step, and the module would
+        show gathered parameters in place of the sharded ones, which hold the gradients.
+        """
+        for module in fsdp_modules(self.module):
+            module.reshard()
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         super()._set_gradient_sync(enabled)
@@ -97,15 +117,18 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         if force_all_reduce:
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
         reduce_unsharded_gradients(self.module)
+        self._reshard()
         self._gradient_checks.check(self._gradients(), self._step)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        self._reshard()
         gradients = [g for p in self.module.parameters() if (g := local_gradient(p)) is not None]
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         drop_unsharded_gradients(self.module)
+        self._reshard()
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -115,6 +138,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         Within an instance a shard exists once and has nobody to agree with: replicas that started different were made
         equal before they were cut (``sync_module_states``).
         """
+        self._reshard()
         broadcast_tensors(self.module.buffers(), self.process_group)
         if self._mesh.ndim == 2:
             broadcast_tensors(self.module.parameters(), self._mesh.get_group(0))
@@ -173,6 +197,11 @@ def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShar
             f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
             f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
         )
+    if ddp_config.reduce_scatter_with_fp32_accumulation:
+        raise ParallelConfigError(
+            "reduce_scatter_with_fp32_accumulation adds fp16 and bf16 gradients in fp32 while it sends them as they "
+            "are, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32, which sends them in fp32"
+        )
     without_effect = [field for field in _BUFFER_FIELDS if getattr(ddp_config, field)]
     if without_effect:
         _warn_once(
@@ -191,8 +220,6 @@ _BUFFER_FIELDS = (
     "num_buckets",
     "pad_buckets_for_high_nccl_busbw",
     "average_in_collective",
-    "reduce_scatter_with_fp32_accumulation",
-    "reduce_every_micro_batch",
 )
 
 

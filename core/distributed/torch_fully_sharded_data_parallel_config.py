@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import ParallelConfigError
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 
 
@@ -12,6 +13,7 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """Settings of :class:`TorchFullyShardedDataParallel`; giving one to `wrap_model` chooses that wrapper."""
 
     data_parallel_sharding_strategy: str = "optim_grads_params"
+    """Parameters, gradients and optimizer state are sharded; there is no other value."""
 
     reshard_after_forward: bool = True
     """Free a unit's gathered parameters after its forward and gather them again for its backward.
@@ -25,3 +27,15 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
     FSDP2 cuts each rank's own copy, so that replicas that differed would become a mixture; this makes that
     impossible, at the cost of one broadcast of the model at construction.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field, other in (
+            ("data_parallel_sharding_strategy", "optim_grads_params"),
+            ("use_distributed_optimizer", False),
+        ):
+            if getattr(self, field) != other:
+                raise ParallelConfigError(
+                    f"{field} is {getattr(self, field)!r} in a TorchFullyShardedDataParallelConfig, which shards "
+                    "parameters, gradients and optimizer state; drop it, or use a DistributedDataParallelConfig"
+                )

@@ -88,9 +88,10 @@ def materialize(model: Model, device: torch.device | str | None = None) -> Model
     Raises:
         ConfigError: the model kept no `init_seed`, or holds a buffer on meta, which nothing could fill.
     """
-    seed = getattr(model, "init_seed", None)
+    owner = model.module if isinstance(model, Float16Module) else model  # names are relative to the seed's owner
+    seed = getattr(owner, "init_seed", None)
     if seed is None:
-        raise ConfigError(f"{type(model).__name__} has no init_seed, so nothing says which values to start from")
+        raise ConfigError(f"{type(owner).__name__} has no init_seed, so nothing says which values to start from")
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
         raise ConfigError(f"buffers on the meta device cannot be filled: {lost}; build these modules on a device")
@@ -99,7 +100,7 @@ def materialize(model: Model, device: torch.device | str | None = None) -> Model
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     if model.config.perform_initialization:  # type: ignore[union-attr]
-        initialize_parameters(model, seed)
+        initialize_parameters(owner, seed)
     return model
 
 

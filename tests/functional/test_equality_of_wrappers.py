@@ -36,7 +36,9 @@ def assert_close(found: Curve, expected: Curve, loss: float = 1e-6, gradient: fl
 
 
 def assert_worth_comparing(curve: Curve, clip_grad: float) -> None:
-    """The run learned, and clipping bit in some steps and not in others."""
+    """The run learned, the norm is that of every gradient once, and clipping bit in some steps and not in others."""
+    norm = sum(gradient.double().square().sum() for gradient in curve.gradients.values()).sqrt()
+    assert abs(curve.grad_norms[-1] - norm) < 1e-6 * norm
     assert curve.losses[-1] < 0.9 * curve.losses[0]
     assert min(curve.grad_norms) < clip_grad < max(curve.grad_norms)
 

@@ -105,3 +105,16 @@ def test_a_rank_with_a_gpu_claims_the_one_of_its_local_rank(monkeypatch: pytest.
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append((args, kwargs)))
     device.init_process_group(timeout_minutes=4)
     assert calls == [1, (("nccl",), {"timeout": timedelta(minutes=4)})]
+
+
+def test_ranks_of_a_machine_with_several_gpus_need_their_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError, match="RANK is set but LOCAL_RANK is not"):
+        device._local_rank()
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert device._local_rank() == 3
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("RANK")
+    assert device._local_rank() == 0

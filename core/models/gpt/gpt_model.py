@@ -6,6 +6,7 @@ from typing import get_args
 
 import torch
 
+from ... import parallel_state
 from ...errors import ConfigError, DataError, ParallelConfigError
 from ...tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ...tensor_parallel.initialization import deferred_initialization, draw_init_seed, initialize_parameters
@@ -30,8 +31,7 @@ class GPTModel(MegatronModule):
             :func:`core.tensor_parallel.pad_vocab_size`.
         max_sequence_length: longest input; rows of the position table for "learned_absolute".
         share_embeddings_and_output_weights: the projection to the vocabulary is the embedding's weight. There is no
-            `output_layer.weight` then, and the embedding's carries `shared` and `shared_embedding`: it is read
-            outside its module.
+            `output_layer.weight` then, and the embedding's carries `shared_embedding`: it is read outside its module.
         position_embedding_type: "rope" (rotary) or "learned_absolute".
         parallel_output: logits stay cut over the vocabulary by tensor-parallel rank; False gathers them.
 
@@ -82,7 +82,7 @@ class GPTModel(MegatronModule):
             )
         if share_embeddings_and_output_weights:
             words = self.embedding.word_embeddings
-            words.parameter_marks["weight"].update(shared=True, shared_embedding=True)
+            words.parameter_marks["weight"].update(shared_embedding=True)
             words.restore_parameter_marks()
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
@@ -165,7 +165,18 @@ class GPTModel(MegatronModule):
 
 
 def _check_degrees(config: TransformerConfig) -> None:
-    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+    """Refuses what the model cannot do, in its config and in the process groups, which must not disagree with it."""
+    found = {
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for name, group_size in found.items():
         degree = getattr(config, name)
         if degree > 1:
             raise ParallelConfigError(f"{name} is {degree}, but GPTModel supports only 1; set it to 1")
+        if group_size > 1:
+            raise ParallelConfigError(
+                f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
+                "initialise it with 1"
+            )

@@ -81,7 +81,9 @@ class Toy(nn.Module):
 UNITS = (Block, nn.Embedding, nn.Linear)
 
 
-def build(kind: str, module: nn.Module, *, config: Any = None, group: Any = None, **fields: Any) -> _BaseDataParallel:
+def build(
+    kind: str, module: nn.Module, *, config: Any = None, group: Any = None, unit_classes: Any = UNITS, **fields: Any
+) -> _BaseDataParallel:
     """A wrapper of the given kind over the default group."""
     config = config or SimpleNamespace()
     group = group or dist.group.WORLD
@@ -89,7 +91,7 @@ def build(kind: str, module: nn.Module, *, config: Any = None, group: Any = None
         ddp_config = DistributedDataParallelConfig(**{**BUFFERED[kind], **fields})
         return DistributedDataParallel(config, ddp_config, module, process_group=group)
     ddp_config = TorchFullyShardedDataParallelConfig(**fields)
-    return TorchFullyShardedDataParallel(config, ddp_config, module, UNITS, process_group=group)
+    return TorchFullyShardedDataParallel(config, ddp_config, module, unit_classes, process_group=group)
 
 
 def toy(seed: int = 1, **kwargs: Any) -> Toy:

@@ -13,6 +13,7 @@ from torch import nn
 
 from core.distributed import finalize_model_grads
 from core.errors import ShardstackError
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import GradientTraffic, batches, build, full, gradients, loss_of, oracle, toy
@@ -259,3 +260,60 @@ def _accumulates_low_precision_in_fp32(kind: str) -> None:
 
 def test_grad_reduce_in_fp32_accumulates_and_reduces_in_fp32(kind):
     run_distributed(_accumulates_low_precision_in_fp32, 2, kind)
+
+
+def _trains_and_evaluates(kind: str, evaluates_before: str) -> dict[str, torch.Tensor]:
+    model = build(kind, toy(tied=False))
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.05), [model])
+
+    def evaluate(moment: str) -> None:
+        if moment == evaluates_before:
+            with torch.no_grad():
+                loss_of(model, batches(dist.get_rank())[0])
+
+    for _ in range(3):
+        evaluate("zero_grad_buffer")
+        model.zero_grad_buffer()
+        evaluate("backward")
+        accumulate(model)
+        evaluate("finalize_model_grads")
+        finalize_model_grads([model])
+        evaluate("step")
+        optimizer.step()
+    return {name: full(parameter) for name, parameter in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("moment", ["zero_grad_buffer", "backward", "finalize_model_grads", "step"])
+def test_an_evaluation_at_any_moment_changes_nothing(kind, moment):
+    undisturbed = run_distributed(_trains_and_evaluates, 2, kind, "never")[0]
+    assert_same(run_distributed(_trains_and_evaluates, 2, kind, moment)[0], undisturbed)
+
+
+class _Router(nn.Module):
+    """Of two branches a rank uses one, and nobody a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(3, 3, bias=False) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branches[dist.get_rank()](x)
+
+
+def _reaches_other_parameters_on_each_rank(kind: str) -> None:
+    torch.manual_seed(1)
+    model = build(kind, _Router(), unit_classes=())
+    for _ in range(2):
+        model.zero_grad_buffer()
+        for index in range(2):
+            with nullcontext() if index else model.no_sync():
+                model(torch.ones(1, 3)).sum().backward()
+        finalize_model_grads([model])
+    found = gradients(model)
+    for branch in range(2):  # each of two micro-batches adds one, and the ranks' mean halves it
+        assert torch.equal(found[f"branches.{branch}.weight"], torch.ones(3, 3)), found
+    assert torch.equal(found["branches.2.weight"], torch.zeros(3, 3))
+
+
+def test_a_parameter_that_some_ranks_or_none_reach_has_the_mean_gradient(kind):
+    run_distributed(_reaches_other_parameters_on_each_rank, 2, kind)

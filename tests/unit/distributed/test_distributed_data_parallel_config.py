@@ -51,3 +51,11 @@ def test_settings_that_contradict_each_other_are_both_named(fields, named):
     with pytest.raises(ParallelConfigError) as error:
         DistributedDataParallelConfig(**fields)
     assert all(name in str(error.value) for name in named)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"use_distributed_optimizer": True}, {"data_parallel_sharding_strategy": "no_shard"}], ids=str
+)
+def test_fsdp2_settings_refuse_another_strategy_by_name(fields):
+    with pytest.raises(ParallelConfigError, match=f"^{next(iter(fields))} is .* in a TorchFullySharded"):
+        TorchFullyShardedDataParallelConfig(**fields)

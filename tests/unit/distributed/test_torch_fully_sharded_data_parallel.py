@@ -119,6 +119,8 @@ def _refuses() -> None:
             TorchFullyShardedDataParallel(
                 object(), DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy), toy(), **world
             )
+    with pytest.raises(ParallelConfigError, match=r"reduce_scatter_with_fp32_accumulation .* grad_reduce_in_fp32"):
+        build("fsdp2", toy(), reduce_scatter_with_fp32_accumulation=True)
     with pytest.raises(ParallelConfigError, match="num_distributed_optimizer_instances is 2 with a process_group"):
         build("fsdp2", toy(), num_distributed_optimizer_instances=2)
     model = build("fsdp2", toy())
@@ -142,6 +144,7 @@ def _starts_on_meta(kind: str) -> None:
     direct = {name: parameter.detach().clone() for name, parameter in build_gpt(True).named_parameters()}
     with torch.device("meta"):
         module = build_gpt(True)
+    module.init_seed += dist.get_rank() if kind == "fsdp2" else 0  # ranks seeded apart draw as the first one
     assert all(parameter.is_meta for parameter in module.parameters())
     model = wrap_model(module, module.config, WRAPPERS[kind](), process_group=dist.group.WORLD)
     for name, parameter in module.named_parameters():

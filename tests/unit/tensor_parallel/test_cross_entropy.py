@@ -93,10 +93,17 @@ def test_two_ranks_agree_with_the_serial_path_to_1e_6():
         assert gradient_gap <= 1e-6
 
 
-def test_alone_it_is_torchs():
-    logits, target = _logits(3.0, torch.bfloat16), _targets()
-    loss = vocab_parallel_cross_entropy(logits, target)
-    assert torch.equal(loss.view(-1), F.cross_entropy(logits.float().view(-1, V), target.view(-1), reduction="none"))
+@pytest.mark.parametrize("chunk_elements", [1, 3 * V, 2**20])
+def test_alone_it_agrees_with_torchs(chunk_elements, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_CHUNK_ELEMENTS", chunk_elements)
+    target = _targets().view(-1)
+    ours, theirs = (_logits(3.0, torch.float32).view(-1, V).requires_grad_() for _ in range(2))
+    loss = vocab_parallel_cross_entropy(ours, target)
+    reference = F.cross_entropy(theirs, target, reduction="none")
+    torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
+    loss.square().sum().backward()
+    reference.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_target_outside_the_vocabulary_is_named_on_every_rank():

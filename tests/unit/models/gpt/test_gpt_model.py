@@ -6,6 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from core import parallel_state
 from core.errors import ConfigError, DataError, ParallelConfigError
 from core.models.gpt import GPTModel, gpt_model
 from core.transformer import TransformerConfig, materialize
@@ -188,9 +189,10 @@ def test_names_are_megatrons():
 def test_a_shared_embedding_is_marked_and_is_the_output_weight():
     tied, untied = build(SMALL), build(CASES["geglu-rope"])
     weight = tied.embedding.word_embeddings.weight
-    assert weight.shared and weight.shared_embedding
+    assert weight.shared_embedding
+    assert not hasattr(weight, "shared")  # the mark of a second copy, which a gradient norm leaves out
     assert tied.shared_embedding_or_output_weight() is weight
-    assert not hasattr(untied.embedding.word_embeddings.weight, "shared")
+    assert not hasattr(untied.embedding.word_embeddings.weight, "shared_embedding")
     assert untied.shared_embedding_or_output_weight() is untied.output_layer.weight
 
 
@@ -269,3 +271,15 @@ def test_without_initialization_nothing_is_filled_and_the_draw_is_the_same(monke
         torch.manual_seed(5)
         seeds.append(GPTModel(config(perform_initialization=perform), VOCAB, LENGTH).init_seed)
     assert seeds[0] == seeds[1] and filled == seeds[:1]
+
+
+def _refuses_groups_of_another_degree() -> None:
+    for sizes, named in (((1, 2, 1), "pipeline_model_parallel_size 2"), ((1, 1, 2), "context_parallel_size 2")):
+        parallel_state.initialize_model_parallel(*sizes)
+        with pytest.raises(ParallelConfigError, match=f"initialised with {named}, but GPTModel supports only 1"):
+            GPTModel(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2), 16, 8)
+        parallel_state.destroy_model_parallel()
+
+
+def test_process_groups_of_a_degree_that_the_model_lacks_are_refused():
+    run_distributed(_refuses_groups_of_another_degree, 2)

@@ -1,0 +1,14 @@
+"""A pretraining run: its settings, the order of a step, the loop around it, and how it starts, stops and fails.
+
+    config, sections        all settings, and the checks on them
+    arguments               the command-line flags made from them
+    initialize              process group, parallel groups and seeds
+    data                    corpus, tokenizer and loaders
+    train_step              what one optimizer step is, and one validation
+    state, checkpointing    what moves on with a run, and how it gets to disk and back
+    loop, log, stop         the steps of a run, what is written of them, and how a signal ends them
+    generation, bigram      text from a model, and the baseline that it has to beat
+    entry, launch           one line for a mistake, one traceback for a crash; starting ranks on one machine
+
+``examples/gpt/pretrain_gpt.py`` shows the order in which a run uses them.
+"""

@@ -1,0 +1,229 @@
+"""Command-line flags, made from the fields of `PretrainConfig`'s sections; nobody writes one out by hand.
+
+A field gives its flag the name (``num_layers`` -> ``--num-layers``), type, default and, by the docstring under it, the
+help. A field that several sections have is one flag that sets them all. The few flags that Megatron-LM calls by
+another name than the field stand in the tables below. Parsing and help are done by cyclopts.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+from ..errors import ConfigError, MissingExtraError
+from .config import PretrainConfig, section_types
+from .entry import environment_rank
+
+Result = TypeVar("Result")
+
+_OTHER_NAMES = {
+    "layernorm_epsilon": ("--norm-epsilon",),
+    "bucket_size": ("--ddp-bucket-size",),
+    "average_in_collective": ("--ddp-average-in-collective",),
+    "grad_reduce_in_fp32": ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-fp32"),
+    "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
+    "override_opt_param_scheduler": ("--override-opt_param-scheduler",),
+}
+_NEGATED = {  # fields that are on by default: the flag turns them off
+    "add_bias_linear": "--disable-bias-linear",
+    "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
+}
+_NOT_FLAGS = {"params_dtype", "perform_initialization"}  # decided by the run, not by its user
+_SHORTHANDS = {
+    "use_torch_fsdp2": (
+        "ddp",
+        "Wrap the model in PyTorch's FSDP2: parameters, gradients and optimizer state sharded.",
+    ),
+    "swiglu": ("model", "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
+    "group_query_attention": ("model", "Share key and value heads between query heads; needs `--num-query-groups`."),
+}
+_ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
+"""Ways to say the same: a program's default for one gives way to the flag of another."""
+
+_TITLES = {
+    "model": "Transformer",
+    "gpt": "Embeddings",
+    "ddp": "Data-parallel wrapper",
+    "optimizer": "Optimizer",
+    "scheduler": "Learning-rate schedule",
+    "data": "Data",
+    "checkpoint": "Checkpoints",
+    "run": "Run",
+}
+
+
+def parse_arguments(
+    arguments: Sequence[str], defaults: Mapping[str, Any] | None = None, *, description: str = "", name: str = ""
+) -> PretrainConfig:
+    """Builds a run's settings from command-line flags.
+
+    Args:
+        arguments: the command line after the program's name.
+        defaults: by field name, a program's own defaults in place of those of the dataclasses.
+        description: first paragraph of ``--help``, which is printed by the first rank alone and ends the program.
+
+    Raises:
+        ConfigError: an unknown flag, a value of the wrong type, or settings that a section refuses.
+        MissingExtraError: cyclopts is not installed.
+    """
+    given = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
+    taken = {name for group in _ALTERNATIVES if group & given.keys() for name in group}
+    return build_config({name: value for name, value in (defaults or {}).items() if name not in taken} | given)
+
+
+def parse_call(
+    function: Callable[..., Result], arguments: Sequence[str], *, description: str | None = None, name: str = ""
+) -> Result:
+    """Calls `function`, whose keyword parameters are the flags, as a command line asks; returns what it returns.
+
+    Args:
+        description: first paragraph of ``--help``; None takes the function's docstring.
+
+    Raises:
+        ConfigError: an unknown flag, or a value of the wrong type.
+        MissingExtraError: cyclopts is not installed.
+    """
+    cyclopts = _library()
+    app = cyclopts.App(name=name, help=description, version_flags=[], help_format="plaintext")
+    app.default(function)
+    if {"-h", "--help"} & set(arguments):
+        if environment_rank() == 0:
+            app.help_print([])
+        raise SystemExit(0)
+    try:
+        _, bound, _ = app.parse_args(list(arguments), exit_on_error=False, print_error=False)
+    except cyclopts.UnusedCliTokensError as error:
+        stray = " ".join(map(repr, error.unused_tokens or []))
+        raise ConfigError(f"unexpected value {stray}; every value follows its flag, see --help") from None
+    except cyclopts.CycloptsError as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    return function(*bound.args, **bound.kwargs)
+
+
+def build_config(values: Mapping[str, Any]) -> PretrainConfig:
+    """Sections from a flat mapping of field names, shorthands included; what is left out takes its default.
+
+    Raises:
+        ConfigError: settings that contradict each other or that a section refuses, or a required one that is missing.
+    """
+    given = dict(values)
+    use_torch_fsdp2 = bool(given.pop("use_torch_fsdp2", False))
+    if given.pop("swiglu", False):
+        other = given.get("activation_func", "silu")
+        if other != "silu":
+            raise ConfigError(f"swiglu and activation_func {other} contradict each other; drop one")
+        given.update(gated_linear_unit=True, activation_func="silu")
+    if given.pop("group_query_attention", False) and given.get("num_query_groups") is None:
+        raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
+    types = section_types(use_torch_fsdp2)
+    fsdp2_only = _field_names(section_types(True)["ddp"]) - _field_names(section_types(False)["ddp"])
+    stray = sorted(fsdp2_only & given.keys()) if not use_torch_fsdp2 else []
+    if stray:
+        raise ConfigError(f"{stray[0]} is a setting of FSDP2 alone; add use_torch_fsdp2, or drop it")
+    unknown = sorted(given.keys() - {name for kind in types.values() for name in _field_names(kind)})
+    if unknown:
+        raise ConfigError(f"unknown settings: {', '.join(unknown)}")
+    sections = {}
+    for section, kind in types.items():
+        own = {name: given[name] for name in _field_names(kind) if name in given}
+        missing = [entry.name for entry in fields(kind) if _is_required(entry) and entry.name not in own]
+        if missing:
+            raise ConfigError(f"{missing[0]} is required; give it a value")
+        sections[section] = kind(**own)
+    return PretrainConfig(**sections)
+
+
+def flag_documentation(kind: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and of those it derives from, by field name."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):  # built-in, or installed without its source
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for entry, following in itertools.pairwise(body):
+            if not (isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                found[entry.target.id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def _collector(defaults: dict[str, Any]) -> Any:
+    """A function whose keyword parameters are the flags; the parser reads them from its signature."""
+    cyclopts = _library()
+    groups = {name: cyclopts.Group.create_ordered(title) for name, title in _TITLES.items()}
+    parameters: dict[str, inspect.Parameter] = {}
+
+    def add(flag: str, section: str, kind: Any, default: Any, **settings: Any) -> None:
+        if kind in (int, int | None):
+            settings["converter"] = _integer if kind is int and default is not None else _integer_or_none
+        parameter = cyclopts.Parameter(group=groups[section], **settings)
+        annotation: Any = Annotated[kind if default is not None else kind | None, parameter]
+        parameters[flag] = inspect.Parameter(
+            flag, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(flag, default), annotation=annotation
+        )
+
+    for name, (section, text) in _SHORTHANDS.items():
+        add(name, section, bool, False, help=text)
+    for section, kind in section_types(use_torch_fsdp2=True).items():
+        hints, texts = get_type_hints(kind), flag_documentation(kind)
+        for entry in fields(kind):
+            name = entry.name
+            if name in _NOT_FLAGS or name in parameters:
+                continue
+            settings: dict[str, Any] = {"help": texts.get(name)}
+            if name in _NEGATED:
+                # The positive name is kept too, so that a program's own default can be turned over either way.
+                settings.update(name=f"--{name.replace('_', '-')}", negative=_NEGATED[name])
+            elif name in _OTHER_NAMES:
+                settings["name"] = _OTHER_NAMES[name]
+            add(
+                name,
+                section,
+                hints[name],
+                inspect.Parameter.empty if _is_required(entry) else entry.default,
+                **settings,
+            )
+
+    def collect(**flags: Any) -> dict[str, Any]:
+        return flags
+
+    collect.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    collect.__annotations__ = {}
+    return collect
+
+
+def _integer_or_none(kind: Any, tokens: Sequence[Any]) -> int | None:
+    return None if tokens[0].value.lower() == "none" else _integer(kind, tokens)
+
+
+def _integer(_: Any, tokens: Sequence[Any]) -> int:
+    """cyclopts itself would round 1.5 to 2."""
+    text = tokens[0].value
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f'"{text}" is not an integer.') from None
+
+
+def _library() -> Any:
+    try:
+        import cyclopts
+    except ImportError:
+        raise MissingExtraError("cyclopts", "train", "Reading command-line flags") from None
+    return cyclopts
+
+
+def _is_required(entry: Field[Any]) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def _field_names(kind: type) -> set[str]:
+    return {entry.name for entry in fields(kind)}

@@ -1,0 +1,226 @@
+"""All of a run's state on disk and back: model, optimizer, schedule, random streams and the place in the data.
+
+A checkpoint is laid out for the whole model, so that any number of ranks and any wrapper can continue it: fp32 master
+weights stand in the place of the low-precision parameters that were rounded from them, which is how FSDP2, whose
+parameters are the masters, writes them anyway. Random streams belong to ranks, and continue only where the same
+number of ranks does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import device, parallel_state
+from ..datasets.tokenizer import Tokenizer
+from ..dist_checkpointing import checkpoint_directory, latest_checkpoint, load, load_metadata, model_state_dict, save
+from ..dist_checkpointing.safe_metadata import INDEX_FILE
+from ..distributed.data_parallel_base import unwrap_model
+from ..errors import CheckpointError
+from ..tensor_parallel.random import get_rng_tracker
+from .config import PretrainConfig
+from .state import TrainingState
+
+TOKENIZER_FILE = "tokenizer.json"
+_SHAPE_FIELDS = {
+    "model": (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+        *("normalization", "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "qk_layernorm"),
+        *("rotary_percent", "rotary_base"),
+    ),
+    "gpt": ("position_embedding_type", "untie_embeddings_and_output_weights"),
+}
+
+
+def save_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) -> Path:
+    """Writes ``root/iter_<iteration>`` and points ``root/latest`` to it; collective.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on one.
+    """
+    rng, tensors = rng_state(), _tensors(state)
+    folder = checkpoint_directory(root, state.iteration)
+    metadata = {
+        "iteration": state.iteration,
+        "consumed_samples": state.consumed_samples,
+        "vocab_size": state.vocab_size,
+        "config": config.to_json(),
+        "optimizer": state.optimizer.state_scalars(),
+        "scheduler": state.scheduler.state_dict(),
+        "model_tensors": sorted(name for name in tensors if name.startswith("model.")),
+        "rng_layout": _rng_layout(rng),
+        "layout": _rank_layout(),
+    }
+    save(tensors | {f"rng.rank{dist.get_rank()}": _packed(rng)}, folder, metadata=metadata)
+    return folder
+
+
+def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) -> None:
+    """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one; collective.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of another model; nothing has been changed then.
+    """
+    folder = find_checkpoint(root)
+    metadata = load_metadata(folder)
+    check_is_run(metadata, folder)
+    _check_same_model(metadata, state, config, folder)
+    same_ranks = metadata["layout"] == _rank_layout() and metadata["rng_layout"] == _rng_layout(rng_state())
+    streams = _rng_buffers(metadata, same_ranks)
+    load(_tensors(state) | streams, folder)
+    state.optimizer.load_state_scalars(metadata["optimizer"])
+    state.scheduler.load_state_dict(metadata["scheduler"])
+    state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
+    if same_ranks:
+        set_rng_state(_unpacked(streams[f"rng.rank{dist.get_rank()}"], metadata["rng_layout"]))
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Fills a model's parameters alone from a checkpoint of any layout.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
+    stored = load_metadata(folder)["model_tensors"]
+    if sorted(tensors) != stored:
+        differing = sorted(set(stored) ^ tensors.keys())
+        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
+    load(tensors, folder, strict=False)
+
+
+def find_checkpoint(root: Path) -> Path:
+    """The latest checkpoint of a run's folder; the folder itself if it is a checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if is_checkpoint(root):
+        return root
+    found = latest_checkpoint(root) if root.is_dir() else None
+    if found is None:
+        raise CheckpointError(
+            f"{root}: {'holds no checkpoint' if root.is_dir() else 'no such folder'}; give --load the folder that a "
+            "run saved to"
+        )
+    return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is one checkpoint, and not the folder of a run."""
+    return (folder / INDEX_FILE).is_file()
+
+
+def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
+    """Refuses a checkpoint that :func:`save_checkpoint` did not write."""
+    missing = {"iteration", "config", "vocab_size", "model_tensors", "rng_layout", "layout"} - metadata.keys()
+    if missing:
+        raise CheckpointError(
+            f"{folder}: not the checkpoint of a pretraining run, its metadata has no {', '.join(sorted(missing))}"
+        )
+
+
+def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:
+    """Keeps the run's tokenizer beside its checkpoints, for whoever generates text; by one rank."""
+    root.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(root / TOKENIZER_FILE)
+
+
+def _tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Every tensor of the whole model and its optimizer by name, sharing this rank's storage."""
+    optimizer = state.optimizer.state_tensors()
+    masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
+    model = model_state_dict(unwrap_model(state.model))
+    tensors = {f"model.{name}": masters.get(name, tensor) for name, tensor in model.items()}
+    return tensors | {f"optimizer.{name}": t for name, t in optimizer.items() if not name.startswith("master.")}
+
+
+def _check_same_model(metadata: Mapping[str, Any], state: TrainingState, config: PretrainConfig, folder: Path) -> None:
+    theirs = metadata["config"]
+    ours = config.to_json()
+    differing = [
+        f"{name} {theirs[section].get(name)!r} there and {ours[section][name]!r} here"
+        for section, names in _SHAPE_FIELDS.items()
+        for name in names
+        if theirs[section].get(name) != ours[section][name]
+    ]
+    if metadata["vocab_size"] != state.vocab_size:
+        differing.append(f"vocab_size {metadata['vocab_size']} there and {state.vocab_size} here")
+    if theirs["optimizer"].get("optimizer") != ours["optimizer"]["optimizer"]:
+        differing.append(
+            f"optimizer {theirs['optimizer'].get('optimizer')} there and {config.optimizer.optimizer} here"
+        )
+    if differing:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model: {', '.join(differing)}; give the flags of that run, or load "
+            "a checkpoint of this model"
+        )
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """The state of every random stream of this rank, as byte tensors on the CPU."""
+    version, numbers, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    streams = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *numbers], dtype=torch.int64).view(torch.uint8),
+        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64).view(torch.uint8),
+        "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64).view(torch.uint8),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64).view(torch.uint8),
+    }
+    if device.device_type() == "cuda":
+        streams["cuda"] = torch.cuda.get_rng_state()
+    return streams | {f"tracked.{name}": value for name, value in sorted(get_rng_tracker().get_states().items())}
+
+
+def set_rng_state(streams: Mapping[str, torch.Tensor]) -> None:
+    """Continues every stream from :func:`rng_state`."""
+    torch.set_rng_state(streams["torch"])
+    version, *numbers = streams["python"].view(torch.int64).tolist()
+    has_gauss, gauss = streams["python_gauss"].view(torch.float64).tolist()
+    random.setstate((version, tuple(numbers), gauss if has_gauss else None))
+    *keys, position, has_cached = streams["numpy"].view(torch.int64).tolist()
+    cached = streams["numpy_gauss"].view(torch.float64).item()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_cached, cached))
+    if "cuda" in streams:
+        torch.cuda.set_rng_state(streams["cuda"])
+    tracked = {name.removeprefix("tracked."): v for name, v in streams.items() if name.startswith("tracked.")}
+    get_rng_tracker().set_states(tracked)
+
+
+def _rng_layout(streams: Mapping[str, torch.Tensor]) -> list[list[Any]]:
+    return [[name, value.numel()] for name, value in streams.items()]
+
+
+def _rank_layout() -> dict[str, int]:
+    return {
+        "ranks": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+    }
+
+
+def _packed(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in streams.values()])
+
+
+def _unpacked(packed: torch.Tensor, layout: list[list[Any]]) -> dict[str, torch.Tensor]:
+    pieces = packed.split([size for _, size in layout])
+    return {name: piece.clone() for (name, _), piece in zip(layout, pieces, strict=True)}
+
+
+def _rng_buffers(metadata: Mapping[str, Any], same_ranks: bool) -> dict[str, torch.Tensor]:
+    """Where the checkpoint's streams are read into: this rank's own, or all of them by one rank, to be dropped."""
+    size = sum(size for _, size in metadata["rng_layout"])
+    if same_ranks:
+        wanted = [dist.get_rank()]
+    else:
+        wanted = list(range(metadata["layout"]["ranks"])) if dist.get_rank() == 0 else []
+    return {f"rng.rank{rank}": torch.empty(size, dtype=torch.uint8) for rank in wanted}

@@ -1,0 +1,177 @@
+"""All settings of a pretraining run: one dataclass, a section per concern, built once and never written to.
+
+Facts about one section are checked where the section is built, facts across sections in :func:`validate`. Field names
+are Megatron-LM's flags with underscores; `core.training.arguments` makes the flags from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..datasets.data_samplers import num_microbatches
+from ..distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from ..errors import ConfigError, ParallelConfigError
+from ..optimizer import OptimizerConfig
+from ..transformer.transformer_config import TransformerConfig
+from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """Everything that a pretraining run is told. Below `core.training` each part is given its own section."""
+
+    model: TransformerConfig
+    """The transformer and the parallel degrees."""
+    gpt: GPTConfig = field(default_factory=GPTConfig)
+    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+    """Settings of the data-parallel wrapper; its type chooses FSDP2."""
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    data: DataConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunConfig
+
+    @property
+    def use_torch_fsdp2(self) -> bool:
+        """Whether the model is wrapped in PyTorch's FSDP2."""
+        return isinstance(self.ddp, TorchFullyShardedDataParallelConfig)
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Longest sequence of the model, in tokens."""
+        return self.gpt.max_position_embeddings or self.data.seq_length
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that read different samples."""
+        return world_size // _model_parallel_size(self.model)
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples of a step over all ranks."""
+        return self.data.global_batch_size or self.data.micro_batch_size * self.data_parallel_size(world_size)
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Micro-batches that each rank takes in a step."""
+        data = self.data
+        return num_microbatches(
+            self.global_batch_size(world_size), data.micro_batch_size, self.data_parallel_size(world_size)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as JSON values, for the log and for checkpoints; :meth:`from_json` is the way back."""
+        sections = {section.name: _json_values(getattr(self, section.name)) for section in fields(self)}
+        return {"use_torch_fsdp2": self.use_torch_fsdp2, **sections}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PretrainConfig:
+        """Settings from what :meth:`to_json` gave.
+
+        Raises:
+            ConfigError: a section or a field that is missing or unknown, from another version of this library.
+        """
+        try:
+            types = section_types(values["use_torch_fsdp2"])
+            return cls(**{name: _from_json_values(kind, values[name]) for name, kind in types.items()})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"these are no settings of this version of the library: {error}") from error
+
+
+def section_types(use_torch_fsdp2: bool) -> dict[str, type]:
+    """The dataclass of each section, in the order of `PretrainConfig`."""
+    return {
+        "model": TransformerConfig,
+        "gpt": GPTConfig,
+        "ddp": TorchFullyShardedDataParallelConfig if use_torch_fsdp2 else DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+        "scheduler": SchedulerConfig,
+        "data": DataConfig,
+        "checkpoint": CheckpointConfig,
+        "run": RunConfig,
+    }
+
+
+def validate(config: PretrainConfig, world_size: int) -> None:
+    """Checks what no section can know alone.
+
+    Raises:
+        ConfigError: everything that is wrong, a line each; a `ParallelConfigError` when all of it is about sizes that
+            do not divide.
+    """
+    violations = [*_size_violations(config, world_size), *_setting_violations(config)]
+    if violations:
+        kind = ParallelConfigError if all(isinstance(v, ParallelConfigError) for v in violations) else ConfigError
+        raise kind("\n".join(str(violation) for violation in violations))
+
+
+def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[ConfigError]:
+    model, data = config.model, config.data
+    model_parallel = _model_parallel_size(model)
+    if world_size % model_parallel:
+        yield ParallelConfigError(
+            f"{world_size} ranks do not divide into tensor_model_parallel_size {model.tensor_model_parallel_size} x "
+            f"context_parallel_size {model.context_parallel_size} x pipeline_model_parallel_size "
+            f"{model.pipeline_model_parallel_size} = {model_parallel}; start a multiple of {model_parallel} ranks"
+        )
+        return
+    data_parallel = config.data_parallel_size(world_size)
+    try:
+        config.num_microbatches(world_size)
+    except ParallelConfigError as error:
+        yield error
+    instances, replicas = config.ddp.num_distributed_optimizer_instances, data_parallel * model.context_parallel_size
+    if replicas % instances:
+        yield ParallelConfigError(
+            f"num_distributed_optimizer_instances {instances} does not divide the {replicas} data-parallel ranks"
+        )
+    cuts = 1 if model.context_parallel_size == 1 else 2 * model.context_parallel_size
+    if model.sequence_parallel:
+        cuts *= model.tensor_model_parallel_size
+    if data.seq_length % cuts:
+        yield ParallelConfigError(
+            f"seq_length {data.seq_length} is cut into {cuts} parts by context_parallel_size "
+            f"{model.context_parallel_size} and sequence_parallel {model.sequence_parallel}; take a multiple of {cuts}"
+        )
+
+
+def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
+    limit = config.gpt.max_position_embeddings
+    if limit is not None and config.data.seq_length > limit:
+        yield ConfigError(
+            f"seq_length {config.data.seq_length} exceeds max_position_embeddings {limit}; raise the latter"
+        )
+    for name in ("fp16", "bf16"):
+        model, optimizer = getattr(config.model, name), getattr(config.optimizer, name)
+        if model != optimizer:
+            yield ConfigError(f"{name} is {model} for the model and {optimizer} for the optimizer; set both alike")
+    if config.optimizer.loss_scale is not None and not config.model.fp16:
+        yield ConfigError(f"loss_scale {config.optimizer.loss_scale} is given without fp16, where nothing reads it")
+    if config.use_torch_fsdp2 and config.ddp.sharding_strategy != "optim_grads_params":
+        yield ParallelConfigError(
+            "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
+            f"{config.ddp.sharding_strategy}; drop one of the two"
+        )
+    if config.optimizer.lr is None:
+        yield ConfigError("lr is not set; give the peak learning rate")
+
+
+def _model_parallel_size(model: TransformerConfig) -> int:
+    return model.tensor_model_parallel_size * model.context_parallel_size * model.pipeline_model_parallel_size
+
+
+def _json_values(section: Any) -> dict[str, Any]:
+    return {name: str(v) if isinstance(v, (Path, torch.dtype)) else v for name, v in asdict(section).items()}
+
+
+def _from_json_values(kind: type, values: Mapping[str, Any]) -> Any:
+    converted = dict(values)
+    for entry in fields(kind):
+        value = converted.get(entry.name)
+        if isinstance(value, str) and "Path" in str(entry.type):
+            converted[entry.name] = Path(value)
+        elif isinstance(value, str) and "dtype" in str(entry.type):
+            converted[entry.name] = getattr(torch, value.removeprefix("torch."))
+    return kind(**converted)

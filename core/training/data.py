@@ -1,0 +1,117 @@
+"""The data of a run: its corpus, the tokenizer that belongs to it, and loaders that know where the run is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.utils.data import DataLoader
+
+from .. import parallel_state
+from ..datasets.data_samplers import build_pretraining_data_loader
+from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, build_gpt_datasets
+from ..datasets.indexed_dataset import IndexedDataset
+from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
+from ..errors import ConfigError, DataError
+from ..tensor_parallel.vocab import pad_vocab_size
+from .config import PretrainConfig
+from .stop import ignore_stop_signals
+from .train_step import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Datasets of a run and what they say about its model."""
+
+    train: GPTDataset
+    valid: GPTDataset | None
+    """None where the run validates nothing."""
+    tokenizer: Tokenizer | None
+    """None for a corpus of which only the vocabulary's size is known."""
+    vocab_size: int
+    """Rows of the embedding: the vocabulary, padded."""
+
+
+def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunData:
+    """Opens the corpus at `data_path` and finds, or builds and caches, the order of its samples.
+
+    Raises:
+        DataError: a corpus that is missing, damaged, too small, or has tokens beyond the vocabulary.
+        ConfigError: nothing says how large the vocabulary is, or two things say it differently.
+    """
+    corpus = IndexedDataset(data_path)
+    if len(corpus) == 0:
+        raise DataError(f"{corpus.idx_path}: the corpus is empty; prepare it from files that hold text")
+    tokenizer = _tokenizer(config, data_path)
+    vocab_size = _vocab_size(config, data_path, tokenizer)
+    settings = GPTDatasetConfig(
+        sequence_length=config.data.seq_length,
+        random_seed=config.run.seed,
+        split=config.data.split,
+        vocab_size=vocab_size,
+        eod=tokenizer.eod if tokenizer is not None else None,
+        reset_position_ids=config.data.reset_position_ids,
+        eod_mask_loss=config.data.eod_mask_loss,
+        cache_dir=config.data.data_cache_path,
+    )
+    batch = config.global_batch_size(world_size)
+    counts = [config.run.train_iters * batch, config.run.eval_iters * batch, 0]
+    train, valid, _ = build_gpt_datasets(data_path, settings, counts)
+    if train is None:
+        raise ConfigError(f"train_iters is {config.run.train_iters}; it takes a positive number")
+    return RunData(
+        train=train,
+        valid=valid,
+        tokenizer=tokenizer,
+        vocab_size=pad_vocab_size(vocab_size, config.gpt.make_vocab_size_divisible_by),
+    )
+
+
+def training_batches(data: RunData, config: PretrainConfig, consumed_samples: int) -> Iterator[Batch]:
+    """This rank's micro-batches after the first `consumed_samples` samples of the run."""
+    return iter(_loader(data.train, config, consumed_samples))
+
+
+def validation_batches(dataset: GPTDataset, config: PretrainConfig) -> Iterator[Batch]:
+    """This rank's micro-batches of a validation: the same samples each time, so that its losses compare."""
+    return iter(_loader(dataset, config, 0))
+
+
+def _loader(dataset: GPTDataset, config: PretrainConfig, consumed_samples: int) -> DataLoader[Batch]:
+    data_parallel_size = parallel_state.get_data_parallel_world_size()
+    loader = build_pretraining_data_loader(
+        dataset,
+        consumed_samples,
+        micro_batch_size=config.data.micro_batch_size,
+        global_batch_size=config.data.global_batch_size or config.data.micro_batch_size * data_parallel_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=data_parallel_size,
+        num_workers=config.data.num_workers,
+        seed=config.run.seed,
+    )
+    loader.worker_init_fn = ignore_stop_signals
+    return loader
+
+
+def _tokenizer(config: PretrainConfig, data_path: Path) -> Tokenizer | None:
+    if config.data.tokenizer_model is not None:
+        return load_tokenizer(config.data.tokenizer_model)
+    beside = tokenizer_path(data_path)
+    return load_tokenizer(beside) if beside.exists() else None
+
+
+def _vocab_size(config: PretrainConfig, data_path: Path, tokenizer: Tokenizer | None) -> int:
+    asked = config.data.vocab_size
+    if tokenizer is None:
+        if asked is None:
+            raise ConfigError(
+                f"{tokenizer_path(data_path)} does not exist, so the size of the vocabulary is unknown; give "
+                "--vocab-size, or the tokenizer of the corpus with --tokenizer-model"
+            )
+        return asked
+    if asked is not None and asked < tokenizer.vocab_size:
+        raise ConfigError(
+            f"vocab_size {asked} is smaller than the tokenizer's {tokenizer.vocab_size}; drop it, or raise it"
+        )
+    return asked or tokenizer.vocab_size

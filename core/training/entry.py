@@ -1,0 +1,103 @@
+"""How a program of several ranks fails: one line for a user's mistake, one traceback for a crash, and no hang.
+
+When a rank fails, the others soon fail too, because a collective lost its partner. What a reader needs is the first
+failure alone. Ranks therefore ask the store of the process group who was first: that one tells all, the others at
+most one line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import parallel_state
+from ..errors import ShardstackError
+
+USER_ERROR_STATUS = 2
+CRASH_STATUS = 1
+INTERRUPTED_STATUS = 130
+
+_FIRST = "shardstack/first_failure"
+
+
+def environment_rank() -> int:
+    """This process's rank as its launcher told it; 0 without a launcher. Known before any process group."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def environment_world_size() -> int:
+    """The number of ranks as the launcher told it; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] | None = None) -> None:
+    """Runs a program's `main` on its command line, and ends the process with the status that belongs to the outcome.
+
+    0 when `main` returns; 2 after an error of the user, of which one line is printed over all ranks; 1 after any
+    other exception, whose traceback the first rank to fail prints; 130 after an interrupt.
+    """
+    try:
+        main(sys.argv[1:] if arguments is None else arguments)
+        _shut_down()
+    except ShardstackError as error:
+        _leave(USER_ERROR_STATUS, f"error: {one_line(error)}\n")
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED_STATUS, "interrupted\n")
+    except Exception as error:
+        where = f"rank {environment_rank()} of {environment_world_size()}"
+        _leave(
+            CRASH_STATUS, f"\n{where}:\n{traceback.format_exc()}", f"{where} stopped too: {one_line(error)[:200]}\n"
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks; its type's name where it has no message."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+
+
+def _shut_down() -> None:
+    """Takes the process group down once every rank is done."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _leave(status: int, first_report: str, later_report: str = "") -> None:
+    has_group = dist.is_available() and dist.is_initialized()
+    first_status = _claim_first_failure(status) if has_group else None
+    if first_status is None:
+        # Before there is a group every rank fails alike in reading its flags: one of them speaks. A crash differs.
+        if has_group or environment_rank() == 0 or status == CRASH_STATUS:
+            _tell(first_report)
+    elif first_status == CRASH_STATUS and later_report:
+        _tell(later_report)
+    if has_group:
+        # A normal exit would wait for the group's threads, and these for ranks that no longer answer.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _tell(report: str) -> None:
+    # One write, so that the lines of several ranks do not interleave. The line break leaves a progress bar standing.
+    on_terminal = sys.stderr.isatty() and dist.is_initialized()
+    sys.stderr.write(("\n" if on_terminal else "") + report)
+    sys.stderr.flush()
+
+
+def _claim_first_failure(status: int) -> int | None:
+    """None for the rank that fails first; for a later one the status of the first."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if store.add(f"{_FIRST}/count", 1) == 1:
+            store.set(f"{_FIRST}/status", str(status))
+            return None
+        return int(store.get(f"{_FIRST}/status"))
+    except Exception:  # the store went away with the rank that held it: that one failed first
+        return CRASH_STATUS

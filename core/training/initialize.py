@@ -1,0 +1,48 @@
+"""Makes what a run stands on, in order: settings checked, process group, parallel groups, seeds."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .. import device, parallel_state
+from ..tensor_parallel.random import model_parallel_manual_seed
+from .config import PretrainConfig, validate
+from .entry import environment_rank, environment_world_size
+
+
+def initialize(config: PretrainConfig) -> None:
+    """Joins the process group, builds the parallel groups, and seeds every generator.
+
+    A rank computes with one thread unless ``OMP_NUM_THREADS`` says otherwise, and ranks other than the first show no
+    warnings, which all ranks have alike.
+
+    Raises:
+        ConfigError: settings that do not fit together or to the number of ranks; before anything is made.
+    """
+    validate(config, dist.get_world_size() if dist.is_initialized() else environment_world_size())
+    if environment_rank() != 0:
+        warnings.filterwarnings("ignore")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device.init_process_group(config.run.distributed_timeout_minutes)
+    parallel_state.initialize_model_parallel(
+        config.model.tensor_model_parallel_size,
+        config.model.pipeline_model_parallel_size,
+        config.model.context_parallel_size,
+        expert_model_parallel_size=config.model.expert_model_parallel_size,
+        num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=config.run.distributed_timeout_minutes,
+    )
+    seed_everything(config.run.seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch, its tensor-parallel streams, numpy and Python, on all ranks alike."""
+    random.seed(seed)
+    np.random.seed(seed)
+    model_parallel_manual_seed(seed)

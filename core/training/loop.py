@@ -1,0 +1,94 @@
+"""The iterations of a run: step, log, validate, save; and an orderly end when a signal asks for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .checkpointing import save_checkpoint, save_tokenizer
+from .config import PretrainConfig
+from .data import RunData, training_batches, validation_batches
+from .log import RunLog, Stopwatch
+from .state import TrainingState
+from .stop import StopRequest
+from .train_step import evaluate, train_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    iteration: int
+    validation_loss: float | None
+    """Nats a token, after the last iteration; None where it was not reached or the run validates nothing."""
+    checkpoint: Path | None
+    """The last checkpoint that was written; None where there is none."""
+    stopped_by: str
+    """Name of the signal that ended the run before its last iteration; empty if none did."""
+
+
+def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
+    """Trains from `state.iteration` to `train_iters`; all ranks call it together.
+
+    SIGTERM and Ctrl-C on any rank end it on all after the step in progress, with a checkpoint if there is a folder.
+
+    Raises:
+        DataError: no samples are left. CheckpointError: a checkpoint cannot be written.
+    """
+    world_size = dist.get_world_size()
+    is_writer = dist.get_rank() == 0
+    folder = config.checkpoint.folder
+    if folder is not None and is_writer and data.tokenizer is not None:
+        save_tokenizer(data.tokenizer, folder)
+    num_microbatches = config.num_microbatches(world_size)
+    batch_size = config.global_batch_size(world_size)
+    last = config.run.train_iters
+    validation_loss: float | None = None
+    checkpoint: Path | None = None
+    stop = False
+    state.model.train()
+    with StopRequest() as request, RunLog(config, folder, state.iteration, enabled=is_writer) as log:
+        batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
+        watch = Stopwatch()
+        while state.iteration < last and not stop:
+            lr = max(group["lr"] for group in state.optimizer.param_groups)
+            loss_scale = float(state.optimizer.get_loss_scale())
+            result = train_step(
+                state.model,
+                state.optimizer,
+                state.scheduler,
+                batches,
+                num_microbatches,
+                stop_requested=request.requested,
+            )
+            state.iteration += 1
+            state.consumed_samples += batch_size
+            num_tokens = batch_size * config.data.seq_length
+            log.step(
+                state.iteration, result, lr=lr, loss_scale=loss_scale, num_tokens=num_tokens, seconds=watch.read()
+            )
+
+            is_last = state.iteration == last
+            stop = result.stop and not is_last
+            if data.valid is not None and (
+                is_last or (_is_due(state.iteration, config.run.eval_interval) and not stop)
+            ):
+                validation = validation_batches(data.valid, config)
+                validation_loss = evaluate(state.model, validation, config.run.eval_iters * num_microbatches)
+                log.validation(state.iteration, validation_loss)
+            if folder is not None and (is_last or stop or _is_due(state.iteration, config.checkpoint.save_interval)):
+                checkpoint = save_checkpoint(state, config, folder)
+                log.message(f"iteration {state.iteration}: saved {checkpoint}")
+            watch.read()  # validating and saving is no training time
+    return Outcome(
+        iteration=state.iteration,
+        validation_loss=validation_loss if state.iteration == last else None,
+        checkpoint=checkpoint,
+        stopped_by=(request.signal_name or "a signal to another rank") if stop else "",
+    )
+
+
+def _is_due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0

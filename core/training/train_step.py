@@ -1,0 +1,116 @@
+"""One optimizer step over its micro-batches, and one validation: the order of operations, visible in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import device, parallel_state
+from ..distributed import _BaseDataParallel, finalize_model_grads
+from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
+
+Batch = Mapping[str, torch.Tensor]
+"""Tensors `[b, s]`: `tokens`, `labels`, `loss_mask` and `position_ids`."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, equal on all ranks."""
+
+    loss: float
+    """Mean loss in nats a token: of all tokens with `calculate_per_token_loss`, else the mean of micro-batches'."""
+
+    updated: bool
+    """False where gradients overflowed and the step was skipped."""
+
+    grad_norm: float | None
+    """Global norm of the gradient before clipping."""
+
+    num_zeros: int | None
+    """Zeros in the gradient, where the optimizer counts them."""
+
+    stop: bool
+    """Some rank was asked to stop."""
+
+
+def train_step(
+    model: _BaseDataParallel,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    batches: Iterator[Batch],
+    num_microbatches: int,
+    *,
+    stop_requested: bool = False,
+) -> StepResult:
+    """Makes one optimizer step in Megatron-LM's order; all ranks call it together.
+
+    Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks. With
+    `calculate_per_token_loss` losses are summed instead, and `finalize_model_grads` divides by the number of tokens
+    of all micro-batches and ranks.
+
+    Args:
+        batches: this rank's micro-batches, of which `num_microbatches` are taken.
+        stop_requested: what this rank knows; the ranks agree on it with the sum that they make anyway.
+    """
+    per_token = model.sums_gradients
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device.current_device())
+    num_tokens = torch.zeros_like(loss_sum)
+
+    model.zero_grad_buffer()
+    for i in range(num_microbatches):
+        batch = _to_device(next(batches))
+        with model.no_sync() if i < num_microbatches - 1 else nullcontext():
+            masked_sum, tokens = _masked_loss(model, batch)
+            loss = masked_sum if per_token else masked_sum / tokens.clamp(min=1) / num_microbatches
+            optimizer.scale_loss(loss).backward()
+        loss_sum += loss.detach()
+        num_tokens += tokens
+    finalize_model_grads([model], num_tokens if per_token else None)
+    updated, grad_norm, num_zeros = optimizer.step()
+    if updated:
+        scheduler.step(1)
+
+    weight = num_tokens if per_token else torch.ones_like(loss_sum)
+    totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
+    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if stop_needs_model_ranks():
+        # Ranks of one model see different signals too; the data-parallel sum above does not reach across them.
+        dist.all_reduce(totals[2:], op=dist.ReduceOp.MAX)
+    total_loss, total_weight, stops = totals.tolist()
+    return StepResult(total_loss / max(total_weight, 1.0), updated, grad_norm, num_zeros, stops > 0)
+
+
+def stop_needs_model_ranks() -> bool:
+    """Whether there are ranks outside this rank's data-parallel group."""
+    return dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
+@torch.no_grad()
+def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: int) -> float:
+    """Mean loss in nats a token over all tokens of `num_batches` micro-batches of every rank, without dropout."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device.current_device())
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(num_batches):
+            masked_sum, tokens = _masked_loss(model, _to_device(next(batches)))
+            totals += torch.stack([masked_sum.double(), tokens.double()])
+    finally:
+        model.train(was_training)
+    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return float(totals[0] / totals[1].clamp(min=1.0))
+
+
+def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the losses that count, and how many do; both 0-dim, on the device."""
+    losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"])  # [b, s]
+    mask = batch["loss_mask"]
+    return (losses.float() * mask).sum(), mask.sum()
+
+
+def _to_device(batch: Batch) -> Batch:
+    return {name: tensor.to(device.current_device(), non_blocking=True) for name, tensor in batch.items()}

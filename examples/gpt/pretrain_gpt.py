@@ -1,0 +1,194 @@
+"""Trains a GPT. Without --data-path it learns from the source code of this Python's own standard library.
+
+Run it under `python -m core.training.launch --nproc-per-node 2`, `torchrun` or Slurm, or alone for one rank.
+Flags have Megatron-LM's names; README.md shows commands.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from core.datasets.indexed_dataset import IndexedDataset
+from core.datasets.prepare import prepare, standard_library_sources
+from core.device import current_device
+from core.dist_checkpointing import latest_checkpoint
+from core.distributed import wrap_model
+from core.distributed.data_parallel_base import unwrap_model
+from core.errors import ConfigError
+from core.models.gpt import GPTModel
+from core.optimizer import get_megatron_optimizer
+from core.training.arguments import parse_arguments
+from core.training.bigram import bigram_validation_loss
+from core.training.checkpointing import is_checkpoint, load_checkpoint
+from core.training.config import PretrainConfig
+from core.training.data import RunData, load_data
+from core.training.entry import run_command
+from core.training.generation import SamplingConfig, generate_tokens, stream_text
+from core.training.initialize import initialize
+from core.training.loop import Outcome, train
+from core.training.state import TrainingState, build_scheduler
+from core.transformer.module import Float16Module
+
+DEFAULTS = {
+    # a model that two CPU cores train in minutes; any of it can be changed by a flag
+    "num_layers": 4,
+    "hidden_size": 192,
+    "num_attention_heads": 6,
+    "ffn_hidden_size": 512,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "seq_length": 128,
+    "micro_batch_size": 8,
+    "num_workers": 0,
+    "train_iters": 750,
+    "lr": 1.5e-3,
+    "min_lr": 1e-4,
+    "lr_decay_style": "cosine",
+    "lr_warmup_fraction": 0.05,
+    "adam_beta2": 0.95,
+    "weight_decay": 0.1,
+    "eval_interval": 250,
+    "eval_iters": 20,
+    "save_interval": 250,
+    "log_interval": 10,
+}
+STANDARD_LIBRARY_VOCABULARY = 2048  # entries of the BPE that is learned from it
+PROMPT = "def "
+
+
+def main(arguments: Sequence[str]) -> None:
+    config = parse_arguments(arguments, DEFAULTS, description=__doc__, name="pretrain_gpt.py")
+    initialize(config)
+    config = in_run_folder(config)
+    data = load_data(config, config.data.data_path or standard_library_corpus(), dist.get_world_size())
+
+    model = wrap_model(build_model(config, data.vocab_size), config.model, config.ddp)
+    optimizer = get_megatron_optimizer(config.optimizer, [model])
+    scheduler = build_scheduler(config, optimizer)
+    state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, vocab_size=data.vocab_size)
+    if config.checkpoint.load is not None:
+        load_checkpoint(state, config, config.checkpoint.load)
+
+    outcome = train(state, config, data)
+    report(outcome, state, config, data)
+
+
+def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
+    """The model, in the precision in which its wrapper takes it: FSDP2 shards fp32 parameters and casts by itself."""
+    # On the meta device nothing is allocated: FSDP2 fills each rank's shards after it has cut them.
+    with torch.device("meta") if config.use_torch_fsdp2 else nullcontext():
+        model: torch.nn.Module = GPTModel(
+            config.model,
+            vocab_size,
+            config.max_sequence_length,
+            share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
+            position_embedding_type=config.gpt.position_embedding_type,
+        )
+    if config.use_torch_fsdp2:
+        return model
+    model = model.to(current_device())
+    return Float16Module(config.model, model) if config.model.fp16 or config.model.bf16 else model
+
+
+def in_run_folder(config: PretrainConfig) -> PretrainConfig:
+    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
+    checkpoint = config.checkpoint
+    if checkpoint.folder is None:
+        name = [f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
+        dist.broadcast_object_list(name, src=0)  # clocks differ
+        checkpoint = replace(checkpoint, save=Path(name[0]))
+    elif checkpoint.save is None and checkpoint.load is not None and is_checkpoint(checkpoint.load):
+        checkpoint = replace(checkpoint, save=checkpoint.load.parent)
+    elif checkpoint.load is None and latest_checkpoint(checkpoint.folder) is not None:
+        raise ConfigError(
+            f"--save {checkpoint.folder} holds a run already; continue it with --load {checkpoint.folder}, or choose "
+            "another folder"
+        )
+    return replace(config, checkpoint=checkpoint)
+
+
+def standard_library_corpus(folder: Path = Path("data")) -> Path:
+    """The text of this Python's standard library as a corpus, made by the first rank on first use."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    prefix = folder / f"python-{python}-standard-library-bpe{STANDARD_LIBRARY_VOCABULARY}"
+    if dist.get_rank() == 0 and not IndexedDataset.exists(prefix):
+        folder.mkdir(parents=True, exist_ok=True)
+        sources = standard_library_sources()
+        prepare(sources, prefix, tokenizer="bpe", vocab_size=STANDARD_LIBRARY_VOCABULARY, progress=True)
+    dist.barrier()
+    return prefix
+
+
+def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data: RunData) -> None:
+    """Says how the run ended, how good the model is, and where everything lies."""
+    folder = config.checkpoint.folder
+    if outcome.stopped_by:
+        say(f"stopped by {outcome.stopped_by} after iteration {outcome.iteration}; saved {outcome.checkpoint}")
+        say(f"to continue, repeat the command with --load {folder}")
+        return
+    if outcome.checkpoint is None:
+        say(f"{folder} is at iteration {outcome.iteration} already; raise --train-iters above it to go on")
+        return
+    if outcome.validation_loss is None or data.valid is None or data.tokenizer is None:
+        say(f"finished at iteration {outcome.iteration}; saved {outcome.checkpoint}")
+        return
+    text = "".join(sample(state, config, data))  # every rank takes part
+    if dist.get_rank() != 0:
+        return
+    num_samples = config.run.eval_iters * config.global_batch_size(dist.get_world_size())
+    bigram = bigram_validation_loss(data.train, data.valid, num_samples, data.tokenizer.vocab_size)
+    change = 100 * (outcome.validation_loss / bigram - 1)
+    say(f"\nthe model wrote: {PROMPT}{text}\n")
+    say(f"validation loss        {outcome.validation_loss:.4f} nats a token")
+    say(f"add-one bigram model   {bigram:.4f} on the same tokens (the model: {change:+.1f} %)")
+    say(f"checkpoint             {outcome.checkpoint}")
+    say(f"loss curve, log        {folder}/loss.png, {folder}/log.jsonl")
+    program = [short(sys.executable), short(str(Path(__file__).with_name("generate.py")))]
+    say(f"more text              {shlex.join([*program, '--load', str(folder), '--prompt', PROMPT])}")
+
+
+def sample(state: TrainingState, config: PretrainConfig, data: RunData, num_tokens: int = 80) -> Iterator[str]:
+    """A few lines of text that the model writes."""
+    if data.tokenizer is None:
+        return iter(())
+    unwrap_model(state.model).parallel_output = False  # type: ignore[assignment]  # whole logits on every rank
+    tokens = generate_tokens(
+        state.model,
+        data.tokenizer.encode(PROMPT).tolist(),
+        num_tokens,
+        SamplingConfig(temperature=0.7, top_p=0.9),
+        vocab_size=data.tokenizer.vocab_size,
+        max_sequence_length=config.max_sequence_length,
+        end=data.tokenizer.eod,
+        length_multiple=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
+    )
+    return stream_text(data.tokenizer, tokens)
+
+
+def short(path: str) -> str:
+    """A path as one types it here."""
+    return min(path, os.path.relpath(path), key=len)
+
+
+def say(text: str) -> None:
+    """Prints once over all ranks."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main)

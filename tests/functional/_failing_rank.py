@@ -1,0 +1,25 @@
+"""The GPT example with a planted crash: rank `CRASH_RANK` raises in its third step, while the others go on."""
+
+import os
+
+from core.training import loop
+from core.training.entry import run_command
+from tests.functional._program import load_program
+
+_train_step = loop.train_step
+_calls = 0
+
+
+def _step_that_fails(*arguments, **settings):
+    global _calls
+    _calls += 1
+    if _calls == 3 and os.environ["RANK"] == os.environ["CRASH_RANK"]:
+        if os.environ.get("CRASH_SIGNAL"):
+            os.kill(os.getpid(), int(os.environ["CRASH_SIGNAL"]))
+        raise ZeroDivisionError("a planted crash")
+    return _train_step(*arguments, **settings)
+
+
+if __name__ == "__main__":
+    loop.train_step = _step_that_fails
+    run_command(load_program("pretrain_gpt").main)

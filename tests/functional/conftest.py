@@ -1,0 +1,28 @@
+"""What whole runs share: a small corpus, and a server that starts single-rank programs quickly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from core.datasets.prepare import prepare
+from tests.functional._program import ProgramServer
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[ProgramServer]:
+    server = ProgramServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a byte-level corpus of some hundred short documents."""
+    folder = tmp_path_factory.mktemp("corpus")
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"the square of {i} is {i * i}, and its cube is {i**3}" for i in range(400)))
+    prepare([text], folder / "numbers", tokenizer="byte", split_on="line")
+    return folder / "numbers"

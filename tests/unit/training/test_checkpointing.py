@@ -1,0 +1,57 @@
+"""Random streams there and back, and which checkpoint a folder means; whole runs are in tests/functional."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from core.errors import CheckpointError
+from core.tensor_parallel.random import get_rng_tracker
+from core.training.checkpointing import _packed, _rng_layout, _unpacked, find_checkpoint, rng_state, set_rng_state
+from core.training.initialize import seed_everything
+
+
+def draws() -> list[float]:
+    with get_rng_tracker().fork():
+        tracked = torch.rand(()).item()
+    return [torch.rand(()).item(), tracked, random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
+
+
+def test_every_stream_goes_on_where_it_was(monkeypatch):
+    # Alone in its tensor-parallel group a rank forks to the default stream only where none was added.
+    seed_everything(5)
+    draws()  # leaves half a pair of normal numbers in both generators that make them in pairs
+    saved = rng_state()
+    layout, packed = _rng_layout(saved), _packed(saved)
+    expected = draws()
+    assert draws() != expected
+    set_rng_state(_unpacked(packed, layout))
+    assert draws() == expected
+
+
+def test_streams_that_follow_from_the_seed_differ_between_seeds():
+    seed_everything(5)
+    first = draws()
+    seed_everything(6)
+    assert all(a != b for a, b in zip(first, draws(), strict=True))
+    seed_everything(5)
+    assert draws() == first
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        find_checkpoint(tmp_path / "x")
+
+
+def test_a_run_and_one_of_its_checkpoints_can_be_meant(tmp_path):
+    for name in ("iter_0000001", "iter_0000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.json").write_text("{}")
+    (tmp_path / "latest").write_text("iter_0000002\n")
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
+    assert find_checkpoint(tmp_path / "iter_0000001") == tmp_path / "iter_0000001"

@@ -1,0 +1,85 @@
+"""Settings: local facts in each section, facts across them in `validate`, and JSON there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from core.errors import ConfigError, ParallelConfigError
+from core.training.config import PretrainConfig, validate
+from tests.unit.training._configs import small_config
+
+
+def test_json_there_and_back_gives_equal_settings():
+    for changes in ({}, {"use_torch_fsdp2": True, "save": Path("runs/x"), "bf16": True, "data_path": Path("c")}):
+        config = small_config(**changes)
+        restored = PretrainConfig.from_json(json.loads(json.dumps(config.to_json())))
+        assert restored == config
+        assert type(restored.ddp) is type(config.ddp)
+        assert restored.model.params_dtype is torch.float32
+
+
+def test_json_of_another_version_is_refused():
+    values = small_config().to_json()
+    values["run"]["no_such_field"] = 1
+    with pytest.raises(ConfigError, match="no_such_field"):
+        PretrainConfig.from_json(values)
+    del values["run"]
+    with pytest.raises(ConfigError, match="run"):
+        PretrainConfig.from_json(values)
+
+
+def test_batch_sizes_follow_from_the_number_of_ranks():
+    config = small_config(global_batch_size=16, tensor_model_parallel_size=2)
+    assert config.data_parallel_size(8) == 4
+    assert config.num_microbatches(8) == 2
+    assert small_config().global_batch_size(8) == 16
+    assert small_config().num_microbatches(8) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "said"),
+    [
+        ({"tensor_model_parallel_size": 2}, 3, "3 ranks do not divide .* = 2"),
+        ({"global_batch_size": 6}, 2, "global_batch_size 6 .* 4 or 8"),
+        ({"use_torch_fsdp2": True, "num_distributed_optimizer_instances": 2}, 3, "instances 2 does not divide the 3"),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 9},
+            2,
+            "seq_length 9 is cut into 2 parts",
+        ),
+        ({"context_parallel_size": 2, "seq_length": 6}, 2, "seq_length 6 is cut into 4 parts"),
+    ],
+)
+def test_sizes_that_do_not_divide(changes, world_size, said):
+    with pytest.raises(ParallelConfigError, match=said):
+        validate(small_config(**changes), world_size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_position_embeddings": 4}, "seq_length 8 exceeds max_position_embeddings 4"),
+        ({"loss_scale": 2.0}, "loss_scale 2.0 .* without fp16"),
+        ({"lr": None}, "lr is not set"),
+        ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "no_shard"}, "use_torch_fsdp2 .* no_shard"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        validate(small_config(**changes), 1)
+
+
+def test_everything_wrong_is_said_at_once():
+    with pytest.raises(ConfigError) as caught:
+        validate(small_config(lr=None, max_position_embeddings=4, global_batch_size=3), 1)
+    assert len(str(caught.value).splitlines()) == 3
+    assert not isinstance(caught.value, ParallelConfigError)
+
+
+def test_a_valid_run_passes():
+    validate(small_config(), 1)
+    validate(small_config(use_torch_fsdp2=True, fp16=True, loss_scale=2.0, global_batch_size=16), 2)

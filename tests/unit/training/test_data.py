@@ -1,0 +1,66 @@
+"""The data of a run: where its vocabulary comes from, and batches that go on where a run stopped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from core import parallel_state
+from core.datasets.prepare import prepare
+from core.datasets.tokenizer import tokenizer_path
+from core.errors import ConfigError, DataError
+from core.training.data import load_data, training_batches, validation_batches
+from tests.unit._spawn import run_distributed
+from tests.unit.training._configs import small_config
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of the text" for i in range(60)))
+    prepare([tmp_path / "text.txt"], tmp_path / "corpus", split_on="line")
+    return tmp_path / "corpus"
+
+
+def test_the_tokenizer_beside_the_corpus_decides_the_vocabulary(corpus: Path):
+    data = load_data(small_config(global_batch_size=4, eval_iters=2), corpus, 1)
+    assert data.vocab_size == 384  # 257, padded
+    assert data.tokenizer is not None and data.tokenizer.decode([104, 105]) == "hi"
+    assert len(data.train) >= 16 and data.valid is not None and len(data.valid) >= 8
+    assert load_data(small_config(eval_iters=0), corpus, 1).valid is None
+    assert load_data(small_config(make_vocab_size_divisible_by=1, vocab_size=300), corpus, 1).vocab_size == 300
+    with pytest.raises(ConfigError, match="vocab_size 100 is smaller than the tokenizer's 257"):
+        load_data(small_config(vocab_size=100), corpus, 1)
+
+
+def test_a_corpus_without_a_tokenizer_needs_to_be_told_its_vocabulary(corpus: Path, tmp_path: Path):
+    shutil.move(tokenizer_path(corpus), tmp_path / "elsewhere.json")
+    with pytest.raises(ConfigError, match="--vocab-size"):
+        load_data(small_config(), corpus, 1)
+    data = load_data(small_config(vocab_size=257), corpus, 1)
+    assert data.tokenizer is None and data.vocab_size == 384
+    with pytest.raises(DataError, match="vocabulary has 200"):
+        load_data(small_config(vocab_size=200), corpus, 1)
+    named = load_data(small_config(tokenizer_model=tmp_path / "elsewhere.json"), corpus, 1)
+    assert named.tokenizer is not None
+
+
+def _micro_batches(prefix: Path, consumed: int, num_workers: int) -> tuple[torch.Tensor, torch.Tensor]:
+    config = small_config(global_batch_size=8, train_iters=3, eval_iters=1, num_workers=num_workers)
+    parallel_state.initialize_model_parallel()
+    data = load_data(config, prefix, 2)
+    train = torch.stack([batch["tokens"] for batch in training_batches(data, config, consumed)])
+    valid = torch.stack([batch["tokens"] for batch in validation_batches(data.valid, config)])
+    return train, valid
+
+
+def test_batches_go_on_after_the_samples_that_were_consumed(corpus: Path):
+    whole = run_distributed(_micro_batches, 2, corpus, 0, 0)
+    later = run_distributed(_micro_batches, 2, corpus, 8, 0)
+    for (train, valid), (rest, again) in zip(whole, later, strict=True):
+        assert torch.equal(train[2 : 2 + len(rest)], rest)  # two micro-batches of a step on each rank
+        assert len(rest) == len(train) - 2
+        assert torch.equal(valid, again)
+    assert not torch.equal(whole[0][0], whole[1][0])  # each rank its own

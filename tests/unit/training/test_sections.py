@@ -1,0 +1,36 @@
+"""Each section refuses what it can see to be wrong by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from core.errors import ConfigError
+from core.training.sections import CheckpointConfig, DataConfig, RunConfig, SchedulerConfig
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "said"),
+    [
+        (SchedulerConfig, {"lr_warmup_iters": 2, "lr_warmup_fraction": 0.1}, "lr_warmup_iters 2 and"),
+        (SchedulerConfig, {"lr_warmup_fraction": 1.0}, "lr_warmup_fraction is 1.0"),
+        (SchedulerConfig, {"lr_decay_style": "WSD"}, "lr_wsd_decay_iters"),
+        (SchedulerConfig, {"start_weight_decay": 0.1}, "weight_decay_incr_style is constant"),
+        (SchedulerConfig, {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}, "the others both"),
+        (SchedulerConfig, {"lr_warmup_init": float("nan")}, "lr_warmup_init is nan"),
+        (DataConfig, {"seq_length": 0, "micro_batch_size": 1}, "seq_length is 0"),
+        (DataConfig, {"seq_length": 8, "micro_batch_size": 1, "num_workers": -1}, "num_workers is -1"),
+        (CheckpointConfig, {"save_interval": 0}, "save_interval is 0"),
+        (RunConfig, {"train_iters": 1, "seed": -1}, "seed is -1"),
+        (RunConfig, {"train_iters": 1, "distributed_timeout_minutes": 0}, "distributed_timeout_minutes is 0"),
+    ],
+)
+def test_a_section_checks_itself(section, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        section(**settings)
+
+
+def test_a_run_writes_to_the_folder_that_it_continues():
+    assert CheckpointConfig(load=Path("a")).folder == Path("a")
+    assert CheckpointConfig(load=Path("a"), save=Path("b")).folder == Path("b")

@@ -1,0 +1,112 @@
+"""One step against arithmetic by hand: how losses of micro-batches and ranks are weighted, and what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.distributed import wrap_model
+from core.models.gpt import GPTModel
+from core.optimizer import get_megatron_optimizer
+from core.training.state import build_scheduler
+from core.training.train_step import Batch, StepResult, evaluate, train_step
+from tests.unit._spawn import run_distributed
+from tests.unit.training._configs import small_config
+
+VOCAB = 32
+
+
+def batches(rank: int, count: int) -> list[Batch]:
+    """Micro-batches whose numbers of tokens that count differ, between micro-batches and between ranks."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    made: list[Batch] = []
+    for i in range(count):
+        tokens = torch.randint(0, VOCAB, (2, 9), generator=generator)
+        mask = torch.ones(2, 8)
+        mask[0, : 2 + i + 3 * rank] = 0.0
+        positions = torch.arange(8).expand(2, 8).contiguous()
+        made.append(
+            {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
+            | {"position_ids": positions}
+        )
+    return made
+
+
+def model_of(config) -> GPTModel:
+    torch.manual_seed(3)
+    return GPTModel(config.model, VOCAB, 8, share_embeddings_and_output_weights=True)
+
+
+def step_on_ranks(changes: dict, stopping_rank: int | None) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
+    config = small_config(**changes)
+    parallel_state.initialize_model_parallel(config.model.tensor_model_parallel_size)
+    model = wrap_model(model_of(config), config.model, config.ddp)
+    optimizer = get_megatron_optimizer(config.optimizer, [model])
+    scheduler = build_scheduler(config, optimizer)
+    mine = batches(parallel_state.get_data_parallel_rank(), 2)
+    before = evaluate(model, iter(mine), 2)
+    result = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
+    assert scheduler.num_steps == 1
+    whole = {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in model.module.named_parameters()
+    }
+    return result, before, whole
+
+
+def expected_step(changes: dict, num_ranks: int) -> tuple[float, float, dict[str, torch.Tensor], float]:
+    """Loss, mean loss over tokens, weights after a step of SGD, and gradient norm: one process, one sum."""
+    config = small_config(**changes)
+    model = model_of(config)
+    per_token = config.model.calculate_per_token_loss
+    everything = [batch for rank in range(num_ranks) for batch in batches(rank, 2)]
+    sums, counts = [], []
+    for batch in everything:
+        losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"])
+        sums.append((losses * batch["loss_mask"]).sum())
+        counts.append(batch["loss_mask"].sum())
+    over_tokens = torch.stack(sums).sum() / torch.stack(counts).sum()
+    loss = over_tokens if per_token else torch.stack([s / c for s, c in zip(sums, counts, strict=True)]).mean()
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= config.optimizer.lr * parameter.grad
+    return loss.item(), over_tokens.item(), dict(model.named_parameters()), norm
+
+
+SGD = {
+    "optimizer": "sgd",
+    "sgd_momentum": 0.0,
+    "weight_decay": 0.0,
+    "clip_grad": 0.0,
+    "lr": 0.5,
+    "global_batch_size": 8,
+}
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "per token"])
+@pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
+def test_a_step_on_two_ranks_is_the_step_of_one_process(fsdp2: bool, per_token: bool) -> None:
+    changes = {**SGD, "use_torch_fsdp2": fsdp2, "calculate_per_token_loss": per_token}
+    loss, over_tokens, weights, norm = expected_step(changes, 2)
+    assert abs(loss - over_tokens) > 1e-3 or per_token  # the two ways to weigh differ here
+    for result, before, found in run_distributed(step_on_ranks, 2, changes, None):
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+        assert before == pytest.approx(over_tokens, rel=1e-6)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert result.updated and not result.stop
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_ranks_agree_to_stop(rank: int, tensor_parallel: int) -> None:
+    changes = {"tensor_model_parallel_size": tensor_parallel, "global_batch_size": 8}
+    results: Iterator[StepResult] = (r for r, _, _ in run_distributed(step_on_ranks, 2, changes, rank))
+    assert all(result.stop for result in results)
