@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +44,6 @@ class Bucket:
         param_data: `[numel]`, of which the parameters are views; None where parameters keep their own memory.
         local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates.
         grad_data: `[numel]`, whole gradients; None while `releases_grads` and none are held.
-        local_grad_shard: `[numel / shards]`, where this rank's part of the reduced gradient is: a part of
-            `grad_data`, or memory of its own where whole gradients are released.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, layout: BucketLayout) -> None:
@@ -69,10 +66,7 @@ class Bucket:
         self.grad_data: Tensor | None = None
         if buffer.grad_data is not None:
             self._hold_grads(buffer.grad_data[layout.start : layout.end])
-            self.local_grad_shard = self._held_grads().chunk(buffer.num_shards)[buffer.shard_index]
-        else:
-            shards = buffer.grad_shards
-            self.local_grad_shard = shards[self.offset // buffer.num_shards :][: self.numel // buffer.num_shards]
+        self._separate_shard: Tensor | None = None
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -82,6 +76,20 @@ class Bucket:
     def slots(self) -> list[GradSlot]:
         """The places of its parameters' gradients, in the order in which they lie."""
         return list(self._slots.values())
+
+    @property
+    def local_grad_shard(self) -> Tensor:
+        """`[numel / shards]`, where this rank's part of the reduced gradient is kept.
+
+        A part of `grad_data`; or, where whole gradients are released, memory of its own, which is allocated when it
+        is first asked for after `clear_grads`: until gradients are reduced nobody needs both.
+        """
+        if not self.releases_grads:
+            return self._held_grads().chunk(self.buffer.num_shards)[self.buffer.shard_index]
+        if self._separate_shard is None:
+            length = self.numel // self.buffer.num_shards
+            self._separate_shard = torch.zeros(length, dtype=self.buffer.grad_dtype, device=self.buffer.device)
+        return self._separate_shard
 
     @property
     def releases_grads(self) -> bool:
@@ -117,6 +125,7 @@ class Bucket:
 
     def clear_grads(self) -> None:
         """Makes every gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
+        self._separate_shard = None
         for slot in self._slots.values():
             if not slot.is_empty:  # else it is None already, or zeros that nothing has been added to
                 slot.is_empty = True
@@ -181,11 +190,11 @@ class ParamAndGradBuffer:
         num_shards: ranks among which each bucket is cut, 1 where nothing is sharded.
         shard_index: this rank's place among them.
         holds_params: make the parameters views of one buffer; their values are kept, their old memory is freed.
-        releases_grads: allocate whole gradients by the bucket, when they arrive, and keep only shards for good.
+        releases_grads: allocate whole gradients by the bucket, when they arrive, and free them when they are reduced.
 
     Attributes:
-        param_data: `[numel]`, or None; grad_data: `[numel]`, or None with `releases_grads`, when `grad_shards`
-            `[numel / num_shards]` holds this rank's part of every bucket, one after the other.
+        param_data: `[numel]`, or None without `holds_params`.
+        grad_data: `[numel]`, or None with `releases_grads`.
         buckets: in the order in which backward is expected to finish them.
         ranges: ``[start, end)`` of each parameter in the buffer.
     """
@@ -207,12 +216,12 @@ class ParamAndGradBuffer:
         self.grad_dtype = grad_dtype
         self.num_shards, self.shard_index = num_shards, shard_index
         self.numel = layouts[-1].end
-        options: dict[str, Any] = {"dtype": grad_dtype, "device": self.device}
         self.param_data: Tensor | None = None
         if holds_params:
             self.param_data = torch.empty(self.numel, dtype=self.param_dtype, device=self.device)
-        self.grad_data = None if releases_grads else torch.zeros(self.numel, **options)
-        self.grad_shards = torch.zeros(self.numel // num_shards if releases_grads else 0, **options)
+        self.grad_data: Tensor | None = None
+        if not releases_grads:
+            self.grad_data = torch.zeros(self.numel, dtype=grad_dtype, device=self.device)
         self.buckets = [Bucket(self, layout) for layout in layouts]
         self.ranges = {
             param: (bucket.offset + start, bucket.offset + end)
