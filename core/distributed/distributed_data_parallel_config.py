@@ -104,10 +104,10 @@ class DistributedDataParallelConfig:
                 f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} without "
                 "use_distributed_optimizer (or a data_parallel_sharding_strategy that shards); drop one, or shard"
             )
-        if self.reduce_every_micro_batch and strategy not in ("optim_grads", "optim_grads_params"):
+        if self.reduce_every_micro_batch and strategy != "optim_grads":
             raise ParallelConfigError(
-                f"reduce_every_micro_batch is set with the sharding strategy {strategy!r}, which keeps whole "
-                "gradients anyway; drop it, or set data_parallel_sharding_strategy='optim_grads'"
+                f"reduce_every_micro_batch is set with the sharding strategy {strategy!r}, which reduces the sum of "
+                "all micro-batches; drop it, or set data_parallel_sharding_strategy='optim_grads'"
             )
 
     @property

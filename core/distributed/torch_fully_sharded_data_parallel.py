@@ -197,6 +197,11 @@ def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShar
             f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
             f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
         )
+    if ddp_config.reduce_scatter_with_fp32_accumulation:
+        raise ParallelConfigError(
+            "reduce_scatter_with_fp32_accumulation adds fp16 and bf16 gradients in fp32 while it sends them as they "
+            "are, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32, which sends them in fp32"
+        )
     without_effect = [field for field in _BUFFER_FIELDS if getattr(ddp_config, field)]
     if without_effect:
         _warn_once(
@@ -215,8 +220,6 @@ _BUFFER_FIELDS = (
     "num_buckets",
     "pad_buckets_for_high_nccl_busbw",
     "average_in_collective",
-    "reduce_scatter_with_fp32_accumulation",
-    "reduce_every_micro_batch",
 )
 
 

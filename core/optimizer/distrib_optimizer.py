@@ -69,7 +69,8 @@ class DistributedOptimizer(MegatronOptimizer):
 
     The wrapper has reduced each gradient into the share that this rank updates (`finalize_model_grads`). A step ends
     with the wrapper's all-gather of the parameters, straight into the buffers that they are views of; with
-    ``overlap_param_gather`` it is left running beside what follows, and a module's first use of its parameters waits.
+    ``overlap_param_gather`` it is left running beside what follows: a module's forward, a state dict and the next
+    step wait for it; whoever reads parameters in another way calls the wrapper's ``finish_param_sync`` before.
 
     Its checkpoint is that of any other optimizer: `state_tensors` are the whole model's tensors, of which this rank
     holds flat ranges, so that any wrapper and world size continues it.

@@ -118,6 +118,8 @@ def _refuses() -> None:
             TorchFullyShardedDataParallel(
                 object(), DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy), toy(), **world
             )
+    with pytest.raises(ParallelConfigError, match=r"reduce_scatter_with_fp32_accumulation .* grad_reduce_in_fp32"):
+        build("fsdp2", toy(), reduce_scatter_with_fp32_accumulation=True)
     with pytest.raises(ParallelConfigError, match="num_distributed_optimizer_instances is 2 with a process_group"):
         build("fsdp2", toy(), num_distributed_optimizer_instances=2)
     model = build("fsdp2", toy())
