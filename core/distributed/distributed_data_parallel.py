@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import parallel_state
 from ..errors import ParallelConfigError, ShardstackError, WrapError
 from ..transformer.module import materialize
 from .broadcast import broadcast_init_seed, broadcast_tensors
@@ -20,8 +19,10 @@ from .buffer_layout import default_bucket_size, lay_out
 from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .instance_groups import resolve_instance_groups
 from .optimizer_guard import forbid_plain_optimizers
 from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
+from .param_placement import ParamPlacement
 
 
 class DistributedDataParallel(_BaseDataParallel):
@@ -68,7 +69,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 "DistributedDataParallel keeps whole parameters, but the sharding strategy is 'optim_grads_params'; "
                 "use wrap_model, or TorchFullyShardedDataParallel"
             )
-        groups = _resolve_groups(ddp_config, process_group)
+        groups = resolve_instance_groups(ddp_config, process_group)
         super().__init__(config, module, ddp_config, groups[0])
         self.intra_instance_group, self.inter_instance_group = groups[1:]
         _check_per_token_loss(self.sums_gradients, ddp_config)
@@ -85,7 +86,9 @@ class DistributedDataParallel(_BaseDataParallel):
         self._grad_buffers = self._build_buffers(disable_bucketing)
         self.bucket_groups = self._build_bucket_groups()
         self._group_of = {param: group for group in self.bucket_groups for param in group.bucket.params}
-        self._data_ptrs = {param: param.data_ptr() for param in self._group_of}
+        self._placement = ParamPlacement(
+            (slot.name, slot.param) for group in self.bucket_groups for slot in group.bucket.slots
+        )
         self._next_to_leave = 0
         self._is_backward_watched = False
         self._pre_hooks: list[Any] = []
@@ -229,7 +232,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 "force_all_reduce asks for whole gradients, which the strategy 'optim_grads' has released; drop it"
             )
         self.finish_param_sync()
-        self._check_parameters()
+        self._placement.check(unwrap_model(self))
         self.start_grad_sync()
         for group in self.bucket_groups:
             group.finish_grad_sync(force_all_reduce)
@@ -268,7 +271,7 @@ class DistributedDataParallel(_BaseDataParallel):
             force_sync: return when all are there.
             force_dispatch: as in Megatron-LM's signature; here it is always dispatched.
         """
-        self._check_parameters()
+        self._placement.check(unwrap_model(self))
         for group in reversed(self.bucket_groups):
             group.start_param_sync(force_sync=force_sync or not self._pre_hooks)
 
@@ -304,30 +307,6 @@ class DistributedDataParallel(_BaseDataParallel):
         self.finish_param_sync()
         broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.process_group)
 
-    def _check_parameters(self) -> None:
-        """Raises where the module no longer computes with what the buffers hold."""
-        held = set()
-        for name, param in unwrap_model(self).named_parameters():
-            held.add(param)
-            if param not in self._group_of:
-                if param.requires_grad:
-                    raise WrapError(
-                        f"parameter {name} was replaced, added or made trainable after the model was wrapped, so that "
-                        "its gradient is never reduced; wrap the finished model"
-                    )
-            elif (
-                param.data_ptr() != self._data_ptrs[param]
-                or param.dtype != self._group_of[param].bucket.buffer.param_dtype
-            ):
-                raise WrapError(
-                    f"the storage of parameter {name} was replaced after the model was wrapped (a move to another "
-                    "device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
-                )
-        for group in self.bucket_groups:
-            for slot in group.bucket.slots:
-                if slot.param not in held:
-                    raise WrapError(f"parameter {slot.name} was removed after the model was wrapped; wrap it again")
-
 
 def _check_precision(config: Any, module: nn.Module) -> None:
     asked = next((name for name in ("bf16", "fp16") if getattr(config, name, False)), None)
@@ -360,32 +339,3 @@ def _check_per_token_loss(sums_gradients: bool, ddp_config: DistributedDataParal
         raise ParallelConfigError(
             "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
         )
-
-
-def _resolve_groups(
-    ddp_config: DistributedDataParallelConfig, process_group: dist.ProcessGroup | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup | None]:
-    """All replicas, those of this optimizer instance, and where there are several the same shard's owners in each."""
-    asked = ddp_config.num_distributed_optimizer_instances
-    if process_group is not None:
-        if asked > 1:
-            raise ParallelConfigError(
-                f"num_distributed_optimizer_instances is {asked} with a process_group given, which has one axis; "
-                "drop one of the two"
-            )
-        return process_group, process_group, None
-    whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    if asked == 1:
-        return whole, whole, None
-    if whole.size() % asked:
-        raise ParallelConfigError(
-            f"num_distributed_optimizer_instances {asked} does not divide the data-parallel size {whole.size()}; "
-            "choose a divisor of it"
-        )
-    part = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
-    if whole.size() // part.size() != asked:
-        raise ParallelConfigError(
-            f"num_distributed_optimizer_instances is {asked}, but core.parallel_state was initialised with "
-            f"{whole.size() // part.size()}; give both the same number"
-        )
-    return whole, part, parallel_state.get_inter_distributed_optimizer_instance_group()

@@ -1,6 +1,6 @@
 """The wrapper on buffers and its module's parameters: gathered in time, found where they were, stepped by nobody else.
 
-The second half of the tests of `distributed_data_parallel.py`.
+With `param_placement.py` this tests the parameter half of `distributed_data_parallel.py` and `optimizer_guard.py`.
 """
 
 from __future__ import annotations
