@@ -16,6 +16,7 @@ time-out the processes are ended, and the next test gets new ones, so that no te
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import random
@@ -144,9 +145,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
             answer = (True, fn(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        finally:
-            _tear_down()
-        pipe.send(answer)
+        pipe.send(answer)  # before ranks wait for each other: after a failure there is nobody to wait for
+        _tear_down()
 
 
 def _seed_everything() -> None:
@@ -156,14 +156,17 @@ def _seed_everything() -> None:
 
 
 def _tear_down() -> None:
-    """Leaves the next job the default group alone."""
+    """Leaves the next job the default group alone, on all ranks before any begins it."""
     parallel_state = sys.modules.get("core.parallel_state")  # only a job that imported it can have built groups
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
-    left_over = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    for group in left_over:
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
-    if left_over and "torch.distributed.tensor" in sys.modules:
+    if "torch.distributed.tensor" in sys.modules:
         from core._torch_compat import forget_sharding_decisions
 
         forget_sharding_decisions()
+    # Old groups must have closed their sockets before new ones open theirs: gloo closes late, and then now and then a
+    # socket that has come to have the same number.
+    gc.collect()
+    dist.barrier()
