@@ -61,10 +61,10 @@ class DistributedDataParallelConfig:
     """Send gradients in their own low precision, but add those of all ranks in fp32, rounding once."""
 
     reduce_every_micro_batch: bool = False
-    """Under ``optim_grads``: reduce each micro-batch, inside ``no_sync`` too, so that whole gradients never add up.
+    """Reduce each micro-batch, inside ``no_sync`` too, so that whole gradients never add up.
 
-    Least memory, and as many reductions as there are micro-batches. Sums of more than two ranks' or micro-batches'
-    gradients are then rounded in another order.
+    Under ``optim_grads`` and ``optim_grads_params``. Least memory, and as many reductions as there are micro-batches.
+    Sums of more than two ranks' or micro-batches' gradients are then rounded in another order.
     """
 
     data_parallel_sharding_strategy: str = "no_shard"
@@ -104,10 +104,10 @@ class DistributedDataParallelConfig:
                 f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} without "
                 "use_distributed_optimizer (or a data_parallel_sharding_strategy that shards); drop one, or shard"
             )
-        if self.reduce_every_micro_batch and strategy != "optim_grads":
+        if self.reduce_every_micro_batch and strategy not in ("optim_grads", "optim_grads_params"):
             raise ParallelConfigError(
                 f"reduce_every_micro_batch is set with the sharding strategy {strategy!r}, which reduces the sum of "
-                "all micro-batches; drop it, or set data_parallel_sharding_strategy='optim_grads'"
+                "all micro-batches; drop it, or set data_parallel_sharding_strategy='optim_grads' or beyond"
             )
 
     @property

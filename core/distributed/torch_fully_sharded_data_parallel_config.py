@@ -3,23 +3,88 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import ParallelConfigError
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .precision import as_dtype
+from .resharding import parse_overrides
 
 
 @dataclass(kw_only=True)
 class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
-    """Settings of :class:`TorchFullyShardedDataParallel`; giving one to `wrap_model` chooses that wrapper."""
+    """Settings of :class:`TorchFullyShardedDataParallel`; giving one to `wrap_model` chooses that wrapper.
+
+    Dtypes are names, as ``"bf16"``, ``"float32"``: a config is JSON.
+
+    Raises:
+        ParallelConfigError: settings that contradict each other, or a value that a setting does not take.
+    """
 
     data_parallel_sharding_strategy: str = "optim_grads_params"
     """Parameters, gradients and optimizer state are sharded; there is no other value."""
 
-    reshard_after_forward: bool = True
+    # ---- when parameters are gathered
+
+    reshard_after_forward: bool | int = True
     """Free a unit's gathered parameters after its forward and gather them again for its backward.
 
-    The last unit and the root stay gathered in between, because backward begins with them.
+    The last unit and the root stay gathered in between, because backward begins with them. A number, a divisor of the
+    ranks that share a parameter, keeps each parameter whole among that many neighbouring ranks instead, so that
+    backward gathers from these alone.
     """
+
+    reshard_overrides: tuple[str, ...] = ()
+    """Other values for some units, as ``"decoder.layers.0=False"``: a shell pattern of module names, then the value.
+
+    The last that matches counts. The last unit and the root are overridden too when a pattern names them (the root is
+    ``""``).
+    """
+
+    forward_prefetch: int = 1
+    """How many units ahead parameters are gathered during forward; 0 gathers each when it is reached."""
+
+    backward_prefetch: int = 1
+    """The same for backward."""
+
+    keep_gathered_between_micro_batches: bool = False
+    """Gather each parameter once a step and free it after the last micro-batch: memory of the whole model's
+    parameters, for fewer all-gathers. Parameters then stay gathered after forward too."""
+
+    # ---- how they travel
+
+    collectives: Literal["auto", "torch"] = "auto"
+    """``auto``: as the backend does them best; under gloo ranks exchange pieces directly. ``torch``: FSDP2's own."""
+
+    # ---- precision
+
+    param_dtype: str | None = None
+    """Dtype of computation and of all-gathers. None: the model's (``bf16``, ``fp16``) where parameters are fp32."""
+
+    reduce_dtype: str | None = None
+    """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""
+
+    output_dtype: str | None = None
+    """Dtype to which the model's floating-point outputs are cast. None: fp32 where computation is in less."""
+
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of the model and of each unit to `param_dtype`."""
+
+    buffer_dtype: str | None = None
+    """Dtype to which the model's floating-point buffers are cast once, at construction. None: they stay."""
+
+    keep_fp32_parameters: bool = True
+    """In a model of lower precision, let parameters that arrive in fp32 (norms, routers) be gathered in fp32."""
+
+    # ---- memory
+
+    cpu_offload: bool = False
+    """Keep shards of parameters, gradients and optimizer state in the host's memory."""
+
+    pin_memory: bool = True
+    """Pin that memory, for faster copies; without an accelerator a warning says that there is nothing to pin for."""
+
+    # ---- construction and use
 
     sync_module_states: bool = True
     """Broadcast parameters and buffers from data-parallel rank 0 before sharding.
@@ -27,6 +92,9 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
     FSDP2 cuts each rank's own copy, so that replicas that differed would become a mixture; this makes that
     impossible, at the cost of one broadcast of the model at construction.
     """
+
+    forward_methods: tuple[str, ...] = ()
+    """Methods other than ``forward`` that are called on the model or its units and need gathered parameters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,3 +107,25 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
                     f"{field} is {getattr(self, field)!r} in a TorchFullyShardedDataParallelConfig, which shards "
                     "parameters, gradients and optimizer state; drop it, or use a DistributedDataParallelConfig"
                 )
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            as_dtype(getattr(self, field), field)
+        for field in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, field) < 0:
+                raise ParallelConfigError(f"{field} is {getattr(self, field)}; it takes 0 (off) or a positive number")
+        if (
+            self.reduce_dtype is not None
+            and self.grad_reduce_in_fp32
+            and as_dtype(self.reduce_dtype) != as_dtype("fp32")
+        ):
+            raise ParallelConfigError(
+                f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
+            )
+        if self.keep_gathered_between_micro_batches and (
+            self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
+        ):
+            raise ParallelConfigError(
+                "keep_gathered_between_micro_batches keeps every unit gathered for a whole step, and "
+                f"reshard_after_forward is {self.reshard_after_forward} with reshard_overrides "
+                f"{list(self.reshard_overrides)}; drop one of the two"
+            )
+        parse_overrides(self.reshard_overrides)
