@@ -24,11 +24,19 @@ from ..transformer.module import materialize
 from ..transformer.transformer_layer import TransformerLayer
 from .broadcast import broadcast_init_seed, broadcast_tensors
 from .data_parallel_base import _BaseDataParallel, local_gradient
+from .describe import ModelFacts, sharded_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .units import parameter_attributes_kept
-from .unsharded_gradients import drop_unsharded_gradients, reduce_unsharded_gradients
+from .unsharded_gradients import (
+    drop_unsharded_gradients,
+    gathered_parameters,
+    gathered_tensors,
+    gradient_tensors,
+    reduce_unsharded_gradients,
+    shard_tensors,
+)
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -159,6 +167,19 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 stacklevel=2,
             )
         return _IncompatibleKeys([], [])
+
+    def _facts(self, num_microbatches: int) -> ModelFacts:
+        return sharded_facts(self, num_microbatches)
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {
+            "parameters": [*shard_tensors(self.module), *self.module.buffers()],
+            "gathered parameters": list(gathered_tensors(self.module)),
+            "gradients": list(gradient_tensors(self.module)),
+        }
+
+    def gradient_receivers(self) -> list[nn.Parameter]:
+        return list(gathered_parameters(self.module))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):
