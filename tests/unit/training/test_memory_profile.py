@@ -98,7 +98,7 @@ def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tracker = MemTracker()
-        tracker.track_external(model, optimizer.optimizer)
+        tracker.track_external(model, optimizer.optimizer, *model.held_tensors()["gradients"])
         with tracker:
             _step(model, optimizer, num_microbatches=1)
     seen = sum(held["Total"] for held in tracker.get_tracker_snapshot("peak").values())
@@ -109,8 +109,8 @@ def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ["ddp", "zero2", "fsdp2"])
 def test_the_peak_is_that_of_another_measure(kind):
     seen, measured = run_distributed(_compares_with_a_tracker, 2, kind)[0]
-    print(kind, seen, measured)
-    assert abs(measured - seen) <= 0.05 * seen, (seen, measured)
+    # Threads of collectives free memory that the profiler then believes to live a little longer.
+    assert abs(measured - seen) <= (0 if kind == "ddp" else 0.1 * seen), (seen, measured)
 
 
 def test_the_picture_and_the_series_show_the_peak(tmp_path):
