@@ -63,7 +63,8 @@ class PartialReshard:
         row, column = divmod(shard_group.rank(), size)
         shard = dist.new_group(ranks[row].tolist(), use_local_synchronization=True)
         replicate = dist.new_group(ranks[:, column].tolist(), use_local_synchronization=True)
-        mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks)
+        names = ("replicate", "shard")
+        mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=names)
         self._mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def apply_to(self, module: nn.Module) -> None:

@@ -85,7 +85,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             module,
             mesh,
             unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
-            reshard_after_forward=settings.reshard_after_forward and not keeps_gathered,
+            reshard_after_forward=False if keeps_gathered else settings.reshard_after_forward,
             reshard_overrides=parse_overrides(settings.reshard_overrides),
             forward_prefetch=settings.forward_prefetch,
             backward_prefetch=settings.backward_prefetch,
