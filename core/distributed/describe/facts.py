@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ...tensor_parallel.layers import ColumnParallelLinear
+from ..fsdp_state import ShardedGroup, sharded_groups
 from ..param_and_grad_buffer import Bucket
-from ..unsharded_gradients import ShardedGroup, sharded_groups
 from .wire import StepPlan, Traffic, bucket_traffic, sharded_traffic
 
 if TYPE_CHECKING:  # the wrappers describe themselves by what is here

@@ -98,10 +98,29 @@ def _counts_sharded(kind: str, fields: dict[str, Any], config: dict[str, Any], s
         ("untied", {}, {"bf16": True}, True),
         ("frozen below", {}, {}, False),
         ("adapters", {}, {}, False),
+        ("frozen below", {"backward_prefetch": 0}, {}, False),
+        ("untied", {"keep_gathered_between_micro_batches": True}, {}, False),
+        ("untied", {"reduce_every_micro_batch": True}, {}, True),
+        ("untied", {"reshard_overrides": ("blocks.0=False", "head=True", "=True")}, {}, False),
     ],
 )
 def test_sharded_units_send_what_is_said(kind, fields, config, spared):
     run_distributed(_counts_sharded, 2, kind, fields, config, spared)
+
+
+def _counts_reshard_to_two() -> None:
+    model = build("fsdp2", toy(tied=False), reshard_after_forward=2, collectives="torch")
+    for _ in range(2):
+        with CollectiveBytes() as counter:
+            _step(model)
+        assert dict(counter.counted) == _said(model)
+    within = [e for unit in model._facts(MICRO_BATCHES).units for e in unit.traffic if e.ranks == 2]
+    assert sum(entry.calls for entry in within) == 3 * MICRO_BATCHES  # embedding and both blocks
+    assert "1/2" in model.describe()
+
+
+def test_parameters_kept_whole_among_two_of_four_ranks_are_gathered_from_these():
+    run_distributed(_counts_reshard_to_two, 4)
 
 
 def _counts_hybrid() -> None:
@@ -126,7 +145,7 @@ def _counts_messages(kind: str, fields: dict[str, Any]) -> None:
     sent = sum(entry.sent_bytes for unit in model._facts(MICRO_BATCHES).units for entry in unit.traffic)
     with GradientTraffic() as traffic:  # between gloo's ranks every piece is a message of ours
         _step(model)
-        if kind != "ddp":
+        if kind.startswith("zero"):
             model.start_param_sync(force_sync=True)
     assert traffic.sent_bytes == sent > 0
 
@@ -138,9 +157,11 @@ def _counts_messages(kind: str, fields: dict[str, Any]) -> None:
         ("zero1", {}),
         ("zero2", {"bucket_size": 50}),
         ("zero2", {"bucket_size": 50, "reduce_every_micro_batch": True}),
+        ("fsdp2", {}),
+        ("fsdp2", {"reduce_every_micro_batch": True}),
     ],
 )
-def test_buckets_send_what_is_said(kind, fields):
+def test_a_rank_sends_what_is_said(kind, fields):
     run_distributed(_counts_messages, 2, kind, fields)
 
 

@@ -1,8 +1,10 @@
-"""Gradients that a sharded model holds whole, because `no_sync` kept them on this rank.
+"""What FSDP2 keeps to itself: the only file that reads, and sets, its private state; its tests pin what it reads.
 
-FSDP2 reduces a unit's gradient from the backward hook that produced it. After a last micro-batch inside `no_sync`, or
-one that did not reach every unit, whole gradients are left over; torch has no public way to reduce or to drop them.
-This file alone reads FSDP2's private state, and its tests pin what it reads.
+Gradients that a sharded model holds whole, because `no_sync` kept them on this rank: FSDP2 reduces a unit's gradient
+from the backward hook that produced it, and after a last micro-batch inside `no_sync`, or one that did not reach every
+unit, whole gradients are left over; torch has no public way to reduce or to drop them. Gathers that were started
+ahead of a use that never came. The ranks among which a unit stays gathered between forward and backward. What is
+gathered and reduced together, and the memory that it takes.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from .._torch_compat import fsdp_param_groups
 
@@ -33,6 +38,46 @@ def drop_unsharded_gradients(root: nn.Module) -> None:
             parameter._unsharded_param.grad = None
 
 
+def drop_pending_gathers(root: nn.Module) -> None:
+    """Waits for all-gathers that were started for a unit which then was not used, and forgets what they brought.
+
+    Else that unit's next use would take them, and compute with parameters from before the optimizer's step. FSDP2
+    does so itself at the end of a backward, but no backward follows an evaluation.
+    """
+    for group in _param_groups(root):
+        result, group._all_gather_result = group._all_gather_result, None
+        if result is not None and result.all_gather_work is not None:
+            result.all_gather_work.wait()
+
+
+class PartialReshard:
+    """Lets units keep each parameter whole among `size` neighbours of the ranks `shard_group` after their forward.
+
+    Torch makes new process groups for every unit that is given such a number, named so that groups of other
+    tensor-parallel ranks would collide with them; here all units of a model share two.
+
+    Args:
+        size: a divisor of the size of `shard_group`, neither 1 nor all.
+        device_type: of the mesh.
+    """
+
+    def __init__(self, shard_group: dist.ProcessGroup, size: int, device_type: str) -> None:
+        ranks = torch.tensor(dist.get_process_group_ranks(shard_group)).view(-1, size)
+        row, column = divmod(shard_group.rank(), size)
+        shard = dist.new_group(ranks[row].tolist(), use_local_synchronization=True)
+        replicate = dist.new_group(ranks[:, column].tolist(), use_local_synchronization=True)
+        names = ("replicate", "shard")
+        mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=names)
+        self._mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def apply_to(self, module: nn.Module) -> None:
+        """Sets it for the unit of this module, which reshards after forward already."""
+        for group in fsdp_param_groups(_state(module)):
+            group.post_forward_mesh_info = self._mesh_info
+            for parameter in group.fsdp_params:
+                parameter.post_forward_mesh_info = self._mesh_info
+
+
 def _has_unsharded_gradient(parameter: Any) -> bool:
     if parameter.unsharded_accumulated_grad is not None:
         return True
@@ -41,10 +86,15 @@ def _has_unsharded_gradient(parameter: Any) -> bool:
 
 
 def _fsdp_parameters(root: nn.Module) -> Iterator[Any]:
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for group in fsdp_param_groups(_state(module)):
-                yield from group.fsdp_params
+    for group in _param_groups(root):
+        yield from group.fsdp_params
+
+
+def _param_groups(root: nn.Module) -> Iterator[Any]:
+    """Each group once, though all modules of a unit share its state."""
+    states = {id(state): state for m in root.modules() if isinstance(m, FSDPModule) for state in [_state(m)]}
+    for state in states.values():
+        yield from fsdp_param_groups(state)
 
 
 def _state(module: nn.Module) -> Any:
@@ -93,12 +143,12 @@ def sharded_groups(root: nn.Module) -> list[ShardedGroup]:
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in root.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-    return [_as_sharded_group(group, names) for group in _groups(root) if group.fsdp_params]
+    return [_as_sharded_group(group, names) for group in _param_groups(root) if group.fsdp_params]
 
 
 def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
     """What holds gathered parameters now: whole ones, those kept by a part of the ranks, and gathers under way."""
-    for group in _groups(root):
+    for group in _param_groups(root):
         for parameter in group.fsdp_params:
             yield from parameter.all_gather_outputs
             if (partial := getattr(parameter, "_sharded_post_forward_param_data", None)) is not None:
@@ -111,7 +161,7 @@ def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
 
 def gradient_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
     """What holds gradients now: sharded ones, whole ones that are not reduced yet, and reductions under way."""
-    for group in _groups(root):
+    for group in _param_groups(root):
         for parameter in group.fsdp_params:
             held = (parameter.sharded_param.grad, parameter.unsharded_accumulated_grad)
             yield from (tensor for tensor in held if tensor is not None)
@@ -125,7 +175,7 @@ def gradient_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
 
 def shard_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
     """This rank's shards, with their padding."""
-    for group in _groups(root):
+    for group in _param_groups(root):
         for parameter in group.fsdp_params:
             yield parameter._sharded_param_data
 
@@ -163,17 +213,6 @@ def _as_sharded_group(group: Any, names: Mapping[nn.Parameter, list[str]]) -> Sh
         is_read_in_backward=group.unshard_in_backward,
         is_offloaded=any(parameter.offload_to_cpu for parameter in group.fsdp_params),
     )
-
-
-def _groups(root: nn.Module) -> Iterator[Any]:
-    """Each group once, though all modules of a unit share their state."""
-    seen: set[int] = set()
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for group in fsdp_param_groups(_state(module)):
-                if id(group) not in seen:
-                    seen.add(id(group))
-                    yield group
 
 
 def _reductions_under_way(comm_ctx: Any) -> list[Any]:
