@@ -12,7 +12,8 @@ from .wire import Kind, Traffic
 
 COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "gathers", "reduces", "sent")
 """Of both tables; the first two are text, the others numbers. ``then`` is what becomes of gathered parameters between
-forward and backward; gathers, reductions and what this rank sends are those of a step."""
+forward and backward; a gradient is in the dtype of what is kept unless it says otherwise; gathers, reductions and what
+this rank sends are those of a step."""
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -71,7 +72,7 @@ def cells(run: Run) -> tuple[str, ...]:
         amount(unit.kept) + (" host" if unit.is_offloaded else ""),
         amount(unit.gathered),
         unit.after_forward or "-",
-        amount(unit.gradient),
+        size(unit.gradient.nbytes) if unit.gradient.dtypes == unit.kept.dtypes else amount(unit.gradient),
         _calls(unit.traffic, "all-gather"),
         _calls(unit.traffic, "reduce-scatter", "all-reduce"),
         size(sum(entry.sent_bytes for entry in unit.traffic)),

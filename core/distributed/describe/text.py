@@ -9,7 +9,8 @@ WIDTH = 119
 """Columns of text that a line has at most."""
 
 _NUM_TEXT_COLUMNS = 2
-_NARROWEST_NAME = 12
+_NARROWEST = {1: 7, 0: 12}
+"""Of the text columns, by index, in the order in which they give way."""
 
 
 def as_text(facts: ModelFacts) -> str:
@@ -31,9 +32,9 @@ def _fit(widths: list[int], used: list[int]) -> list[int]:
     """Narrows what the units hold, and then their names, until a line fits."""
     fitted = list(widths)
     excess = sum(fitted) + 2 * (len(fitted) - 1) - WIDTH
-    for column in (1, 0):
+    for column, narrowest in _NARROWEST.items():
         if column in used and excess > 0:
-            cut = min(excess, max(fitted[used.index(column)] - _NARROWEST_NAME, 0))
+            cut = min(excess, max(fitted[used.index(column)] - narrowest, 0))
             fitted[used.index(column)] -= cut
             excess -= cut
     return fitted

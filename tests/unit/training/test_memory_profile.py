@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from core.distributed import finalize_model_grads
+from core.errors import ConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.training.loop import train
 from core.training.memory_profile import (
     CATEGORIES,
     PICTURE_FILE,
@@ -24,6 +26,7 @@ from core.training.memory_profile import (
 )
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build
+from tests.unit.training._configs import small_config
 
 WIDTH, ROWS, LAYERS = 256, 1024, 6
 WEIGHT, ACTIVATION = 4 * WIDTH * WIDTH, 4 * WIDTH * ROWS  # bytes: 256 KiB and 1 MiB
@@ -111,6 +114,15 @@ def test_the_peak_is_that_of_another_measure(kind):
     seen, measured = run_distributed(_compares_with_a_tracker, 2, kind)[0]
     # Threads of collectives free memory that the profiler then believes to live a little longer.
     assert abs(measured - seen) <= (0 if kind == "ddp" else 0.1 * seen), (seen, measured)
+
+
+def _refuses_to_write_nowhere() -> None:
+    with pytest.raises(ConfigError, match="--profile-memory writes into the run's folder.*add --save"):
+        train(None, small_config(profile_memory=True), None)
+
+
+def test_a_run_without_a_folder_is_refused_at_its_start():
+    run_distributed(_refuses_to_write_nowhere, 1)
 
 
 def test_the_picture_and_the_series_show_the_peak(tmp_path):
