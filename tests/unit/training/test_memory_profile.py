@@ -117,7 +117,7 @@ def test_the_peak_is_that_of_another_measure(kind):
 
 
 def _refuses_to_write_nowhere() -> None:
-    with pytest.raises(ConfigError, match="--profile-memory writes into the run's folder.*add --save"):
+    with pytest.raises(ConfigError, match=r"--profile-memory writes into the run's folder.*add --save"):
         train(None, small_config(profile_memory=True), None)
 
 
