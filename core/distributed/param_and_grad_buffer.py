@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import current_backward
+from ..errors import ShardstackError
 from .buffer_layout import BucketLayout
 
 
@@ -32,6 +34,36 @@ class GradSlot:
     is_empty: bool = True
     is_written_by_layer: bool = False
     """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed."""
+
+    lent_to: int | None = None
+    """The backward that computes this parameter's gradient in memory from `Bucket.lend`, until it brings it."""
+
+
+class GradScratch:
+    """Memory for one gradient at a time, kept, as large as the largest that it has been lent for.
+
+    On CPU alone, where fresh memory of that size comes from the system, page by page.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._memory: Tensor | None = None
+        self._borrower: nn.Parameter | None = None
+
+    def lend(self, param: nn.Parameter) -> Tensor | None:
+        """Memory in the shape of `param`; None while another gradient is in it."""
+        if self._borrower is not None or self._device.type != "cpu":
+            return None
+        if self._memory is None or self._memory.numel() < param.numel():
+            self._memory = None  # the old before the new
+            self._memory = torch.empty(param.numel(), dtype=self._dtype, device=self._device)
+        self._borrower = param
+        return self._memory[: param.numel()].view(param.shape)
+
+    def take_back(self, param: nn.Parameter) -> None:
+        """Lends to others again, if it was `param` that it was lent to."""
+        if self._borrower is param:
+            self._borrower = None
 
 
 class Bucket:
@@ -108,15 +140,53 @@ class Bucket:
         start, end = self.range_of(param)
         return min(max(start - begin, 0), length), min(max(end - begin, 0), length)
 
+    def lend(self, param: nn.Parameter) -> Tensor | None:
+        """Memory for the gradient of one use of the parameter, until `take_back`; None if a backward has it already.
+
+        That is ``main_grad`` itself where nothing is in it yet, else scratch.
+        """
+        slot = self._slots[param]
+        if slot.lent_to is not None:
+            return None
+        in_place = slot.is_empty and param.dtype == self.buffer.grad_dtype
+        memory = self._memory_of(slot) if in_place else self.buffer.scratch.lend(param)
+        if memory is None:
+            return None
+        slot.lent_to = current_backward()
+        return memory.detach()  # an object of its own: autograd copies a gradient that somebody else holds too
+
+    def take_back(self, param: nn.Parameter) -> None:
+        """Ends what `lend` began; the gradient is to be added before the next one is computed.
+
+        Raises:
+            ShardstackError: the backward that borrowed has not ended.
+        """
+        slot = self._slots[param]
+        if slot.lent_to not in (None, current_backward()):
+            raise ShardstackError(
+                f"parameter {slot.name} got a gradient while another backward had begun to compute one and has not "
+                "brought it: a checkpoint with use_reentrant=True inside (use False), or a backward that raised (call "
+                "zero_grad_buffer); or set gradient_accumulation_fusion to False"
+            )
+        slot.lent_to = None
+        self.buffer.scratch.take_back(param)
+
     def add_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Adds into the parameter's ``main_grad``, allocating the bucket where it was released."""
+        """Adds into the parameter's ``main_grad``, allocating the bucket where it was released.
+
+        A `gradient` that was computed there is left there; one may be sparse.
+        """
         slot = self._slots[param]
         view = self._view(slot)
-        if slot.is_empty:
-            view.copy_(gradient)
-            slot.is_empty = False
-        else:
+        if gradient.is_sparse:
+            if slot.is_empty:
+                view.zero_()
+            view.add_(gradient.coalesce())  # each row once, so that it is rounded as if it were dense
+        elif not slot.is_empty:
             view.add_(gradient)
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+        slot.is_empty = False
 
     def note_written_by_layer(self, param: nn.Parameter) -> None:
         """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
@@ -127,6 +197,8 @@ class Bucket:
         """Makes every gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
         self._separate_shard = None
         for slot in self._slots.values():
+            slot.lent_to = None
+            self.buffer.scratch.take_back(slot.param)
             if not slot.is_empty:  # else it is None already, or zeros that nothing has been added to
                 slot.is_empty = True
                 slot.param.main_grad = None  # type: ignore[attr-defined]
@@ -161,13 +233,16 @@ class Bucket:
             torch._foreach_zero_([data[start:end] for start, end in self._gaps])
 
     def _view(self, slot: GradSlot) -> Tensor:
+        view = self._memory_of(slot)
+        slot.param.main_grad = view  # type: ignore[attr-defined]
+        return view
+
+    def _memory_of(self, slot: GradSlot) -> Tensor:
         if slot.view is None:
             data = torch.empty(self.numel, dtype=self.buffer.grad_dtype, device=self.buffer.device)
             self.zero_padding(data)
             self._hold_grads(data)
-        view = slot.view
-        slot.param.main_grad = view  # type: ignore[attr-defined]
-        return view  # type: ignore[return-value]
+        return slot.view  # type: ignore[return-value]
 
     def _hold_grads(self, data: Tensor) -> None:
         self.grad_data = data
@@ -197,6 +272,7 @@ class ParamAndGradBuffer:
         grad_data: `[numel]`, or None with `releases_grads`.
         buckets: in the order in which backward is expected to finish them.
         ranges: ``[start, end)`` of each parameter in the buffer.
+        scratch: where gradients are computed that are to be added to others.
     """
 
     def __init__(
@@ -216,6 +292,7 @@ class ParamAndGradBuffer:
         self.grad_dtype = grad_dtype
         self.num_shards, self.shard_index = num_shards, shard_index
         self.numel = layouts[-1].end
+        self.scratch = GradScratch(self.param_dtype, self.device)
         self.param_data: Tensor | None = None
         if holds_params:
             self.param_data = torch.empty(self.numel, dtype=self.param_dtype, device=self.device)
