@@ -49,9 +49,9 @@ class ModelParallelConfig:
     """Gradients are sums over tokens, scaled once by 1 / global token count, instead of means of means."""
 
     gradient_accumulation_fusion: bool = True
-    """Layers compute the gradients of their weights where `DistributedDataParallel` keeps them, or in memory that it
-    uses again and again, instead of allocating each anew: quicker, and no bit of any number changes. Without a buffer
-    of gradients (FSDP2) there is nothing to fuse with."""
+    """Layers compute the gradient of a weight in the buffer where `DistributedDataParallel` keeps it, as long as that
+    is empty, and add those rows of an embedding's that are not zero: quicker, in less memory, and no bit of any number
+    changes. Without a buffer of gradients (FSDP2) there is nothing to fuse with."""
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "context", "expert"):

@@ -66,7 +66,7 @@ class GradReduction:
 
 
 class GradientLender:
-    """``param.lend_gradient_memory``: memory in which a layer may compute the parameter's gradient, or None.
+    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
 
     (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
     """

@@ -36,34 +36,7 @@ class GradSlot:
     """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed."""
 
     lent_to: int | None = None
-    """The backward that computes this parameter's gradient in memory from `Bucket.lend`, until it brings it."""
-
-
-class GradScratch:
-    """Memory for one gradient at a time, kept, as large as the largest that it has been lent for.
-
-    On CPU alone, where fresh memory of that size comes from the system, page by page.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._memory: Tensor | None = None
-        self._borrower: nn.Parameter | None = None
-
-    def lend(self, param: nn.Parameter) -> Tensor | None:
-        """Memory in the shape of `param`; None while another gradient is in it."""
-        if self._borrower is not None or self._device.type != "cpu":
-            return None
-        if self._memory is None or self._memory.numel() < param.numel():
-            self._memory = None  # the old before the new
-            self._memory = torch.empty(param.numel(), dtype=self._dtype, device=self._device)
-        self._borrower = param
-        return self._memory[: param.numel()].view(param.shape)
-
-    def take_back(self, param: nn.Parameter) -> None:
-        """Lends to others again, if it was `param` that it was lent to."""
-        if self._borrower is param:
-            self._borrower = None
+    """The backward that computes a gradient in `view` (`Bucket.lend`), until it brings the parameter's."""
 
 
 class Bucket:
@@ -141,22 +114,18 @@ class Bucket:
         return min(max(start - begin, 0), length), min(max(end - begin, 0), length)
 
     def lend(self, param: nn.Parameter) -> Tensor | None:
-        """Memory for the gradient of one use of the parameter, until `take_back`; None if a backward has it already.
+        """``main_grad``, for a layer to compute a gradient in, until `take_back`.
 
-        That is ``main_grad`` itself where nothing is in it yet, else scratch.
+        None where it holds a gradient already, is of another dtype than the layer's, or is lent to another use.
         """
         slot = self._slots[param]
-        if slot.lent_to is not None:
-            return None
-        in_place = slot.is_empty and param.dtype == self.buffer.grad_dtype
-        memory = self._memory_of(slot) if in_place else self.buffer.scratch.lend(param)
-        if memory is None:
+        if slot.lent_to is not None or not slot.is_empty or param.dtype != self.buffer.grad_dtype:
             return None
         slot.lent_to = current_backward()
-        return memory.detach()  # an object of its own: autograd copies a gradient that somebody else holds too
+        return self._memory_of(slot).detach()  # autograd copies a gradient that somebody else holds, so not the view
 
     def take_back(self, param: nn.Parameter) -> None:
-        """Ends what `lend` began; the gradient is to be added before the next one is computed.
+        """Ends what `lend` began, as the parameter's gradient of this backward is there to be added.
 
         Raises:
             ShardstackError: the backward that borrowed has not ended.
@@ -169,7 +138,6 @@ class Bucket:
                 "zero_grad_buffer); or set gradient_accumulation_fusion to False"
             )
         slot.lent_to = None
-        self.buffer.scratch.take_back(param)
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Adds into the parameter's ``main_grad``, allocating the bucket where it was released.
@@ -198,7 +166,6 @@ class Bucket:
         self._separate_shard = None
         for slot in self._slots.values():
             slot.lent_to = None
-            self.buffer.scratch.take_back(slot.param)
             if not slot.is_empty:  # else it is None already, or zeros that nothing has been added to
                 slot.is_empty = True
                 slot.param.main_grad = None  # type: ignore[attr-defined]
@@ -272,7 +239,6 @@ class ParamAndGradBuffer:
         grad_data: `[numel]`, or None with `releases_grads`.
         buckets: in the order in which backward is expected to finish them.
         ranges: ``[start, end)`` of each parameter in the buffer.
-        scratch: where gradients are computed that are to be added to others.
     """
 
     def __init__(
@@ -292,7 +258,6 @@ class ParamAndGradBuffer:
         self.grad_dtype = grad_dtype
         self.num_shards, self.shard_index = num_shards, shard_index
         self.numel = layouts[-1].end
-        self.scratch = GradScratch(self.param_dtype, self.device)
         self.param_data: Tensor | None = None
         if holds_params:
             self.param_data = torch.empty(self.numel, dtype=self.param_dtype, device=self.device)

@@ -1,11 +1,12 @@
 """Products and look-ups whose weight gradient is computed where a data-parallel wrapper keeps it.
 
-In fresh memory a gradient as large as its weight is allocated, filled and added elsewhere, for every weight and
-micro-batch. A wrapper that has a place for the gradient sets ``weight.lend_gradient_memory``, which a backward calls
-for memory to compute it in. What goes back to autograd is an ordinary gradient all the same, so that weights used
-several times, recomputation, hooks and whatever else happens to gradients need no case of their own: autograd adds,
-and then the wrapper finds the gradient in its place already, or adds it and has its memory back. The arithmetic is
-that of torch's own functions, so no bit changes.
+Otherwise a gradient as large as its weight is allocated, filled and then copied to where it belongs. A wrapper that
+has an empty place for it sets ``weight.lend_gradient_memory``, which a backward calls for memory to compute it in.
+What goes back to autograd is an ordinary gradient all the same, so that weights used several times, recomputation,
+hooks and whatever else happens to gradients need no case of their own: autograd adds what there is to add, and then
+the wrapper finds the gradient in its place already, or puts it there. Where the place holds the sum of earlier
+micro-batches, the new gradient needs memory of its own: a product that is added to the sum while it is computed
+rounds otherwise. The arithmetic is that of torch's own functions, and no bit changes.
 """
 
 from __future__ import annotations
