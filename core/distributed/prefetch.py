@@ -8,11 +8,13 @@ gathered ahead and never what is computed: a unit that was not gathered ahead is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 
 class Prefetcher:
@@ -38,15 +40,18 @@ class Prefetcher:
         self._gathered_in_backward = set(gathered_in_backward)
         self._last_order: list[nn.Module] = []
         self._order: list[nn.Module] = []
+        self._reached_by_backward: set[nn.Module] = set()
         # Before FSDP2's own hooks, which read what is set here.
         root.register_forward_pre_hook(self._begin, prepend=True)
         root.register_forward_hook(self._end)
         for unit in units:
             unit.register_forward_pre_hook(self._enter, prepend=True)
+            unit.register_forward_hook(self._leave)
 
     def _begin(self, root: nn.Module, args: Any) -> None:
         if not _is_in_backward():
             self._last_order, self._order = self._order or self._last_order, []
+            self._reached_by_backward.clear()
             _as_fsdp(root).set_modules_to_forward_prefetch(_as_fsdps(self._last_order[: self._forward_depth]))
 
     def _end(self, root: nn.Module, args: Any, output: Any) -> None:
@@ -61,6 +66,13 @@ class Prefetcher:
         self._order.append(module)
         self._set_forward(module, self._expected_after(module, position))
         self._set_backward(module, position)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Below the first trained weight, as under adapters, nothing needs a gradient. A checkpoint that is to be
+        # recomputed may run without: there nobody knows yet.
+        needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        if needs_gradient or not torch.is_grad_enabled():
+            self._reached_by_backward.add(module)
 
     def _set_forward(self, module: nn.Module, ahead: list[nn.Module]) -> None:
         _as_fsdp(module).set_modules_to_forward_prefetch(_as_fsdps(ahead))
@@ -78,10 +90,9 @@ class Prefetcher:
 
     def _used_before(self, module: nn.Module, position: int) -> list[nn.Module]:
         """The units that backward reaches after `module`, nearest first."""
-        before = reversed(self._order[: max(position, 0)])
-        return [unit for unit in before if unit is not module and unit in self._gathered_in_backward][
-            : self._backward_depth
-        ]
+        gathered = self._gathered_in_backward & self._reached_by_backward - {module}
+        before = (unit for unit in reversed(self._order[:position]) if unit in gathered)
+        return list(islice(before, self._backward_depth))
 
 
 def _last_index(order: list[nn.Module], module: nn.Module) -> int:

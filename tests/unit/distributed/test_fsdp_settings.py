@@ -14,7 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from core import parallel_state
-from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig, finalize_model_grads
+from core.distributed import (
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    torch_fully_sharded_data_parallel,
+)
 from core.distributed.fsdp_collectives import DirectReduceScatter
 from core.distributed.sharding import fsdp_modules
 from core.errors import ParallelConfigError, WrapError
@@ -221,6 +226,21 @@ def test_backward_gathers_ahead_in_the_reverse_of_it_also_when_it_recomputes(rec
     assert backward[0] == {1: [], 3: [], 0: [], 2: []}
     assert backward[1] == {1: [3], 3: [0], 0: [2], 2: []}
     assert backward[2] == {1: [0, 3], 3: [0, 2], 0: [2], 2: []}
+
+
+def _gathers_of_adapters() -> int:
+    module = Stack(4)
+    for layer in module.layers[:3]:
+        layer.requires_grad_(False)
+    model = build("fsdp2", module, unit_classes=[nn.Linear], reshard_overrides=("layers.3=True",), backward_prefetch=2)
+    with GatherCounter() as gathers:
+        model(torch.ones(2, 6)).sum().backward()
+        model.finish_grad_sync()
+    return gathers.calls
+
+
+def test_what_backward_never_reaches_is_not_gathered_for_it():
+    assert run_distributed(_gathers_of_adapters, 2) == [1 + 4 + 1] * 2  # root and layers, and the last one again
 
 
 def _survives_another_order() -> None:
@@ -437,6 +457,7 @@ def test_fp16_with_a_loss_scale_skips_an_overflow_on_all_ranks():
 
 
 def _keeps_shards_on_the_host() -> list[str]:
+    torch_fully_sharded_data_parallel._warn_once.cache_clear()  # ranks are reused
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         models = [build("fsdp2", toy(), cpu_offload=offload) for offload in (True, False)]
