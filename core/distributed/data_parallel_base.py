@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .explain import raise_explained
+from .explain.memory_table import GRADIENTS, PARAMETERS
+from .explain.rewrapping import reject_wrapped
+from .explain.stale_optimizers import watch_optimizers
+from .explain.structure import reject_different_models
 from .gradient_checks import GradientChecks
+from .units import Unit
 
 
 class _BaseDataParallel(nn.Module, ABC):
@@ -49,6 +55,8 @@ class _BaseDataParallel(nn.Module, ABC):
         process_group: dist.ProcessGroup,
     ) -> None:
         super().__init__()
+        reject_wrapped(module, (_BaseDataParallel,))
+        watch_optimizers()
         self.config = config
         self.module = module
         self.ddp_config = ddp_config
@@ -57,14 +65,30 @@ class _BaseDataParallel(nn.Module, ABC):
         self._gradient_checks = GradientChecks(ddp_config.check_for_nan_in_grad, ddp_config.check_for_large_grads)
         self._step = 0
 
+    def _reject_different_models(self, units: Sequence[Unit] = ()) -> None:
+        """Raises WrapError, on every rank, unless all of the group are about to wrap the same model alike."""
+        names = {submodule: name for name, submodule in self.module.named_modules()}
+        reject_different_models(
+            self.module,
+            self.process_group,
+            wrapper=type(self).__name__,
+            config=self.config,
+            ddp_config=self.ddp_config,
+            units=[[names[member] for member in unit.modules] for unit in units],
+        )
+
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
         return bool(getattr(self.config, "calculate_per_token_loss", False))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward."""
-        return self.module(*inputs, **kwargs)
+        """The wrapped module's forward; `explain` says what fails in it."""
+        try:
+            return self.module(*inputs, **kwargs)
+        except Exception as error:
+            raise_explained(error, self)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -128,6 +152,12 @@ class _BaseDataParallel(nn.Module, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copies into the wrapped module's parameters and buffers."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def held_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """What this rank holds of the model, with the category of `explain.memory_table`."""
+        for parameter in self.module.parameters():
+            yield PARAMETERS, parameter
+            yield GRADIENTS, local_gradient(parameter)
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and local part of every gradient that the optimizer will read."""

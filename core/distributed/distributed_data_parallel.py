@@ -19,6 +19,8 @@ from .buffer_layout import default_bucket_size, lay_out
 from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .explain.memory_table import GRADIENTS, PARAMETERS, WHOLE_GRADIENTS
+from .explain.stale_optimizers import replaced_parameters_marked
 from .instance_groups import resolve_instance_groups
 from .optimizer_guard import forbid_plain_optimizers
 from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
@@ -74,9 +76,11 @@ class DistributedDataParallel(_BaseDataParallel):
         self.intra_instance_group, self.inter_instance_group = groups[1:]
         _check_per_token_loss(self.sums_gradients, ddp_config)
         _check_precision(config, module)
+        self._reject_different_models()
         if any(parameter.is_meta for parameter in module.parameters()):
             broadcast_init_seed(module, self.process_group)
-            materialize(module)
+            with replaced_parameters_marked(module):
+                materialize(module)
         else:
             # Replicas that start different would stay different.
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
@@ -302,6 +306,15 @@ class DistributedDataParallel(_BaseDataParallel):
         self._pre_hooks.clear()
         if param_sync:
             self.finish_param_sync()
+
+    def held_tensors(self) -> Iterator[tuple[str, Tensor | None]]:
+        for group in self.bucket_groups:
+            bucket = group.bucket
+            yield PARAMETERS, bucket.param_data
+            yield WHOLE_GRADIENTS if bucket.releases_grads else GRADIENTS, bucket.grad_data
+            if bucket.releases_grads and group.has_reduced:
+                yield GRADIENTS, bucket.local_grad_shard
+        yield from super().held_tensors()
 
     def broadcast_params(self) -> None:
         self.finish_param_sync()

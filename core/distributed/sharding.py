@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from .._torch_compat import reduce_parameters_without_gradient
 from ..errors import WrapError
 from .broadcast import broadcast_tensors
+from .explain.rewrapping import note_sharded, reject_wrapped
+from .explain.stale_optimizers import replaced_parameters_marked
 from .units import Unit, parameter_attributes_kept, plan_units
 
 
@@ -53,7 +55,7 @@ def shard_model(
 
     units = plan_units(module, unit_classes)
     inner_policy = replace(mp_policy, output_dtype=None)
-    with parameter_attributes_kept(module):
+    with parameter_attributes_kept(module), replaced_parameters_marked(module):
         for unit in units:
             fully_shard(
                 unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
@@ -62,6 +64,7 @@ def shard_model(
                 mp_policy=inner_policy,
             )
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy)
+    note_sharded(fsdp_modules(module))
     for unit in units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
@@ -87,10 +90,7 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _reject_what_cannot_be_sharded(module: nn.Module) -> None:
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, FSDPModule):
-            where = f"its module {name!r}" if name else "it"
-            raise WrapError(f"the model cannot be sharded again: {where} is sharded already; wrap the plain model")
+    reject_wrapped(module)
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise WrapError(f"parameter {name} is a scalar, which cannot be cut; give it the shape (1,)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ from ..transformer.transformer_layer import TransformerLayer
 from .broadcast import broadcast_init_seed, broadcast_tensors
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .explain.plain_state_dicts import reject_plain_state_dicts
+from .explain.recorded_fsdp_collectives import record_fsdp_collectives
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .units import parameter_attributes_kept
-from .unsharded_gradients import drop_unsharded_gradients, reduce_unsharded_gradients
+from .units import parameter_attributes_kept, plan_units
+from .unsharded_gradients import drop_unsharded_gradients, held_tensors, reduce_unsharded_gradients
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -75,12 +77,14 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         settings = _fsdp2_settings(ddp_config)
         mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
         super().__init__(config, module, ddp_config, process_group)
+        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else tuple(sub_modules_to_wrap)
+        self._reject_different_models(plan_units(module, unit_classes))
         starts_on_meta = any(parameter.is_meta for parameter in module.parameters())
         self._mesh = mesh
         self.units = shard_model(
             module,
             mesh,
-            unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
+            unit_classes=unit_classes,
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=_mixed_precision(config, ddp_config, module),
             sync_module_states=settings.sync_module_states and not starts_on_meta,
@@ -90,6 +94,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             if settings.sync_module_states:
                 broadcast_init_seed(module, process_group)
             materialize(module)
+        reject_plain_state_dicts(module)
+        record_fsdp_collectives(module)
         self._warned_about_load = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -159,6 +165,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 stacklevel=2,
             )
         return _IncompatibleKeys([], [])
+
+    def held_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return held_tensors(self.module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):

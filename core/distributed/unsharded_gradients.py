@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from .._torch_compat import fsdp_param_groups
+from .explain.memory_table import GATHERED, GRADIENTS, PARAMETERS, WHOLE_GRADIENTS
 
 
 def reduce_unsharded_gradients(root: nn.Module) -> None:
@@ -46,3 +48,22 @@ def _fsdp_parameters(root: nn.Module) -> Iterator[Any]:
 
 def _state(module: nn.Module) -> Any:
     return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
+    """What a module gathers and reduces with; None where it has no parameters of its own."""
+    for group in fsdp_param_groups(_state(module)):  # type: ignore[arg-type]
+        return group._all_gather_comm, group._reduce_scatter_comm
+    return None
+
+
+def held_tensors(root: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """What FSDP2 holds on this rank, with the category that `explain.memory_table` gives it."""
+    for parameter in _fsdp_parameters(root):
+        yield PARAMETERS, parameter.sharded_param
+        yield GRADIENTS, parameter.sharded_param.grad
+        yield WHOLE_GRADIENTS, parameter.unsharded_accumulated_grad
+        for gathered in parameter.all_gather_outputs:
+            yield GATHERED, gathered
+        if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
+            yield WHOLE_GRADIENTS, unsharded.grad
