@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ...errors import ShardstackError
+from ...transformer.module import Float16Module
 from .misplaced_parameters import raise_misplaced
 from .out_of_memory import raise_out_of_memory
 from .out_of_step import raise_out_of_step
@@ -56,8 +57,15 @@ def raise_explained(error: Exception, wrapper: nn.Module) -> None:
     if isinstance(error, ShardstackError):
         return
     raise_out_of_memory(error, wrapper)
-    raise_misplaced(error, wrapper)
+    raise_misplaced(error, _model_inside(wrapper))
     raise_out_of_step(error)
+
+
+def _model_inside(wrapper: nn.Module) -> nn.Module:
+    """The model whose names of parameters users know: without the wrapper, and without `Float16Module`."""
+    module = getattr(wrapper, "module", wrapper)
+    found: nn.Module = module.module if isinstance(module, Float16Module) else module
+    return found
 
 
 __all__ = ["failures_explained", "raise_explained"]

@@ -156,10 +156,10 @@ def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
     return record
 
 
-def open_collectives() -> list[Collective]:
-    """Calls of this rank that have begun and not ended, of any group, the earliest first."""
-    found = [call for record in _live_records() for call in list(record.calls) if call.ended_at is None]
-    return sorted(found, key=lambda call: call.started_at)
+def latest_collective() -> Collective | None:
+    """What this rank has called last, in any group."""
+    latest = [record.calls[-1] for record in _live_records() if record.calls]
+    return max(latest, key=lambda call: call.started_at, default=None)
 
 
 def _live_records() -> list[CollectiveRecord]:

@@ -1,12 +1,13 @@
 """A sharded parameter that is used outside the forward of its unit, where the module holds only this rank's shard.
 
-Torch then says "got mixed torch.Tensor and DTensor" and names neither. The parameter is found in the frames of the
-traceback, by its storage, which views of it share.
+Torch then says "got mixed torch.Tensor and DTensor" and names neither. The parameter is found through the traceback:
+in the line of code that failed, or else among the variables of its frame, by its storage, which views of it share.
 """
 
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -35,10 +36,9 @@ def raise_misplaced(error: BaseException, root: nn.Module) -> None:
     """
     if not isinstance(error, RuntimeError) or _SAYS_MIXED not in str(error):
         return
-    frames = [frame for frame, _ in _frames(error.__traceback__)]
-    names = _parameters_in(frames, root)
-    what = f"parameter {names[0]}" if names else "a sharded parameter"
-    unit = f"its unit, {_unit_of(names[0], root)}," if names else "its unit"
+    name = _parameter_in(_frames(error.__traceback__), root)
+    what = f"parameter {name}" if name else "a sharded parameter"
+    unit = f"its unit, {_unit_of(name, root)}," if name else "its unit"
     raise UnitError(
         f"{what} was used outside the forward of {unit} where a rank holds only its shard{_place(error)}. Call that "
         "unit's forward instead of reading its weight; or put both modules into one unit, or leave them to the root, "
@@ -47,38 +47,44 @@ def raise_misplaced(error: BaseException, root: nn.Module) -> None:
     ) from error
 
 
-def _parameters_in(frames: list[FrameType], root: nn.Module) -> list[str]:
-    """Names of sharded parameters that the frames hold, those of the innermost frame first."""
+def _parameter_in(frames: list[tuple[FrameType, int]], root: nn.Module) -> str | None:
+    """The name of the sharded parameter that the innermost frame names, or holds; None where no frame does."""
+    named = dict(root.named_parameters())
+    by_identity = {id(parameter): name for name, parameter in named.items()}
     by_storage = {
         _storage(parameter): name
-        for name, parameter in root.named_parameters()
+        for name, parameter in named.items()
         if isinstance(parameter, DTensor) and parameter.to_local().numel()
     }
-    by_identity = {id(parameter): name for name, parameter in root.named_parameters()}
-    found: dict[str, None] = {}
-    for frame in reversed(frames):
-        for value in _dtensors_in(frame.f_locals):
-            name = by_identity.get(id(value), by_storage.get(_storage(value)))
-            if name is not None:
-                found[name] = None
-    if found:
-        return list(found)
-    modules = {module: name for name, module in root.named_modules()}
-    for frame in reversed(frames):  # not in the frames of Python: the module whose forward failed holds it
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and module in modules:
-            prefix = f"{modules[module]}." if modules[module] else ""
-            for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(parameter, DTensor):
-                    return [prefix + name]
-    return []
+    for frame, line in reversed(frames):
+        for value in (*_values_in_line(frame, line), *frame.f_locals.values()):
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(item, DTensor):
+                    name = by_identity.get(id(item), by_storage.get(_storage(item)))
+                    if name is not None:
+                        return name
+    return None
 
 
-def _dtensors_in(values: dict[str, Any]) -> Iterator[DTensor]:
-    for value in values.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, DTensor):
-                yield item
+def _values_in_line(frame: FrameType, line: int) -> Iterator[Any]:
+    """What the line reads through modules, as ``self.blocks[0].weight``: parameters are looked up, nothing is run."""
+    for path in _PATH.findall(linecache.getline(frame.f_code.co_filename, line)):
+        steps = [step.strip("[]") for step in _STEP.findall(path)]
+        value = frame.f_locals.get(steps[0])
+        for step in steps[1:]:
+            step = str(frame.f_locals.get(step, step)) if isinstance(value, (nn.ModuleList, nn.Sequential)) else step
+            value = _child(value, step)
+        yield value
+
+
+def _child(module: Any, name: str) -> Any:
+    if not isinstance(module, nn.Module):
+        return None
+    return module._parameters.get(name, module._modules.get(name))
+
+
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\w+\])*")
+_STEP = re.compile(r"\w+|\[\w+\]")
 
 
 def _storage(tensor: torch.Tensor) -> int:

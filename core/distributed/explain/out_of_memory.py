@@ -86,19 +86,19 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     """Settings that the model does not have yet, with the bytes that each would spare this rank, estimated.
 
     What is sharded over `n` ranks leaves a rank ``1 / n``; a gathered model leaves two units at a time, the one that
-    runs and the one that comes next; recomputation leaves the activations of one unit; half a micro-batch leaves
+    runs and the one that comes next; recomputation leaves the activations of one layer; half a micro-batch leaves
     half of the activations; and bf16 half of what is computed with.
     """
     ddp_config, config = wrapper.ddp_config, wrapper.config
     spared = 1.0 - 1.0 / wrapper.process_group.size()
-    num_units = max(1, len(getattr(wrapper, "units", ())))
+    num_units, num_layers = max(1, len(getattr(wrapper, "units", ()))), _num_layers(wrapper.module)
     is_fully_sharded = hasattr(ddp_config, "reshard_after_forward")
     candidates: list[tuple[str, float]] = [
         ("half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
     ]
     if getattr(config, "recompute_granularity", None) != "full":
         candidates.append(
-            ("recomputation of activations (recompute_granularity='full')", table[REST] * (1 - 1 / num_units))
+            ("recomputation of activations (recompute_granularity='full')", table[REST] * (1 - 1 / num_layers))
         )
     if not (getattr(config, "bf16", False) or getattr(config, "fp16", False)):
         candidates.append(("computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2))
@@ -126,3 +126,9 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
         kept = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
         candidates.append(("shards on the host (cpu_offload=True)", kept))
     yield from ((setting, int(size)) for setting, size in candidates if size >= 1)
+
+
+def _num_layers(module: nn.Module) -> int:
+    """The length of the model's longest list of modules, which are the layers of a transformer; at least 1."""
+    lists = (submodule for submodule in module.modules() if isinstance(submodule, (nn.ModuleList, nn.Sequential)))
+    return max((len(layers) for layers in lists), default=1) or 1

@@ -12,13 +12,13 @@ import re
 import time
 from collections import defaultdict
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
 from ..._torch_compat import flight_recorder
 from ...errors import OutOfStepError, ShardstackError
-from .collective_record import Collective, open_collectives, publishing_interval_s
+from .collective_record import Collective, latest_collective, publishing_interval_s
 from .words import listed, rank_list, readable_bytes
 
 _BACKEND_FAILED = re.compile(
@@ -37,28 +37,28 @@ def raise_out_of_step(error: BaseException, call: Collective | None = None) -> N
     """Raises what the failure of a collective means; returns where `error` is something else.
 
     Args:
-        call: the collective; by default the latest that this rank has begun and not ended.
+        call: the collective; without one it was none that this library records.
 
     Raises:
         OutOfStepError: from `error`.
     """
     if not is_failure_of_backend(error):
         return
-    if call is None:  # of those that are still under way, the one that was called first is stuck
-        call = next(iter(open_collectives()), None)
     if call is None:
-        _raise_without_record(error)
+        raise OutOfStepError(_message_without_record(error)) from error
     message = _message(error, call)  # which publishes the call as one that has not ended
     call.ended()
     raise OutOfStepError(message) from error
 
 
-def _raise_without_record(error: BaseException) -> NoReturn:
-    raise OutOfStepError(
-        f"rank {dist.get_rank()} failed in a collective that this library did not start: {_first_line(error)}."
+def _message_without_record(error: BaseException) -> str:
+    before = latest_collective()
+    after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
+    return (
+        f"rank {dist.get_rank()} of {dist.get_world_size()} failed in a collective that was not the wrapper's{after}."
         f"{_flight_recorder_says()} Every rank must make the same calls in the same order; look at what the ranks do "
-        "between the wrapper's own collectives"
-    ) from error
+        f"there. The backend said: {_first_line(error)}"
+    )
 
 
 def _message(error: BaseException, call: Collective) -> str:

@@ -22,7 +22,9 @@ def _wraps_twice() -> None:
     with pytest.raises(WrapError, match=r"it \(DistributedDataParallel\) is a data-parallel wrapper"):
         build("fsdp2", TorchDistributedDataParallel(toy(tied=False)))
     for second in ("ddp", "fsdp2"):
-        with pytest.raises(WrapError, match=r"it \(Toy\) is sharded already, by another wrapper .* wrap_model returned"):
+        with pytest.raises(
+            WrapError, match=r"it \(Toy\) is sharded already, by another wrapper .* wrap_model returned"
+        ):
             build(second, build("fsdp2", toy()).module)
         with pytest.raises(WrapError, match=r"parameter \S+ lies in the buffers of a wrapper already"):
             build(second, build("zero1", toy()).module)
