@@ -67,14 +67,13 @@ class _BaseDataParallel(nn.Module, ABC):
 
     def _reject_different_models(self, units: Sequence[Unit] = ()) -> None:
         """Raises WrapError, on every rank, unless all of the group are about to wrap the same model alike."""
-        names = {submodule: name for name, submodule in self.module.named_modules()}
         reject_different_models(
             self.module,
             self.process_group,
             wrapper=type(self).__name__,
             config=self.config,
             ddp_config=self.ddp_config,
-            units=[[names[member] for member in unit.modules] for unit in units],
+            units=[unit.names for unit in units],
         )
 
     @property

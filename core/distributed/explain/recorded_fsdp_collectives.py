@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ..unsharded_gradients import communication_of
+from ..fsdp_state import communication_of
 from .collective_record import Collective, recorded
 
 
