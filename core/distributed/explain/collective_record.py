@@ -166,16 +166,16 @@ def _live_records() -> list[CollectiveRecord]:
     return [record for reference in list(_every_record) if (record := reference()) is not None]
 
 
-def message_tag(default: int) -> int:
-    """A tag for the messages of the collective that this thread is in, equal on ranks that are in the same one.
+def message_tag(tag: int) -> int:
+    """`tag`, of 16 bits, with a hash above it of the collective that this thread is in.
 
     A rank that is elsewhere then finds no message to take for its own: it waits, instead of computing with what was
     meant for another tensor of the same size.
     """
     call: Collective | None = getattr(_here, "collective", None)
     if call is None:
-        return default
-    return zlib.crc32(f"{call.kind}\0{call.subject}\0{call.occurrence}".encode(), default) & 0x7FFFFFFF
+        return tag
+    return (zlib.crc32(f"{call.kind}\0{call.subject}\0{call.occurrence}".encode()) & 0x7FFF) << 16 | tag
 
 
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()

@@ -56,7 +56,7 @@ def _message_without_record(error: BaseException) -> str:
     after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()} failed in a collective that was not the wrapper's{after}."
-        f"{_flight_recorder_says()} Every rank must make the same calls in the same order; look at what the ranks do "
+        f"{_flight_recorder_says(unfinished=False)} Every rank must make the same calls in the same order; look at what the ranks do "
         f"there. The backend said: {_first_line(error)}"
     )
 
@@ -78,7 +78,7 @@ def _message(error: BaseException, call: Collective) -> str:
         f"rank {record.rank} of {record.num_ranks} waited {waited:.0f} s in vain in {_name(call)}, its call "
         f"{call.number} in this group: {told}. Every rank must make the same sequence of forwards, backwards and "
         f"steps; look at {look_at} for a skipped micro-batch, another branch, an endless "
-        f"wait for data or a crash.{_flight_recorder_says()} The backend said: {_first_line(error)}"
+        f"wait for data or a crash.{_flight_recorder_says(unfinished=True)} The backend said: {_first_line(error)}"
     )
 
 
@@ -116,11 +116,14 @@ def _words(kind: str, subject: str, occurrence: int, num_bytes: int) -> str:
     return f"{kind} {occurrence} of {subject} ({readable_bytes(num_bytes)})"
 
 
-def _flight_recorder_says() -> str:
-    """Where torch's own record stands on this rank; empty without such a record."""
+def _flight_recorder_says(unfinished: bool) -> str:
+    """Where torch's own record stands on this rank: at the first that is unfinished, or at the last; or nothing.
+
+    gloo leaves entries "scheduled" for ever, but retires those that have ended, in whatever way.
+    """
     entries = flight_recorder()
-    unfinished = [entry for entry in entries if entry.get("state") != "completed" and not entry.get("retired")]
-    last = next(iter(unfinished or entries[-1:]), None)  # gloo never calls an entry completed
+    waiting = [entry for entry in entries if entry.get("state") != "completed" and not entry.get("retired")]
+    last = next(iter(waiting or ([] if unfinished else entries[-1:])), None)
     if last is None:
         return ""
     return (

@@ -51,7 +51,7 @@ class _RecordedAllGather(_Recorded, AllGather):
     ) -> dist.Work | None:
         call = recorded("all-gather", f"the parameters of {self._subject}", output_tensor, group)
         with call:
-            work = self._inner(output_tensor, input_tensor, group, async_op=async_op)
+            work = self._inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         return work if work is None else _RecordedWork(work, call)
 
 
@@ -66,8 +66,10 @@ class _RecordedReduceScatter(_Recorded, ReduceScatter):
     ) -> dist.Work | None:
         call = recorded("reduce-scatter", f"the gradients of {self._subject}", input_tensor, group)
         with call:
-            work = self._inner(output_tensor, input_tensor, group, op=op, async_op=async_op)
-        return _RecordedWork(work, call) if async_op and work is not None else work
+            work: dist.Work | None = self._inner(
+                output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
+            )
+        return work if work is None else _RecordedWork(work, call)
 
 
 class _RecordedWork(dist.Work):

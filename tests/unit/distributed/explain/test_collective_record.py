@@ -52,7 +52,7 @@ def test_tags_tell_collectives_apart():
                 with recorded("all-gather", "inner", 8):
                     pass
                 tags.add(message_tag(7))
-        assert len(tags) == 4 and all(0 <= tag < 2**31 for tag in tags)
+        assert len(tags) == 4 and all(0 <= tag < 2**31 and tag & 0xFFFF == 7 for tag in tags)
 
 
 def _exchanges_different_things() -> bool:
@@ -92,5 +92,5 @@ def test_every_collective_of_a_step_is_recorded_with_its_unit():
     first, second = run_distributed(_records_of_a_step, 2, "zero1")
     assert first == second and first[0] == (
         "reduce-scatter",
-        "the gradients of bucket head.weight to embedding.weight",
+        "the gradients of bucket head.weight",
     )
