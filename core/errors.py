@@ -14,7 +14,8 @@
     └── MissingExtraError (ImportError)        an optional dependency that is not installed
 
 Each message says what was asked, what was found, and what to do. The command line prints it as one line and exits
-with status 2; everything else is a bug and keeps its traceback.
+with status 2; everything else is a bug and keeps its traceback, as do OutOfStepError and MemoryLimitError, which only
+a run shows.
 """
 
 

@@ -56,8 +56,8 @@ def _message_without_record(error: BaseException) -> str:
     after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()} failed in a collective that was not the wrapper's{after}."
-        f"{_flight_recorder_says(unfinished=False)} Every rank must make the same calls in the same order; look at what the ranks do "
-        f"there. The backend said: {_first_line(error)}"
+        f"{_flight_recorder_says(unfinished=False)} Every rank must make the same calls in the same order; look at "
+        f"what the ranks do there. The backend said: {_first_line(error)}"
     )
 
 
