@@ -2,11 +2,11 @@
 
     python benchmarks/ddp_engine.py [--rounds 15] [--launches 3] [--only time|memory|wire] [--ranks 1 2 4]
 
-A GPT of 8 layers, width 512, 8 heads, vocabulary 32k, sequence 256; a step is 4 micro-batches of 2 on gloo ranks with
-one thread each, accumulated under `no_sync`. The replicated form stands beside `torch.nn.parallel
-.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW, the sharded ones beside torch's
-`ZeroRedundancyOptimizer` over it. Bytes stand beside those of an ideal ring, peaks beside the formula in
-`memory_formula`. Exits with 1 when a limit is exceeded.
+A GPT of 8 layers, width 512, 8 heads, vocabulary 32k; a step is 4 micro-batches on gloo ranks with one thread each, of
+2 x 256 tokens where it is timed and 1 x 64 where bytes are counted, accumulated under `no_sync`. The replicated form
+stands beside `torch.nn.parallel.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW, the
+sharded ones beside torch's `ZeroRedundancyOptimizer` over it. Bytes stand beside those of an ideal ring, peaks beside
+the formula in `memory_formula`. Exits with 1 when a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _gpt import MICRO_BATCHES, VOCABULARY, WIDTH, backward, build_model, micro_batches, parameter_bytes
 from _measure import (
     CollectivePayload,
     PairedRatio,
@@ -39,42 +39,27 @@ from _measure import (
     wire_bytes_per_step,
 )
 
-LAYERS, WIDTH, HEADS, VOCABULARY, SEQUENCE = 8, 512, 8, 32_768, 256
-MICRO_BATCHES, MICRO_BATCH_SIZE, RANKS = 4, 2, 2
+RANKS = 2
 BUCKET_ELEMENTS = 4_000_000  # of ZeRO-2, so that a model of this size has buckets to release
 REPLICATED_LIMIT, SHARDED_LIMIT = 1.00, 0.95
 WIRE_TOLERANCE, MEMORY_TOLERANCE = 0.02, 0.05
 MIB = 2**20
 
 Step = Callable[[], None]
+Shape = tuple[int, int]
+"""Samples of a micro-batch, and tokens of a sample."""
 
-
-def build_model() -> nn.Module:
-    from core.models.gpt import GPTModel
-    from core.transformer.transformer_config import TransformerConfig
-
-    torch.manual_seed(1)
-    config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
-    )
-    return GPTModel(config, VOCABULARY, SEQUENCE)
-
-
-def micro_batches() -> list[torch.Tensor]:
-    """Of tokens `[b, s + 1]`."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (MICRO_BATCH_SIZE, SEQUENCE + 1)
-    return [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(MICRO_BATCHES)]
+TIMED: Shape = (2, 256)
+COUNTED: Shape = (1, 64)  # bytes on the wire are those of parameters; beside short activations a wrong formula shows
 
 
 def accumulate(model: nn.Module, data: list[torch.Tensor]) -> None:
     for index, tokens in enumerate(data):
         with nullcontext() if index == len(data) - 1 or not hasattr(model, "no_sync") else model.no_sync():
-            losses = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())
-            (losses.mean() / MICRO_BATCHES).backward()
+            backward(model, tokens)
 
 
-def torchs(is_sharded: bool) -> Step:
+def torchs(shape: Shape, is_sharded: bool) -> Step:
     """torch DDP with AdamW, or with the optimizer that shards AdamW's state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -86,7 +71,7 @@ def torchs(is_sharded: bool) -> Step:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
-    data = micro_batches()
+    data = micro_batches(*shape)
 
     def step() -> None:
         accumulate(model, data)
@@ -96,7 +81,7 @@ def torchs(is_sharded: bool) -> Step:
     return step
 
 
-def ours(**fields: Any) -> Step:
+def ours(shape: Shape, **fields: Any) -> Step:
     from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -104,7 +89,7 @@ def ours(**fields: Any) -> Step:
     model = wrap_model(module, module.config, DistributedDataParallelConfig(**fields), process_group=dist.group.WORLD)
     config = OptimizerConfig(optimizer="adam", lr=1e-4, weight_decay=0.01, adam_beta2=0.999, clip_grad=0.0)
     optimizer = get_megatron_optimizer(config, [model], no_weight_decay_cond=lambda *unused: False)
-    data = micro_batches()
+    data = micro_batches(*shape)
 
     def step() -> None:
         model.zero_grad_buffer()
@@ -115,9 +100,9 @@ def ours(**fields: Any) -> Step:
     return step
 
 
-def alone() -> Step:
+def alone(shape: Shape) -> Step:
     """Without wrapper and optimizer: forward and backward, each gradient dropped as soon as it is there."""
-    model, data = build_model(), micro_batches()
+    model, data = build_model(), micro_batches(*shape)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return lambda: accumulate(model, data)
@@ -127,7 +112,7 @@ def alone() -> Step:
 class Candidate:
     """One way to train, what it is compared with, and the largest ratio to that."""
 
-    build: Callable[[], Step]
+    build: Callable[[Shape], Step]
     baseline: str | None = None
     limit: float = float("inf")
     is_ours: bool = True
@@ -139,14 +124,14 @@ ZERO2 = {**ZERO1, "data_parallel_sharding_strategy": "optim_grads", "bucket_size
 ZERO2_LEAN = {**ZERO2, "reduce_every_micro_batch": True}
 
 CANDIDATES = {
-    "torch DDP": Candidate(lambda: torchs(False), is_ours=False),
-    "replicated": Candidate(lambda: ours(), "torch DDP", REPLICATED_LIMIT),
-    "replicated overlap": Candidate(lambda: ours(**REPLICATED), "torch DDP"),
-    "torch ZeRO-1": Candidate(lambda: torchs(True), is_ours=False),
-    "ZeRO-1": Candidate(lambda: ours(use_distributed_optimizer=True), "torch ZeRO-1", SHARDED_LIMIT),
-    "ZeRO-1 overlap": Candidate(lambda: ours(**ZERO1), "torch ZeRO-1"),
-    "ZeRO-2": Candidate(lambda: ours(**ZERO2), "torch ZeRO-1", SHARDED_LIMIT),
-    "ZeRO-2 every": Candidate(lambda: ours(**ZERO2_LEAN), "torch ZeRO-1"),
+    "torch DDP": Candidate(lambda shape: torchs(shape, False), is_ours=False),
+    "replicated": Candidate(lambda shape: ours(shape), "torch DDP", REPLICATED_LIMIT),
+    "replicated overlap": Candidate(lambda shape: ours(shape, **REPLICATED), "torch DDP"),
+    "torch ZeRO-1": Candidate(lambda shape: torchs(shape, True), is_ours=False),
+    "ZeRO-1": Candidate(lambda shape: ours(shape, use_distributed_optimizer=True), "torch ZeRO-1", SHARDED_LIMIT),
+    "ZeRO-1 overlap": Candidate(lambda shape: ours(shape, **ZERO1), "torch ZeRO-1"),
+    "ZeRO-2": Candidate(lambda shape: ours(shape, **ZERO2), "torch ZeRO-1", SHARDED_LIMIT),
+    "ZeRO-2 every": Candidate(lambda shape: ours(shape, **ZERO2_LEAN), "torch ZeRO-1"),
 }
 
 
@@ -154,7 +139,7 @@ CANDIDATES = {
 
 
 def measure_time(names: list[str], rounds: int) -> dict[str, list[float]]:
-    return interleaved_seconds({name: CANDIDATES[name].build() for name in names}, rounds)
+    return interleaved_seconds({name: CANDIDATES[name].build(TIMED) for name in names}, rounds)
 
 
 def report_time(rounds: int, names: list[str]) -> bool:
@@ -181,28 +166,11 @@ def ideal_wire_bytes(name: str, parameter_bytes: int, ranks: int) -> float:
 
 
 def measure_wire(name: str) -> tuple[float, int, int]:
-    step = CANDIDATES[name].build()
+    step = CANDIDATES[name].build(COUNTED)
     step()
-    with CollectivePayload() as payload, mock.patch.object(dist, "isend", _counted_send):
-        _SENT.clear()
+    with CollectivePayload() as payload:
         step()
-    messages = sum(_SENT)
-    collectives = sum(n for name, n in payload.bytes.items() if name not in ("send", "recv_"))
-    return wire_bytes_per_step(step, steps=5), messages + collectives, parameter_bytes()
-
-
-_SENT: list[int] = []
-_send = dist.isend
-
-
-def _counted_send(tensor: torch.Tensor, **options: Any) -> Any:
-    """Our own exchanges, which may run on another thread, where a dispatch mode sees nothing."""
-    _SENT.append(tensor.numel() * tensor.element_size())
-    return _send(tensor, **options)
-
-
-def parameter_bytes() -> int:
-    return sum(p.numel() * p.element_size() for p in build_model().parameters())
+    return wire_bytes_per_step(step), payload.total(), parameter_bytes()
 
 
 def report_wire(names: list[str]) -> bool:
@@ -250,7 +218,7 @@ def measure_memory(name: str) -> tuple[int, int]:
     del core
     reset_high_water()
     base = high_water_bytes()
-    step = alone() if name == "alone" else CANDIDATES[name].build()
+    step = alone(COUNTED) if name == "alone" else CANDIDATES[name].build(COUNTED)
     for _ in range(3):
         step()
     return high_water_bytes() - base, parameter_bytes()

@@ -19,6 +19,8 @@ from core.distributed.fsdp_collectives import DirectReduceScatter
 from core.distributed.sharding import fsdp_modules
 from core.errors import ParallelConfigError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.transformer.transformer_layer import TransformerLayer
+from tests.functional._runs import build_gpt
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import (
@@ -305,6 +307,20 @@ def _doubles_gradients_when_the_exchange_does() -> bool:
 
 def test_gradients_really_go_through_the_direct_exchange():
     assert run_distributed(_doubles_gradients_when_the_exchange_does, 2) == [True, True]
+
+
+def _trains_on_one_sample() -> None:
+    module = build_gpt(False)
+    model = build("fsdp2", module, unit_classes=[TransformerLayer])
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(tokens, labels=tokens).sum().backward()
+        model.finish_grad_sync()
+
+
+def test_a_micro_batch_of_one_sample_warns_of_nothing():
+    run_distributed(_trains_on_one_sample, 2)
 
 
 # ---- precision
