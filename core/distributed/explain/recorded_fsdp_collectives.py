@@ -18,13 +18,12 @@ from .collective_record import Collective, recorded
 
 def record_fsdp_collectives(root: nn.Module) -> None:
     """Puts a record around what each FSDP module of a model gathers and reduces with; once all of that is set."""
-    seen: set[int] = set()
     for name, module in root.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         communication = communication_of(module)
-        if communication is None or id(module) in seen or isinstance(communication[0], _RecordedAllGather):
-            continue
+        if communication is None or isinstance(communication[0], _RecordedAllGather):
+            continue  # without parameters of its own, or in one unit with a module before it
         subject = f"unit {name}" if name else "the root unit"
         module.set_custom_all_gather(_RecordedAllGather(communication[0], subject))
         module.set_custom_reduce_scatter(_RecordedReduceScatter(communication[1], subject))

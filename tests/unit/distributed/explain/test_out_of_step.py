@@ -97,6 +97,32 @@ def test_a_rank_that_is_busy_elsewhere_is_known_by_its_last_collective():
     )
 
 
+def _one_of_four_stays_away() -> str:
+    group = _short_group()
+    tensor = torch.ones(4)
+    with recorded("all-reduce", "the loss", tensor, group):
+        dist.all_reduce(tensor, group=group)
+    if dist.get_rank() == 2:
+        time.sleep(LIMIT_S + 4)
+        return ""
+
+    def run() -> None:
+        with recorded("all-reduce", "the gradient norm", tensor, group):
+            dist.all_reduce(tensor, group=group)
+
+    return _explained(run)
+
+
+def test_ranks_that_wait_are_told_from_those_that_stay_away():
+    first, second, _, fourth = run_distributed(_one_of_four_stays_away, 4)
+    assert (
+        "rank 2 never came: it was in no collective, the last was all-reduce 1 of the loss (16 B), its call 1" in first
+    )
+    for message, others in ((first, "ranks 1, 3"), (second, "ranks 0, 3"), (fourth, "ranks 0, 1")):
+        assert f"{others} waited in the same" in message
+        assert "; look at rank 2 for a skipped micro-batch" in message
+
+
 def _fails_outside_of_any_record() -> str:
     model = build("ddp", toy(), group=_short_group())
     if dist.get_rank() == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from core.dist_checkpointing import load_model_state_dict
 from core.errors import CheckpointError
@@ -25,6 +26,10 @@ def _loads() -> None:
         model.module.load_state_dict(plain)
     assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), toy(seed=1).parameters(), strict=True))
 
+    model.zero_grad_buffer()  # torch would take the gathered parameters of the root for those to load
+    options = StateDictOptions(full_state_dict=True)  # torch's own way, which cuts what it is given first
+    set_model_state_dict(model.module, toy(seed=3).state_dict(), options=options)
+    assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), toy(seed=3).parameters(), strict=True))
     load_model_state_dict(model.module, plain)
     model.module.load_state_dict(model.module.state_dict())  # its own shards are taken
     assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), toy(seed=2).parameters(), strict=True))
