@@ -1,9 +1,9 @@
 """Ranks that fell out of step: what a rank that was left waiting knows of itself and of the others.
 
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
-operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for. NCCL
-does not raise: torch's watchdog ends the process, after it has written torch's own flight recorder; what the ranks
-have published (`collective_record`) can still be read in the store.
+operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for, and so
+does NCCL with `TORCH_NCCL_BLOCKING_WAIT=1`. Without it torch's watchdog ends the process beside Python, with a message
+of its own; what the ranks have published (`collective_record`) can still be read in the store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .collective_record import Collective, latest_collective, publishing_interva
 from .words import listed, rank_list, readable_bytes
 
 _BACKEND_FAILED = re.compile(
-    r"timed out|timeout|connection (closed|reset|refused)|broken pipe|gloo|nccl", re.IGNORECASE
+    r"timed out waiting \d+ms|connection (closed|reset) by peer|broken pipe|gloo/|nccl", re.IGNORECASE
 )
 
 
@@ -46,9 +46,7 @@ def raise_out_of_step(error: BaseException, call: Collective | None = None) -> N
         return
     if call is None:
         raise OutOfStepError(_message_without_record(error)) from error
-    message = _message(error, call)  # which publishes the call as one that has not ended
-    call.ended()
-    raise OutOfStepError(message) from error
+    raise OutOfStepError(_message(error, call)) from error
 
 
 def _message_without_record(error: BaseException) -> str:

@@ -152,5 +152,6 @@ def test_only_failures_of_a_backend_are_taken_for_ranks_out_of_step():
     assert is_failure_of_backend(RuntimeError("[...] Connection closed by peer [127.0.0.1]:1234"))
     assert is_failure_of_backend(dist.DistBackendError("anything"))
     assert not is_failure_of_backend(RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"))
+    assert not is_failure_of_backend(RuntimeError("DataLoader timed out after 5 seconds"))
     assert not is_failure_of_backend(TimeoutError("timed out"))
     assert not is_failure_of_backend(OutOfStepError("timed out"))
