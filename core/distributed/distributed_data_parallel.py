@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ParallelConfigError, ShardstackError, WrapError
+from ..model_parallel_config import ModelParallelConfig
 from ..transformer.module import materialize
 from .broadcast import broadcast_init_seed, broadcast_tensors
-from .bucket_group import BucketGroup, GradReduction
+from .bucket_group import BucketGroup, GradientLender, GradReduction
 from .buffer_layout import default_bucket_size, lay_out
 from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .explain.memory_table import GRADIENTS, PARAMETERS, WHOLE_GRADIENTS
 from .explain.stale_optimizers import replaced_parameters_marked
 from .instance_groups import resolve_instance_groups
 from .optimizer_guard import forbid_plain_optimizers
@@ -44,8 +45,9 @@ class DistributedDataParallel(_BaseDataParallel):
     which is taken back after each use). ``main_grad`` is None between `zero_grad_buffer` and the first gradient.
 
     Args:
-        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` (layers write
-            ``main_grad``, which then always exists) are read where present.
+        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` are read where
+            present. The latter lets the layers of this package compute gradients in place. In a config that is not of
+            this package it says that layers add into ``main_grad`` themselves, which then always exists.
         ddp_config: the wrapper's settings.
         module: the model. Every rank's becomes that of the group's first; on the meta device it is materialized here.
         disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
@@ -100,7 +102,9 @@ class DistributedDataParallel(_BaseDataParallel):
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(self._take_gradient)
-            if getattr(config, "gradient_accumulation_fusion", False):
+            if getattr(config, "gradient_accumulation_fusion", True):
+                param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
+            if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
                 self._group_of[param].bucket.note_written_by_layer(param)
         if self._is_sharded:
             forbid_plain_optimizers(self._group_of)
@@ -307,18 +311,25 @@ class DistributedDataParallel(_BaseDataParallel):
         if param_sync:
             self.finish_param_sync()
 
-    def held_tensors(self) -> Iterator[tuple[str, Tensor | None]]:
-        for group in self.bucket_groups:
-            bucket = group.bucket
-            yield PARAMETERS, bucket.param_data
-            yield WHOLE_GRADIENTS if bucket.releases_grads else GRADIENTS, bucket.grad_data
-            if bucket.releases_grads and group.has_reduced:
-                yield GRADIENTS, bucket.local_grad_shard
-        yield from super().held_tensors()
-
     def broadcast_params(self) -> None:
         self.finish_param_sync()
         broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.process_group)
+
+    def _facts(self, num_microbatches: int) -> ModelFacts:
+        return bucket_facts(self, unwrap_model(self), num_microbatches)
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        buckets = [group.bucket for group in self.bucket_groups]
+        held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        parameters = [*self.module.parameters(), *self.module.buffers()]
+        whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]
+        return {
+            "parameters": parameters,
+            "gathered parameters": [],
+            "gradients": [*held, *grads],
+            "gradients not reduced yet": whole,
+        }
 
 
 def _check_precision(config: Any, module: nn.Module) -> None:

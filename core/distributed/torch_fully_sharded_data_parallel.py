@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -25,10 +25,20 @@ from ..transformer.module import materialize
 from ..transformer.transformer_layer import TransformerLayer
 from .broadcast import broadcast_init_seed, broadcast_tensors
 from .data_parallel_base import _BaseDataParallel, local_gradient
+from .describe import ModelFacts, sharded_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .explain.plain_state_dicts import reject_plain_state_dicts
 from .explain.recorded_fsdp_collectives import record_fsdp_collectives
-from .fsdp_state import drop_pending_gathers, drop_unsharded_gradients, held_tensors, reduce_unsharded_gradients
+from .fsdp_state import (
+    drop_pending_gathers,
+    drop_unsharded_gradients,
+    gathered_parameters,
+    gathered_tensors,
+    gradient_tensors,
+    reduce_unsharded_gradients,
+    shard_tensors,
+    whole_gradients,
+)
 from .precision import as_dtype, cast_buffers, mixed_precision_policy
 from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
@@ -182,8 +192,19 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             )
         return _IncompatibleKeys([], [])
 
-    def held_tensors(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return held_tensors(self.module)
+    def _facts(self, num_microbatches: int) -> ModelFacts:
+        return sharded_facts(self, num_microbatches)
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {
+            "parameters": [*shard_tensors(self.module), *self.module.buffers()],
+            "gathered parameters": list(gathered_tensors(self.module)),
+            "gradients": list(gradient_tensors(self.module)),
+            "gradients not reduced yet": list(whole_gradients(self.module)),
+        }
+
+    def gradient_receivers(self) -> list[nn.Parameter]:
+        return list(gathered_parameters(self.module))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):

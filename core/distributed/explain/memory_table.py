@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +19,7 @@ GATHERED = "gathered parameters"
 GRADIENTS = "gradients"
 WHOLE_GRADIENTS = "gradients not reduced yet"
 OPTIMIZER_STATE = "optimizer state"
-REST = "activations and all else"
+REST = "activations and other"
 
 CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, WHOLE_GRADIENTS, OPTIMIZER_STATE, REST)
 
@@ -27,8 +27,8 @@ CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, WHOLE_GRADIENTS, OPTIMIZER_STATE,
 class HoldsTensors(Protocol):
     """A wrapper, as far as this file is concerned."""
 
-    def held_tensors(self) -> Iterable[tuple[str, Tensor | None]]:
-        """Category and tensor of all that the wrapper holds."""
+    def held_tensors(self) -> Mapping[str, Iterable[Tensor]]:
+        """What the wrapper holds, by category."""
 
 
 def memory_by_category(wrapper: HoldsTensors, device_type: str) -> dict[str, int]:
@@ -49,8 +49,10 @@ def memory_by_category(wrapper: HoldsTensors, device_type: str) -> dict[str, int
             seen.add(storage.data_ptr())
             table[category] += storage.nbytes()
 
-    for category, tensor in wrapper.held_tensors():
-        add(category, tensor)
+    held = wrapper.held_tensors()
+    for category in (PARAMETERS, GATHERED, WHOLE_GRADIENTS, GRADIENTS):  # whole gradients are named twice
+        for tensor in held[category]:
+            add(category, tensor)
     for optimizer in known_optimizers():
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -133,5 +133,5 @@ def _asks_for_too_much(*unused: object) -> None:
 def test_a_failure_outside_of_forward_is_explained(fsdp2: bool) -> None:
     message = run_distributed(step_that_runs_out_of_memory, 1, fsdp2)[0]
     assert "rank 0 could not allocate 4 EiB more" in message
-    for category in ("parameters", "gradients", "optimizer state", "activations and all else"):
+    for category in ("parameters", "gradients", "optimizer state", "activations and other"):
         assert f"\n  {category}  " in message

@@ -52,7 +52,7 @@ def test_an_allocation_that_fails_in_forward_is_raised_with_a_table(kind):
         )
         rows = dict(re.findall(r"^  (\w[\w ]*?)  +([\d.]+ \w+)$", message, re.MULTILINE))
         assert rows["parameters"] == {"fsdp2": "16.2 KiB", "ddp": "32.5 KiB", "zero1": "33 KiB"}[kind]
-        assert {"activations and all else", "together"} <= set(rows)
+        assert {"activations and other", "together"} <= set(rows)
         first, second, third = (line for line in lines if re.match(r"  \d\. ", line))
         assert all("about 2 EiB" in line for line in (first, second))
         assert "half the micro-batch" in first + second and "config.bf16=True" in first + second
