@@ -14,7 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from core import parallel_state
-from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig, finalize_model_grads
+from core.distributed import (
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    torch_fully_sharded_data_parallel,
+)
 from core.distributed.fsdp_collectives import DirectReduceScatter
 from core.distributed.sharding import fsdp_modules
 from core.errors import ParallelConfigError, WrapError
@@ -437,6 +442,7 @@ def test_fp16_with_a_loss_scale_skips_an_overflow_on_all_ranks():
 
 
 def _keeps_shards_on_the_host() -> list[str]:
+    torch_fully_sharded_data_parallel._warn_once.cache_clear()  # an earlier test of this process may have had it said
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         models = [build("fsdp2", toy(), cpu_offload=offload) for offload in (True, False)]
