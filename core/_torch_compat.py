@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -81,3 +82,17 @@ def forget_sharding_decisions() -> None:
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         if (clear := getattr(debug, name, None)) is not None:
             clear()
+
+
+def flight_recorder() -> list[dict[str, Any]]:
+    """Torch's own record of this process's collectives, the oldest first; empty where the build or backend has none.
+
+    NCCL has one, of `TORCH_FR_BUFFER_SIZE` entries (`TORCH_NCCL_TRACE_BUFFER_SIZE` before 2.10); from 2.9 on gloo has
+    one too. Each entry has ``profiling_name``, ``collective_seq_id`` and ``state``.
+    """
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump()).get("entries") or []
+    return entries

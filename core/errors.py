@@ -7,11 +7,15 @@
     ├── WrapError (ValueError)                 a module that a data-parallel wrapper cannot take
     ├── DataError (ValueError)                 a corpus, an index or a token that cannot be used
     ├── OptimizerError (RuntimeError)          parameters or gradients that an optimizer cannot work with
+    ├── UnitError (RuntimeError)               a parameter used where its unit is not gathered
+    ├── OutOfStepError (RuntimeError)          ranks that did not meet in a collective
+    ├── MemoryLimitError (RuntimeError)        an allocation that failed
     ├── CheckpointError (RuntimeError)         a checkpoint that is missing, damaged, or of another model
     └── MissingExtraError (ImportError)        an optional dependency that is not installed
 
 Each message says what was asked, what was found, and what to do. The command line prints it as one line and exits
-with status 2; everything else is a bug and keeps its traceback.
+with status 2; everything else is a bug and keeps its traceback, as do OutOfStepError and MemoryLimitError, which only
+a run shows.
 """
 
 
@@ -41,6 +45,22 @@ class DataError(ShardstackError, ValueError):
 
 class OptimizerError(ShardstackError, RuntimeError):
     """Parameters, gradients or state that an optimizer cannot work with."""
+
+
+class UnitError(ShardstackError, RuntimeError):
+    """A sharded parameter was used outside the forward of its unit, where only a shard of it is there."""
+
+
+class OutOfStepError(ShardstackError, RuntimeError):
+    """A rank was left waiting in a collective that other ranks did not join."""
+
+
+class MemoryLimitError(ShardstackError, RuntimeError):
+    """An allocation failed; the message says where the bytes are.
+
+    What is raised is also what torch or Python raised, `torch.OutOfMemoryError` or `MemoryError`, so that code which
+    catches those still does.
+    """
 
 
 class CheckpointError(ShardstackError, RuntimeError):

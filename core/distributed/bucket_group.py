@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from ..errors import ShardstackError
 from . import collectives
 from .comm_lane import CommLane, Handle
+from .explain.collective_record import recorded
 from .param_and_grad_buffer import Bucket
 
 
@@ -38,11 +39,12 @@ class GradReduction:
     average_in_collective: bool = False
     fp32_accumulation: bool = False
 
-    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool) -> None:
+    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, subject: str = "gradients") -> None:
         """Reduces `whole` `[n]` into `kept`, this rank's part of it; without shards both are the same tensor.
 
         Args:
             accumulate: add to what `kept` holds; then it is no part of `whole`.
+            subject: what a message calls it.
         """
         op, scale = ReduceOp.SUM, 1.0
         if self.averages and self.average_in_collective:
@@ -54,13 +56,17 @@ class GradReduction:
         scatter = partial(collectives.reduce_scatter, op=op, fp32_accumulation=self.fp32_accumulation)
         reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=self.fp32_accumulation)
         if self.shard_group is None:
-            reduce(whole, self.group)
+            with recorded("all-reduce", subject, whole, self.group):
+                reduce(whole, self.group)
         elif self.replica_group is None:
-            scatter(kept, whole, self.shard_group, scale=scale, accumulate=accumulate)
+            with recorded("reduce-scatter", subject, whole, self.shard_group):
+                scatter(kept, whole, self.shard_group, scale=scale, accumulate=accumulate)
         else:
             part = torch.empty_like(kept) if accumulate else kept
-            scatter(part, whole, self.shard_group)
-            reduce(part, self.replica_group)
+            with recorded("reduce-scatter", subject, whole, self.shard_group):
+                scatter(part, whole, self.shard_group)
+            with recorded("all-reduce", subject, part, self.replica_group):
+                reduce(part, self.replica_group)
             if accumulate:
                 kept.add_(part)
 
@@ -116,6 +122,8 @@ class BucketGroup:
         self._inspect = inspect
         self._lane, self._overlaps_grads, self._overlaps_params = lane, overlaps_grads, overlaps_params
         self._reduces_every_micro_batch = reduces_every_micro_batch
+        first, last = bucket.slots[0].name, bucket.slots[-1].name
+        self._name = f"bucket {first}" + (f" to {last}" if last != first else "")
         self._ready: set[nn.Parameter] = set()
         self._grad_handle: Handle | None = None
         self._param_handle: Handle | None = None
@@ -173,7 +181,8 @@ class BucketGroup:
         self._inspect(self.bucket)
         if self.bucket.releases_grads:
             self.bucket.release_grads()
-        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced)
+        subject = f"the gradients of {self._name}"
+        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced, subject)
         del whole  # from here on only the reduction holds it
         if self._overlaps_grads:
             self._grad_handle = self._lane.submit(run)
@@ -204,7 +213,7 @@ class BucketGroup:
         self.wait_for_grads()
         if force_all_reduce and self._reduction.shard_group is not None and self.bucket.grad_data is not None:
             whole, kept = self.bucket.grad_data, self.bucket.local_grad_shard
-            self._lane.run(partial(collectives.all_gather, whole, kept, self._reduction.shard_group))
+            self._lane.run(partial(self._gather, whole, kept, "gradients"))
 
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
@@ -223,10 +232,10 @@ class BucketGroup:
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gathers the shards of the bucket's parameters; with `force_sync` they are there on return in any case."""
         self.finish_param_sync()
-        bucket, group = self.bucket, self._reduction.shard_group
-        if bucket.param_data is None or bucket.local_param_shard is None or group is None:
+        bucket = self.bucket
+        if bucket.param_data is None or bucket.local_param_shard is None or self._reduction.shard_group is None:
             return
-        gather = partial(collectives.all_gather, bucket.param_data, bucket.local_param_shard, group)
+        gather = partial(self._gather, bucket.param_data, bucket.local_param_shard, "parameters")
         if self._overlaps_params and not force_sync:
             self._param_handle = self._lane.submit(gather)
         else:
@@ -237,3 +246,9 @@ class BucketGroup:
         if self._param_handle is not None:
             handle, self._param_handle = self._param_handle, None
             handle.wait()
+
+    def _gather(self, whole: Tensor, kept: Tensor, what: str) -> None:
+        group = self._reduction.shard_group
+        if group is not None:
+            with recorded("all-gather", f"the {what} of {self._name}", whole, group):
+                collectives.all_gather(whole, kept, group)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from .._torch_compat import all_gather_single, reduce_scatter_single
+from .explain.collective_record import message_tag
 
 CHUNK_BYTES = 4 * 2**20
 """What one message of a reduction carries at most: small enough to be added while it lies in the cache."""
@@ -188,11 +189,11 @@ def _peers(group: ProcessGroup) -> list[int]:
 
 
 def _send(tensor: Tensor, peer: int, group: ProcessGroup, tag: int) -> dist.Work:
-    return _started(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
+    return _started(dist.isend(tensor, group=group, group_dst=peer, tag=message_tag(tag)))
 
 
 def _receive(tensor: Tensor, peer: int, group: ProcessGroup, tag: int) -> dist.Work:
-    return _started(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
+    return _started(dist.irecv(tensor, group=group, group_src=peer, tag=message_tag(tag)))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

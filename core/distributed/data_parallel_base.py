@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,12 @@ from ..errors import ShardstackError
 from ..transformer.module import Float16Module
 from .describe import ModelFacts, describe
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .explain import raise_explained
+from .explain.rewrapping import reject_wrapped
+from .explain.stale_optimizers import watch_optimizers
+from .explain.structure import reject_different_models
 from .gradient_checks import GradientChecks
+from .units import Unit
 
 
 class _BaseDataParallel(nn.Module, ABC):
@@ -50,6 +55,8 @@ class _BaseDataParallel(nn.Module, ABC):
         process_group: dist.ProcessGroup,
     ) -> None:
         super().__init__()
+        reject_wrapped(module, (_BaseDataParallel,))
+        watch_optimizers()
         self.config = config
         self.module = module
         self.ddp_config = ddp_config
@@ -58,14 +65,29 @@ class _BaseDataParallel(nn.Module, ABC):
         self._gradient_checks = GradientChecks(ddp_config.check_for_nan_in_grad, ddp_config.check_for_large_grads)
         self._step = 0
 
+    def _reject_different_models(self, units: Sequence[Unit] = ()) -> None:
+        """Raises WrapError, on every rank, unless all of the group are about to wrap the same model alike."""
+        reject_different_models(
+            self.module,
+            self.process_group,
+            wrapper=type(self).__name__,
+            config=self.config,
+            ddp_config=self.ddp_config,
+            units=[unit.names for unit in units],
+        )
+
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
         return bool(getattr(self.config, "calculate_per_token_loss", False))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward."""
-        return self.module(*inputs, **kwargs)
+        """The wrapped module's forward; `explain` says what fails in it."""
+        try:
+            return self.module(*inputs, **kwargs)
+        except Exception as error:
+            raise_explained(error, self)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -153,6 +175,8 @@ class _BaseDataParallel(nn.Module, ABC):
     @abstractmethod
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         """What this rank holds at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
+
+        Of these, ``gradients not reduced yet`` are the whole ones that a reduction will free.
 
         Tensors may share memory, also between categories: it belongs to the first.
         """

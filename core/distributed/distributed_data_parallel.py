@@ -21,6 +21,7 @@ from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .explain.stale_optimizers import replaced_parameters_marked
 from .instance_groups import resolve_instance_groups
 from .optimizer_guard import forbid_plain_optimizers
 from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
@@ -77,9 +78,11 @@ class DistributedDataParallel(_BaseDataParallel):
         self.intra_instance_group, self.inter_instance_group = groups[1:]
         _check_per_token_loss(self.sums_gradients, ddp_config)
         _check_precision(config, module)
+        self._reject_different_models()
         if any(parameter.is_meta for parameter in module.parameters()):
             broadcast_init_seed(module, self.process_group)
-            materialize(module)
+            with replaced_parameters_marked(module):
+                materialize(module)
         else:
             # Replicas that start different would stay different.
             broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
@@ -320,7 +323,13 @@ class DistributedDataParallel(_BaseDataParallel):
         held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
         grads = [param.grad for param in self.module.parameters() if param.grad is not None]
         parameters = [*self.module.parameters(), *self.module.buffers()]
-        return {"parameters": parameters, "gathered parameters": [], "gradients": [*held, *grads]}
+        whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]
+        return {
+            "parameters": parameters,
+            "gathered parameters": [],
+            "gradients": [*held, *grads],
+            "gradients not reduced yet": whole,
+        }
 
 
 def _check_precision(config: Any, module: nn.Module) -> None:

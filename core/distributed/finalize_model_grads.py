@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .. import device, parallel_state
 from ..errors import ConfigError
 from .data_parallel_base import _BaseDataParallel
+from .explain.collective_record import recorded
 
 
 def finalize_model_grads(
@@ -52,7 +53,8 @@ def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.Proces
         total = num_tokens.to(here, torch.float64, copy=True)
     else:
         total = torch.full((), num_tokens, dtype=torch.float64, device=here)
-    dist.all_reduce(total, group=group)
+    with recorded("all-reduce", "the number of tokens", total, group):
+        dist.all_reduce(total, group=group)
     return torch.where(total > 0, 1.0 / total, 0.0).float()
 
 
@@ -69,6 +71,8 @@ def _sum_over_sequence_parallel_ranks(model_chunks: Sequence[_BaseDataParallel])
                 by_dtype[gradient.dtype].append(gradient)
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
+        group = parallel_state.get_tensor_model_parallel_group()
+        with recorded("all-reduce", "gradients under sequence parallelism", flat, group):
+            dist.all_reduce(flat, group=group)
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))

@@ -4,7 +4,7 @@ Gradients that a sharded model holds whole, because `no_sync` kept them on this 
 from the backward hook that produced it, and after a last micro-batch inside `no_sync`, or one that did not reach every
 unit, whole gradients are left over; torch has no public way to reduce or to drop them. Gathers that were started
 ahead of a use that never came. The ranks among which a unit stays gathered between forward and backward. What is
-gathered and reduced together, and the memory that it takes.
+gathered and reduced together, by what, and the memory that it takes.
 """
 
 from __future__ import annotations
@@ -76,6 +76,22 @@ class PartialReshard:
             group.post_forward_mesh_info = self._mesh_info
             for parameter in group.fsdp_params:
                 parameter.post_forward_mesh_info = self._mesh_info
+
+
+def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
+    """What a module gathers and reduces with; None where it has no parameters of its own."""
+    for group in fsdp_param_groups(_state(module)):  # type: ignore[arg-type]
+        return group._all_gather_comm, group._reduce_scatter_comm
+    return None
+
+
+def whole_gradients(root: nn.Module) -> Iterator[torch.Tensor]:
+    """Gradients that this rank holds whole, until they are reduced."""
+    for parameter in _fsdp_parameters(root):
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):
+            if gradient is not None:
+                yield gradient
 
 
 def _has_unsharded_gradient(parameter: Any) -> bool:

@@ -15,6 +15,8 @@ from .._torch_compat import reduce_parameters_without_gradient
 from ..errors import WrapError
 from .broadcast import broadcast_tensors
 from .collectives import exchanges_directly
+from .explain.rewrapping import note_sharded, reject_wrapped
+from .explain.stale_optimizers import replaced_parameters_marked
 from .fsdp_collectives import DirectAllGather, DirectReduceScatter
 from .fsdp_state import PartialReshard
 from .prefetch import Prefetcher
@@ -70,10 +72,11 @@ def shard_model(
 
     sharder = _Sharder(mesh, reshard_after_forward, reshard_overrides, offload_policy or OffloadPolicy())
     inner_policy = replace(mp_policy, output_dtype=None)
-    with parameter_attributes_kept(module):
+    with parameter_attributes_kept(module), replaced_parameters_marked(module):
         planned = plan_units(module, unit_classes)
         units = [sharder.shard(unit, inner_policy, stays_gathered=unit is planned[-1]) for unit in planned]
         sharder.shard(Unit((module,), ("",)), mp_policy, stays_gathered=True)
+    note_sharded(fsdp_modules(module))
     for unit in units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
@@ -147,10 +150,7 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
 
 
 def _reject_what_cannot_be_sharded(module: nn.Module) -> None:
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, FSDPModule):
-            where = f"its module {name!r}" if name else "it"
-            raise WrapError(f"the model cannot be sharded again: {where} is sharded already; wrap the plain model")
+    reject_wrapped(module)
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
             raise WrapError(f"parameter {name} is a scalar, which cannot be cut; give it the shape (1,)")

@@ -27,6 +27,8 @@ from .broadcast import broadcast_init_seed, broadcast_tensors
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .describe import ModelFacts, sharded_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .explain.plain_state_dicts import reject_plain_state_dicts
+from .explain.recorded_fsdp_collectives import record_fsdp_collectives
 from .fsdp_state import (
     drop_pending_gathers,
     drop_unsharded_gradients,
@@ -35,12 +37,13 @@ from .fsdp_state import (
     gradient_tensors,
     reduce_unsharded_gradients,
     shard_tensors,
+    whole_gradients,
 )
 from .precision import as_dtype, cast_buffers, mixed_precision_policy
 from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .units import parameter_attributes_kept
+from .units import parameter_attributes_kept, plan_units
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -87,13 +90,15 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         settings = _fsdp2_settings(ddp_config)
         mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
         super().__init__(config, module, ddp_config, process_group)
+        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else tuple(sub_modules_to_wrap)
+        self._reject_different_models(plan_units(module, unit_classes))
         starts_on_meta = any(parameter.is_meta for parameter in module.parameters())
         self._mesh, self._settings = mesh, settings
         keeps_gathered = settings.keep_gathered_between_micro_batches
         self.units = shard_model(
             module,
             mesh,
-            unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
+            unit_classes=unit_classes,
             reshard_after_forward=False if keeps_gathered else settings.reshard_after_forward,
             reshard_overrides=parse_overrides(settings.reshard_overrides),
             forward_prefetch=settings.forward_prefetch,
@@ -111,6 +116,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             materialize(module)
         if (buffer_dtype := as_dtype(settings.buffer_dtype)) is not None:
             cast_buffers(module, buffer_dtype)
+        reject_plain_state_dicts(module)
+        record_fsdp_collectives(module)
         self._warned_about_load = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -193,6 +200,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             "parameters": [*shard_tensors(self.module), *self.module.buffers()],
             "gathered parameters": list(gathered_tensors(self.module)),
             "gradients": list(gradient_tensors(self.module)),
+            "gradients not reduced yet": list(whole_gradients(self.module)),
         }
 
     def gradient_receivers(self) -> list[nn.Parameter]:

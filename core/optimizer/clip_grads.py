@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import parallel_state
 from ..device import current_device
+from ..distributed.explain.collective_record import recorded
 from .main_params import MainParam
 
 CHUNK_ELEMENTS = 1 << 16
@@ -63,10 +64,12 @@ class GradientStatistics:
             if on_host := [grad for grad in counted if grad.device.type == "cpu"]:
                 sums += _sum_on_host(on_host, count_zeros).to(device)
             for group in groups:
-                dist.all_reduce(sums, group=group)
+                with recorded("all-reduce", "the gradient norm", sums, group):
+                    dist.all_reduce(sums, group=group)
             total += sums
         if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
-            dist.all_reduce(total, group=self._model_group)
+            with recorded("all-reduce", "the gradient norm over the model", total, self._model_group):
+                dist.all_reduce(total, group=self._model_group)
         square, zeros = total.tolist()
         return math.sqrt(square), int(zeros) if count_zeros else None
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from ..dist_checkpointing.global_view import global_view
+from ..distributed.explain.stale_optimizers import name_if_replaced, stale_optimizer_message
 from ..errors import OptimizerError
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -104,14 +105,16 @@ class MainParam:
         Raises:
             OptimizerError: the module holds another parameter under this name, or the parameter another storage.
         """
+        if (name := name_if_replaced(self.param)) is not None:
+            raise OptimizerError(stale_optimizer_message("the optimizer", name))
         held = self.owner._parameters.get(self.attribute)
         # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one.
         replaced = held is not self.param and isinstance(held, DTensor) == isinstance(self.param, DTensor)
         if replaced or self._local_param().data_ptr() != self._address:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
-                "device or dtype, or a load with assign=True); build the optimizer afterwards, or load in place with "
-                "core.dist_checkpointing.load_model_state_dict"
+                "device or dtype, a wrapper that moved it into its buffers, or a load with assign=True); build the "
+                "optimizer afterwards, or load in place with core.dist_checkpointing.load_model_state_dict"
             )
 
     def take_gradient(self) -> Tensor | None:

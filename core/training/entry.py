@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..errors import ShardstackError
+from ..errors import MemoryLimitError, OutOfStepError, ShardstackError
 
 USER_ERROR_STATUS = 2
 CRASH_STATUS = 1
@@ -39,20 +39,20 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
     """Runs a program's `main` on its command line, and ends the process with the status that belongs to the outcome.
 
     0 when `main` returns; 2 after an error of the user, of which one line is printed over all ranks; 1 after any
-    other exception, whose traceback the first rank to fail prints; 130 after an interrupt.
+    other exception, whose traceback the first rank to fail prints, as of ranks that fell out of step and of memory
+    that did not suffice: there the place counts, and the table; 130 after an interrupt.
     """
     try:
         main(sys.argv[1:] if arguments is None else arguments)
         _shut_down()
+    except (OutOfStepError, MemoryLimitError) as error:
+        _leave_after_crash(error)
     except ShardstackError as error:
         _leave(USER_ERROR_STATUS, f"error: {one_line(error)}\n")
     except KeyboardInterrupt:
         _leave(INTERRUPTED_STATUS, "interrupted\n")
     except Exception as error:
-        where = f"rank {environment_rank()} of {environment_world_size()}"
-        _leave(
-            CRASH_STATUS, f"\n{where}:\n{traceback.format_exc()}", f"{where} stopped too: {one_line(error)[:200]}\n"
-        )
+        _leave_after_crash(error)
 
 
 def one_line(error: BaseException) -> str:
@@ -66,6 +66,12 @@ def _shut_down() -> None:
         dist.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _leave_after_crash(error: Exception) -> None:
+    where = f"rank {environment_rank()} of {environment_world_size()}"
+    told = "".join(traceback.format_exception(error))
+    _leave(CRASH_STATUS, f"\n{where}:\n{told}", f"{where} stopped too: {one_line(error)[:200]}\n")
 
 
 def _leave(status: int, first_report: str, later_report: str = "") -> None:

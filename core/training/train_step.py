@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from .. import device, parallel_state
 from ..distributed import _BaseDataParallel, finalize_model_grads
+from ..distributed.explain import failures_explained
+from ..distributed.explain.collective_record import recorded
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 
 Batch = Mapping[str, torch.Tensor]
@@ -60,26 +62,28 @@ def train_step(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device.current_device())
     num_tokens = torch.zeros_like(loss_sum)
 
-    model.zero_grad_buffer()
-    for i in range(num_microbatches):
-        batch = _to_device(next(batches))
-        with model.no_sync() if i < num_microbatches - 1 else nullcontext():
-            masked_sum, tokens = _masked_loss(model, batch)
-            loss = masked_sum if per_token else masked_sum / tokens.clamp(min=1) / num_microbatches
-            optimizer.scale_loss(loss).backward()
-        loss_sum += loss.detach()
-        num_tokens += tokens
-    finalize_model_grads([model], num_tokens if per_token else None)
-    updated, grad_norm, num_zeros = optimizer.step()
-    if updated:
-        scheduler.step(1)
+    with failures_explained(model):
+        model.zero_grad_buffer()
+        for i in range(num_microbatches):
+            batch = _to_device(next(batches))
+            with model.no_sync() if i < num_microbatches - 1 else nullcontext():
+                masked_sum, tokens = _masked_loss(model, batch)
+                loss = masked_sum if per_token else masked_sum / tokens.clamp(min=1) / num_microbatches
+                optimizer.scale_loss(loss).backward()
+            loss_sum += loss.detach()
+            num_tokens += tokens
+        finalize_model_grads([model], num_tokens if per_token else None)
+        updated, grad_norm, num_zeros = optimizer.step()
+        if updated:
+            scheduler.step(1)
 
-    weight = num_tokens if per_token else torch.ones_like(loss_sum)
-    totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
-    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
-        # Ranks of one model see different signals too; the data-parallel sum above does not reach across them.
-        dist.all_reduce(totals[2:], op=dist.ReduceOp.MAX)
+        weight = num_tokens if per_token else torch.ones_like(loss_sum)
+        totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
+        _sum_over_replicas(totals)
+        if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
+            # Ranks of one model see different signals too; the data-parallel sum above does not reach across them.
+            with recorded("all-reduce", "the wish to stop", totals[2:]):
+                dist.all_reduce(totals[2:], op=dist.ReduceOp.MAX)
     total_loss, total_weight, stops = totals.tolist()
     return StepResult(total_loss / max(total_weight, 1.0), updated, grad_norm, num_zeros, stops > 0)
 
@@ -96,8 +100,14 @@ def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: in
             totals += torch.stack([masked_sum.double(), tokens.double()])
     finally:
         model.train(was_training)
-    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    _sum_over_replicas(totals)
     return float(totals[0] / totals[1].clamp(min=1.0))
+
+
+def _sum_over_replicas(totals: torch.Tensor) -> None:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with recorded("all-reduce", "the loss", totals, group):
+        dist.all_reduce(totals, group=group)
 
 
 def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,9 @@ TREE = {
     "WrapError": (errors.ShardstackError, ValueError),
     "DataError": (errors.ShardstackError, ValueError),
     "OptimizerError": (errors.ShardstackError, RuntimeError),
+    "UnitError": (errors.ShardstackError, RuntimeError),
+    "OutOfStepError": (errors.ShardstackError, RuntimeError),
+    "MemoryLimitError": (errors.ShardstackError, RuntimeError),
     "CheckpointError": (errors.ShardstackError, RuntimeError),
     "MissingExtraError": (errors.ShardstackError, ImportError),
 }

@@ -122,12 +122,12 @@ class Names:
         return Names(of, {name: place for place, name in enumerate([*names, *borrowers])})
 
 
-def sharded_units(model: nn.Module, step: StepPlan, backward_prefetch: int) -> tuple[list[UnitFacts], list[Tie], int]:
+def sharded_units(model: nn.Module, step: StepPlan) -> tuple[list[UnitFacts], list[Tie], int]:
     """Units, tied weights and ranks that share a parameter, of a model that FSDP2 has sharded."""
     names = Names.within(model)
     groups = sharded_groups(model)
     module_names = {module: name for name, module in model.named_modules()}
-    in_backward = _gathered_in_backward(groups, names, backward_prefetch)
+    in_backward = _gathered_in_backward(groups, names)
     units = [_sharded_unit(group, step, names, module_names, i in in_backward) for i, group in enumerate(groups)]
     order = sorted(range(len(units)), key=lambda index: units[index].place)
     # While a unit is gathered the model holds other parameters under the same names: compare these.
@@ -141,21 +141,20 @@ def sharded_units(model: nn.Module, step: StepPlan, backward_prefetch: int) -> t
     return [units[index] for index in order], ties, max((group.shard_size for group in groups), default=1)
 
 
-def _gathered_in_backward(groups: Sequence[ShardedGroup], names: Names, prefetch: int) -> set[int]:
+def _gathered_in_backward(groups: Sequence[ShardedGroup], names: Names) -> set[int]:
     """Indices of the groups that backward gathers where they were freed.
 
-    Backward runs from the loss to the first weight that is trained and no further, but gathers `prefetch` units ahead,
-    past that weight too.
+    Backward runs from the loss to the first weight that is trained and no further.
     """
     first_trained = min(
         (names.place[p.names[0]] for group in groups for p in group.parameters if p.parameter.requires_grad),
         default=len(names.place),
     )
-    last_place = [max(names.place[p.names[0]] for p in group.parameters) for group in groups]
-    read = sorted((i for i, group in enumerate(groups) if group.is_read_in_backward), key=lambda i: last_place[i])
-    reached = [i for i in read if last_place[i] >= first_trained]
-    ahead = [i for i in read if last_place[i] < first_trained]
-    return {*reached, *(ahead[-prefetch:] if prefetch and reached else [])}
+    return {
+        index
+        for index, group in enumerate(groups)
+        if group.is_read_in_backward and max(names.place[p.names[0]] for p in group.parameters) >= first_trained
+    }
 
 
 def _sharded_unit(
@@ -283,7 +282,7 @@ def sharded_facts(wrapper: _BaseDataParallel, num_microbatches: int) -> ModelFac
         getattr(settings, "keep_gathered_between_micro_batches", False),
         settings.reduce_every_micro_batch,
     )
-    units, ties, shard_size = sharded_units(model, step, getattr(settings, "backward_prefetch", 1))
+    units, ties, shard_size = sharded_units(model, step)
     return _model_facts(wrapper, model, step, units, ties, [], shard_size, wrapper.process_group.size() // shard_size)
 
 

@@ -191,7 +191,7 @@ class GradientTraffic:
         self.calls += sum(n for name, n in self._counter.counts.items() if "reduce" in name)
 
     def _isend(self, tensor: torch.Tensor, **options: Any) -> Any:
-        self.calls += options.get("tag") != collectives.GATHER_TAG
+        self.calls += options["tag"] & 0xFFFF != collectives.GATHER_TAG
         self.sent_bytes += tensor.numel() * tensor.element_size()
         return _isend(tensor, **options)
 

@@ -123,9 +123,9 @@ def _refuses() -> None:
     with pytest.raises(ParallelConfigError, match="num_distributed_optimizer_instances is 2 with a process_group"):
         build("fsdp2", toy(), num_distributed_optimizer_instances=2)
     model = build("fsdp2", toy())
-    with pytest.raises(WrapError, match="it is sharded already"):
+    with pytest.raises(WrapError, match=r"it \(Toy\) is sharded already"):
         build("fsdp2", model.module)
-    with pytest.raises(WrapError, match=r"its module 'blocks\.0' is sharded already"):
+    with pytest.raises(WrapError, match=r"its module 'blocks\.0' \(Block\) is sharded already"):
         build("fsdp2", nn.ModuleDict({"blocks": model.module.blocks}))
     scalar = nn.Linear(2, 2)
     scalar.register_parameter("gain", nn.Parameter(torch.tensor(1.0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import ConfigError
+from core.errors import ConfigError, MemoryLimitError
 from core.training.entry import one_line, run_command
 
 
@@ -29,6 +29,8 @@ def test_each_kind_of_end_has_its_status_and_its_report(capsys, monkeypatch):
     status, err = outcome(capsys, ZeroDivisionError("oh"))
     assert status == 1
     assert "rank 0 of 1:\nTraceback" in err and "ZeroDivisionError: oh" in err
+    status, err = outcome(capsys, MemoryLimitError("a table\n  of lines"))
+    assert status == 1 and "Traceback" in err and "MemoryLimitError: a table\n  of lines" in err
     monkeypatch.setenv("RANK", "1")
     assert outcome(capsys, ConfigError("lr is 0")) == (2, "")  # the first rank says it
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from core import parallel_state
 from core.distributed import wrap_model
+from core.errors import MemoryLimitError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.state import build_scheduler
@@ -110,3 +111,27 @@ def test_ranks_agree_to_stop(rank: int, tensor_parallel: int) -> None:
     changes = {"tensor_model_parallel_size": tensor_parallel, "global_batch_size": 8}
     results: Iterator[StepResult] = (r for r, _, _ in run_distributed(step_on_ranks, 2, changes, rank))
     assert all(result.stop for result in results)
+
+
+def step_that_runs_out_of_memory(fsdp2: bool) -> str:
+    config = small_config(use_torch_fsdp2=fsdp2)
+    parallel_state.initialize_model_parallel()
+    model = wrap_model(model_of(config), config.model, config.ddp)
+    optimizer = get_megatron_optimizer(config.optimizer, [model])
+    scheduler = build_scheduler(config, optimizer)
+    optimizer.optimizer.register_step_post_hook(_asks_for_too_much)
+    with pytest.raises(MemoryLimitError) as caught:
+        train_step(model, optimizer, scheduler, iter(batches(0, 1)), 1)
+    return str(caught.value)
+
+
+def _asks_for_too_much(*unused: object) -> None:
+    torch.empty(2**60)
+
+
+@pytest.mark.parametrize("fsdp2", [False, True], ids=["ddp", "fsdp2"])
+def test_a_failure_outside_of_forward_is_explained(fsdp2: bool) -> None:
+    message = run_distributed(step_that_runs_out_of_memory, 1, fsdp2)[0]
+    assert "rank 0 could not allocate 4 EiB more" in message
+    for category in ("parameters", "gradients", "optimizer state", "activations and other"):
+        assert f"\n  {category}  " in message

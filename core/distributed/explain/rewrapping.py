@@ -1,0 +1,63 @@
+"""A model that is wrapped twice, or of which a part was sharded by hand before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from ...errors import WrapError
+
+_sharded_here: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
+_TORCH_WRAPPERS = (TorchDistributedDataParallel, FullyShardedDataParallel)
+
+
+def note_sharded(modules: Iterable[FSDPModule]) -> None:
+    """Remembers who sharded these modules: this library, not a call of torch's `fully_shard`."""
+    _sharded_here.update(modules)
+
+
+def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()) -> None:
+    """Raises unless a model is plain: neither it nor a module in it is wrapped or sharded.
+
+    Args:
+        wrappers: classes that wrap a model, beside torch's.
+
+    Raises:
+        WrapError: says which module, by whom, and what to do.
+    """
+    for name, submodule in module.named_modules():
+        kind = _plain_name(submodule)
+        where = f"its module {name!r} ({kind})" if name else f"it ({kind})"
+        if isinstance(submodule, (*wrappers, *_TORCH_WRAPPERS)):
+            raise WrapError(
+                f"the model cannot be wrapped again: {where} is a data-parallel wrapper already; "
+                + ("wrap what it holds, its .module" if not name else "wrap the whole model once, from plain modules")
+            )
+        if not isinstance(submodule, FSDPModule):
+            continue
+        if submodule in _sharded_here:
+            raise WrapError(
+                f"the model cannot be sharded again: {where} is sharded already, by another wrapper of this library; "
+                "wrap the plain model once, and keep what wrap_model returned"
+            )
+        raise WrapError(
+            f"the model cannot be sharded again: {where} is sharded already, by a call of torch's fully_shard; drop "
+            "that call: the wrapper shards children before their parents by itself. Name the class "
+            f"{kind} in sub_modules_to_wrap, or in _fsdp_modules of the model, to make it a unit"
+        )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "has_buffer"):
+            raise WrapError(
+                f"parameter {name} lies in the buffers of a wrapper already, a DistributedDataParallel of this "
+                "library; wrap the plain model once"
+            )
+
+
+def _plain_name(module: nn.Module) -> str:
+    """The class's name, without the prefix that torch's `fully_shard` gives it."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name

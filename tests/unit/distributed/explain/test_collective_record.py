@@ -1,0 +1,96 @@
+"""What a rank remembers of its collectives, and the tags that keep messages of different ones apart."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.distributed import collectives
+from core.distributed.explain.collective_record import (
+    NUM_CALLS_KEPT,
+    latest_collective,
+    message_tag,
+    record_of,
+    recorded,
+)
+from tests.unit._ranks import fake_world
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import batches, build, loss_of, toy
+
+
+def test_calls_are_counted_by_group_and_by_what_they_are():
+    with fake_world(rank=0, world_size=4):
+        record = record_of()
+        for _ in range(2):
+            with recorded("all-gather", "unit a", 8):
+                assert latest_collective().ended_at is None
+        with recorded("all-reduce", "unit a", torch.ones(3)) as call:
+            pass
+        assert (call.number, call.occurrence, call.num_bytes) == (3, 1, 12)
+        assert record.num_calls == 3 and latest_collective() is call and call.ended_at is not None
+        for _ in range(2 * NUM_CALLS_KEPT):
+            recorded("all-gather", "unit b", 8).ended()
+        assert len(record.calls) == NUM_CALLS_KEPT
+        assert record_of(dist.new_group([0, 1])).num_calls == 0
+
+
+def test_errors_of_other_causes_pass():
+    with fake_world(rank=0, world_size=2), pytest.raises(ZeroDivisionError), recorded("all-gather", "unit a", 8):
+        raise ZeroDivisionError
+
+
+def test_tags_tell_collectives_apart():
+    with fake_world(rank=0, world_size=2):
+        assert message_tag(7) == 7
+        tags = set()
+        for kind, subject in (("all-gather", "a"), ("all-gather", "a"), ("all-gather", "b"), ("all-reduce", "a")):
+            with recorded(kind, subject, 8):
+                tags.add(message_tag(7))
+                with recorded("all-gather", "inner", 8):
+                    pass
+                tags.add(message_tag(7))
+        assert len(tags) == 4 and all(0 <= tag < 2**31 and tag & 0xFFFF == 7 for tag in tags)
+
+
+def _exchanges_different_things() -> bool:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    mine = torch.full((2,), float(dist.get_rank()))
+    gathered = torch.empty(4)
+    subject = "unit a" if dist.get_rank() == 0 else "unit b"
+    try:
+        with recorded("all-gather", subject, gathered, group):
+            collectives.all_gather(gathered, mine, group)
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_messages_of_different_collectives_never_meet():
+    assert run_distributed(_exchanges_different_things, 2) == [False, False]
+
+
+def _records_of_a_step(kind: str) -> list[tuple[str, str]]:
+    group = dist.new_group()
+    model = build(kind, toy(tied=False), group=group)
+    loss_of(model, batches(dist.get_rank())[0]).backward()
+    model.finish_grad_sync()
+    assert all(call.ended_at is not None for call in record_of(group).calls)
+    return [(call.kind, call.subject) for call in record_of(group).calls if "structure" not in call.subject]
+
+
+def test_every_collective_of_a_step_is_recorded_with_its_unit():
+    first, second = run_distributed(_records_of_a_step, 2, "fsdp2")
+    assert first == second
+    units = ["unit embedding", "unit blocks.0", "unit blocks.1", "unit head"]
+    gathered = [subject for kind, subject in first if kind == "all-gather"]
+    assert gathered[:5] == [f"the parameters of {unit}" for unit in ["the root unit", *units]]
+    reduced = [subject for kind, subject in first if kind == "reduce-scatter"]
+    assert sorted(reduced) == sorted(f"the gradients of {unit}" for unit in units)
+    first, second = run_distributed(_records_of_a_step, 2, "zero1")
+    assert first == second and first[0] == (
+        "reduce-scatter",
+        "the gradients of bucket head.weight",
+    )
