@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ParallelConfigError, ShardstackError, WrapError
-from ..transformer.module import materialize
-from .broadcast import broadcast_init_seed, broadcast_tensors
+from .broadcast import broadcast_tensors
 from .bucket_group import BucketGroup, GradReduction
 from .buffer_layout import default_bucket_size, lay_out
 from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .initial_values import start_equal
 from .instance_groups import resolve_instance_groups
 from .optimizer_guard import forbid_plain_optimizers
 from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
@@ -74,12 +74,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.intra_instance_group, self.inter_instance_group = groups[1:]
         _check_per_token_loss(self.sums_gradients, ddp_config)
         _check_precision(config, module)
-        if any(parameter.is_meta for parameter in module.parameters()):
-            broadcast_init_seed(module, self.process_group)
-            materialize(module)
-        else:
-            # Replicas that start different would stay different.
-            broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
+        start_equal(module, self.process_group)  # replicas that start different would stay different
         self._is_sharded = strategy != "no_shard"
         self._reduces_every_micro_batch = ddp_config.reduce_every_micro_batch and self.intra_instance_group.size() > 1
         self._reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"

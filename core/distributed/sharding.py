@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -25,6 +25,7 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     sync_module_states: bool = True,
     averages_gradients: bool = True,
+    prepare: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
     """Shards a model in place, unit by unit and then the root, and returns the units.
 
@@ -40,6 +41,7 @@ def shard_model(
         reshard_after_forward: free gathered parameters between forward and backward.
         mp_policy: dtypes of compute, reduction and output; the latter is the root's alone, as with `Float16Module`.
         sync_module_states: broadcast the mesh's first rank's parameters and buffers before cutting them.
+        prepare: called with the units before the first is sharded, as with `composition.prepare_units`.
         averages_gradients: divide by the number of ranks; otherwise sum.
 
     Raises:
@@ -52,6 +54,8 @@ def shard_model(
             broadcast_tensors([*module.parameters(), *module.buffers()], group)
 
     units = plan_units(module, unit_classes)
+    if prepare is not None:
+        prepare(units)
     inner_policy = replace(mp_policy, output_dtype=None)
     with parameter_attributes_kept(module):
         for unit in units:

@@ -20,11 +20,13 @@ from ..errors import ParallelConfigError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..tensor_parallel.layers import ColumnParallelLinear
-from ..transformer.module import materialize
 from ..transformer.transformer_layer import TransformerLayer
-from .broadcast import broadcast_init_seed, broadcast_tensors
+from .broadcast import broadcast_tensors
+from .composition import prepare_units
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .forward_methods import register_forward_methods
+from .initial_values import InitialValues
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .units import parameter_attributes_kept
@@ -75,7 +77,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         settings = _fsdp2_settings(ddp_config)
         mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
         super().__init__(config, module, ddp_config, process_group)
-        starts_on_meta = any(parameter.is_meta for parameter in module.parameters())
+        start = InitialValues(module, process_group, from_first_rank=settings.sync_module_states)
+        start.equalize()
         self._mesh = mesh
         self.units = shard_model(
             module,
@@ -83,13 +86,17 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=_mixed_precision(config, ddp_config, module),
-            sync_module_states=settings.sync_module_states and not starts_on_meta,
+            sync_module_states=False,
             averages_gradients=not self.sums_gradients,
+            prepare=functools.partial(
+                prepare_units,
+                activation_checkpointing=settings.activation_checkpointing,
+                every_nth=settings.activation_checkpointing_interval,
+                compile_units=settings.compile_units,
+            ),
         )
-        if starts_on_meta:
-            if settings.sync_module_states:
-                broadcast_init_seed(module, process_group)
-            materialize(module)
+        register_forward_methods(module, self.units, settings.forward_methods)
+        start.fill()
         self._warned_about_load = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
