@@ -125,6 +125,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
         reduce_unsharded_gradients(self.module)
         self._reshard()
+        for parameter in self.module.parameters():  # of a unit that no forward has reached
+            if parameter.requires_grad and local_gradient(parameter) is None:
+                parameter.grad = torch.zeros_like(parameter)
         self._gradient_checks.check(self._gradients(), self._step)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
