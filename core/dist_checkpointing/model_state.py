@@ -64,8 +64,8 @@ def load_model_state_dict(
     is_first_without = broadcast_from_rank0 and state_dict is None and Ranks(process_group).is_first
     if state_dict is None and not broadcast_from_rank0:
         raise CheckpointError(
-            "load_model_state_dict was given None for a state dict; give one, or broadcast_from_rank0=True, with which "
-            "the group's first rank alone gives it"
+            "load_model_state_dict was given None for a state dict; give one, or broadcast_from_rank0=True, where the "
+            "group's first rank alone gives it"
         )
     state_dict = state_dict or {}
     targets = _targets(module)

@@ -37,5 +37,5 @@ def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
     broadcast_tensors([shared], group)
     first, *others = shared.tolist()
     for owner, seed in zip(owners, others, strict=True):
-        owner.init_seed = seed  # type: ignore[assignment]
+        owner.init_seed = seed
     return int(first)

@@ -40,9 +40,9 @@ class InitialValues:
         self._module, self._group = module, group
         self._follows_first = from_first_rank and group.size() > 1
         tensors = _named_tensors(module)
-        on_meta = torch.tensor([tensor.is_meta for tensor in tensors.values()], dtype=torch.int32)
+        on_meta = [tensor.is_meta for tensor in tensors.values()]
         of_first, of_any = self._agree(on_meta) if self._follows_first else (on_meta, on_meta)
-        flags = list(zip(tensors, of_first.tolist(), of_any.tolist(), strict=True))
+        flags = list(zip(tensors, of_first, of_any, strict=True))
         self._drawn = [name for name, first, _ in flags if first]
         self._received = [name for name, first, anywhere in flags if anywhere and not first]
         held = [name for name, _, anywhere in flags if not anywhere]
@@ -53,7 +53,7 @@ class InitialValues:
         if sharded:
             raise WrapError(
                 f"{sharded[0]} is a DTensor on the first rank and on the meta device elsewhere; start all ranks on "
-                "meta, and load the values with core.dist_checkpointing.load_model_state_dict(broadcast_from_rank0=True)"
+                "meta, and load the values by core.dist_checkpointing.load_model_state_dict"
             )
         self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
@@ -93,12 +93,16 @@ class InitialValues:
             broadcast_tensors([whole], self._group)
             copy_own_shard(whole, tensors[name])
 
-    def _agree(self, on_meta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _agree(self, on_meta: list[bool]) -> tuple[list[bool], list[bool]]:
         """Which tensors the first rank has on meta, and which any rank has there."""
-        of_first = on_meta if self._group.rank() == 0 else torch.zeros_like(on_meta)
-        both = torch.stack([of_first, on_meta]).to(device.current_device())
+        if dist.get_backend(self._group) == "fake":
+            return on_meta, on_meta  # a simulation: there is nobody to ask
+        own = torch.tensor(on_meta, dtype=torch.int32)
+        of_first = own if self._group.rank() == 0 else torch.zeros_like(own)
+        both = torch.stack([of_first, own]).to(device.current_device())
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        return both[0], both[1]
+        first, anywhere = both.bool().tolist()
+        return first, anywhere
 
 
 def start_equal(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -152,5 +152,5 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
         if interval < 1 or (interval > 1 and self.activation_checkpointing == "none"):
             raise ParallelConfigError(
                 f"activation_checkpointing_interval is {interval} with activation_checkpointing "
-                f"{self.activation_checkpointing!r}; it takes a positive number, and something to do to every n-th unit"
+                f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
             )

@@ -7,6 +7,7 @@ on how parameters were cut, but they are not those that the constructors would h
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,10 +45,9 @@ class ForeignModule:
     def resets(self) -> list[Callable[[], Any]]:
         """What fills its tensors, in the order in which construction would call it."""
         found = [getattr(self.module, name, None) for name in RESET_METHODS]
-        resets: list[Callable[[], Any]] = [method for method in found[:2] if callable(method)][:1]
-        hook = self.hook
-        if hook is not None:
-            resets.append(lambda: hook(self.module))
+        resets: list[Callable[[], Any]] = [method for method in found if callable(method)][:1]
+        if self.hook is not None:
+            resets.append(functools.partial(self.hook, self.module))
         return resets
 
 
@@ -104,10 +104,10 @@ def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor
     blank: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         if parameter is not None:
-            dtype = torch.promote_types(parameter.dtype, torch.float32) if _is_real(parameter) else parameter.dtype
-            whole = nn.Parameter(
-                _blank(whole_shape(parameter, resolve_group(None)), dtype), requires_grad=False
-            )
+            dtype = parameter.dtype
+            if parameter.is_floating_point():  # drawn alike in every precision, and rounded
+                dtype = torch.promote_types(dtype, torch.float32)
+            whole = nn.Parameter(_blank(whole_shape(parameter, resolve_group(None)), dtype), requires_grad=False)
             vars(whole).update(vars(parameter))
             module._parameters[name] = whole
             if name in foreign.wanted:
@@ -123,10 +123,6 @@ def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor
         for registry, kept in ((module._parameters, parameters), (module._buffers, buffers)):
             registry.clear()
             registry.update(kept)  # type: ignore[arg-type]
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 def _blank(shape: list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -132,7 +132,9 @@ def test_what_cannot_be_done_is_refused_by_name():
     with pytest.raises(ParallelConfigError, match="no unit has more than one layer of weights"):
         prepare_units(plan_units(model, (nn.Linear,)), activation_checkpointing="full")
     model.layers[1].config = SimpleNamespace(recompute_granularity="selective")
-    with pytest.raises(ParallelConfigError, match=r"activation_checkpointing is 'full'.*recompute_granularity is 'sel"):
+    with pytest.raises(
+        ParallelConfigError, match=r"activation_checkpointing is 'full'.*recompute_granularity is 'sel"
+    ):
         prepare_units(plan_units(model, (Layer,)), activation_checkpointing="full")
     for fields in (
         {"activation_checkpointing": "some"},

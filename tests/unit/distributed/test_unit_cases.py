@@ -126,7 +126,7 @@ def _seeded(name: str) -> nn.Module:
 
 
 def _trains(model: nn.Module, steps: int = 2) -> dict[str, torch.Tensor]:
-    for step in range(steps):
+    for _ in range(steps):
         model.zero_grad_buffer()
         micro_batches = batches(dist.get_rank())
         for index, tokens in enumerate(micro_batches):
@@ -242,6 +242,30 @@ def _allocates_for_adapters_alone() -> None:
 
 def test_adapters_alone_have_gradient_memory():
     run_distributed(_allocates_for_adapters_alone, 2)
+
+
+class LowBase(Adapted):
+    """The frozen weight in bf16, the adapters in fp32: two dtypes in one unit, of which one has gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.bfloat16()).float() + self.up(self.down(x))
+
+
+def _low_base() -> nn.Module:
+    model = toy(tied=False).requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = LowBase(block.up.bfloat16()), LowBase(block.down.bfloat16())
+    return model
+
+
+def _adapts_a_low_base() -> None:
+    found = [_trains(build(kind, _low_base())) for kind in ("fsdp2", "ddp")]
+    assert len(found[0]) == 2 * 2 * 2 and all(g.dtype == torch.float32 for g in found[0].values())
+    assert_near(*found)
+
+
+def test_adapters_in_fp32_on_a_frozen_base_in_bf16_are_one_unit():
+    run_distributed(_adapts_a_low_base, 2)
 
 
 class Methods(nn.Module):
