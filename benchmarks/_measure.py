@@ -7,6 +7,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -15,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured is the checkout that this lies in
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: its profiler would announce itself
 
 import torch
@@ -130,16 +133,38 @@ def wire_bytes_per_step(step: Callable[[], None], steps: int = 20) -> float:
 
 
 class CollectivePayload(TorchDispatchMode):
-    """Counts collectives and the bytes that each must move: tensors in and out of this rank's calls."""
+    """Counts collectives and the bytes that each must move: tensors in and out of this rank's calls.
+
+    ``bytes`` are by the name of the collective; messages that this rank sends by hand, on whatever thread, count as
+    ``message``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self._patch = mock.patch.object(dist, "isend", self._send)
+        self._isend = dist.isend
+
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+    def __enter__(self) -> CollectivePayload:
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        super().__exit__(*error)
+
+    def _send(self, tensor: torch.Tensor, **options: Any) -> Any:
+        self.calls["message"] += 1
+        self.bytes["message"] += tensor.numel() * tensor.element_size()
+        return self._isend(tensor, **options)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func._schema.name.removeprefix("c10d::")
+        name = func._schema.name.removeprefix("c10d::")
+        if func.namespace == "c10d" and name not in ("send", "recv_"):
             self.calls[name] += 1
             self.bytes[name] += _ring_bytes(name, args)
         return func(*args, **(kwargs or {}))

@@ -19,7 +19,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _gpt import MICRO_BATCHES, VOCABULARY, WIDTH, backward, build_model, micro_batches, parameter_bytes
 from _measure import (
     CollectivePayload,
     PairedRatio,
@@ -39,8 +39,7 @@ from _measure import (
     wire_bytes_per_step,
 )
 
-LAYERS, WIDTH, HEADS, VOCABULARY, SEQUENCE = 8, 512, 8, 32_768, 256
-MICRO_BATCHES, MICRO_BATCH_SIZE, RANKS = 4, 2, 2
+RANKS = 2
 BUCKET_ELEMENTS = 4_000_000  # of ZeRO-2, so that a model of this size has buckets to release
 REPLICATED_LIMIT, SHARDED_LIMIT = 1.00, 0.95
 WIRE_TOLERANCE, MEMORY_TOLERANCE = 0.02, 0.05
@@ -49,29 +48,10 @@ MIB = 2**20
 Step = Callable[[], None]
 
 
-def build_model() -> nn.Module:
-    from core.models.gpt import GPTModel
-    from core.transformer.transformer_config import TransformerConfig
-
-    torch.manual_seed(1)
-    config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
-    )
-    return GPTModel(config, VOCABULARY, SEQUENCE)
-
-
-def micro_batches() -> list[torch.Tensor]:
-    """Of tokens `[b, s + 1]`."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (MICRO_BATCH_SIZE, SEQUENCE + 1)
-    return [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(MICRO_BATCHES)]
-
-
 def accumulate(model: nn.Module, data: list[torch.Tensor]) -> None:
     for index, tokens in enumerate(data):
         with nullcontext() if index == len(data) - 1 or not hasattr(model, "no_sync") else model.no_sync():
-            losses = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())
-            (losses.mean() / MICRO_BATCHES).backward()
+            backward(model, tokens)
 
 
 def torchs(is_sharded: bool) -> Step:
@@ -183,26 +163,9 @@ def ideal_wire_bytes(name: str, parameter_bytes: int, ranks: int) -> float:
 def measure_wire(name: str) -> tuple[float, int, int]:
     step = CANDIDATES[name].build()
     step()
-    with CollectivePayload() as payload, mock.patch.object(dist, "isend", _counted_send):
-        _SENT.clear()
+    with CollectivePayload() as payload:
         step()
-    messages = sum(_SENT)
-    collectives = sum(n for name, n in payload.bytes.items() if name not in ("send", "recv_"))
-    return wire_bytes_per_step(step, steps=5), messages + collectives, parameter_bytes()
-
-
-_SENT: list[int] = []
-_send = dist.isend
-
-
-def _counted_send(tensor: torch.Tensor, **options: Any) -> Any:
-    """Our own exchanges, which may run on another thread, where a dispatch mode sees nothing."""
-    _SENT.append(tensor.numel() * tensor.element_size())
-    return _send(tensor, **options)
-
-
-def parameter_bytes() -> int:
-    return sum(p.numel() * p.element_size() for p in build_model().parameters())
+    return wire_bytes_per_step(step), payload.total(), parameter_bytes()
 
 
 def report_wire(names: list[str]) -> bool:

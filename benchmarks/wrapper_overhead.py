@@ -1,10 +1,11 @@
 """What the FSDP2 wrapper costs beside bare `fully_shard`: time, peak memory and wire bytes of one optimizer step.
 
-    python benchmarks/wrapper_overhead.py [--rounds 15] [--launches 15] [--only time|memory|wire]
+    python benchmarks/wrapper_overhead.py [ROW ...] [--only time|memory|wire] [--rounds 15] [--launches 15]
 
-A GPT of 8 layers, width 512, 8 heads, vocabulary 32k, sequence 256 (58.7 M parameters); a step is 4 micro-batches of 2
-on two gloo ranks with one thread each. The baseline applies `fully_shard` to every layer and the root, accumulates
-with `set_requires_gradient_sync`, and takes the same torch AdamW. Exits with 1 when a limit is exceeded.
+Each row is one run in which candidates take turns: the baseline applies `fully_shard` to every layer and the root,
+accumulates with `set_requires_gradient_sync`, and has the row's settings by torch's own means. Both take the same
+torch AdamW, except where torch DDP is the baseline: there each side takes its fused one. Steps are 4 micro-batches on
+gloo ranks with one thread each. Without names the first four rows run. Exits with 1 when a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from _gpt import backward, build_model, micro_batches
 from _measure import (
     CollectivePayload,
     PairedRatio,
@@ -38,10 +40,9 @@ from _measure import (
     wire_bytes_per_step,
 )
 
-LAYERS, WIDTH, HEADS, VOCABULARY, SEQUENCE = 8, 512, 8, 32_768, 256
-MICRO_BATCHES, MICRO_BATCH_SIZE, RANKS = 4, 2, 2
-TIME_LIMIT, MEMORY_LIMIT = 1.02, 1.02
 MIB = 2**20
+TORCHS = {"collectives": "torch", "forward_prefetch": 0, "backward_prefetch": 0}
+"""The wrapper with what bare `fully_shard` does by itself."""
 
 
 @dataclass(frozen=True)
@@ -50,47 +51,84 @@ class Candidate:
 
     step: Callable[[], None]
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
 
     def live_tensors(self) -> list[torch.Tensor]:
-        states = (t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+        rule = getattr(self.optimizer, "optimizer", self.optimizer)
+        states = (t for s in rule.state.values() for t in s.values() if isinstance(t, torch.Tensor))
         tensors = (*self.model.parameters(), *self.model.buffers(), *states)
         return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
-def build_model() -> nn.Module:
-    from core.models.gpt import GPTModel
-    from core.transformer.transformer_config import TransformerConfig
+@dataclass(frozen=True)
+class Row:
+    """A comparison: settings of the wrapper, how the baseline gets the same, and the limits of the ratios.
 
-    torch.manual_seed(1)
-    config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
-    )
-    return GPTModel(config, VOCABULARY, SEQUENCE)
+    Attributes:
+        settings: of the wrapper.
+        baseline: settings of bare `fully_shard`, or None for torch DDP.
+        samples: sequences of a micro-batch.
+        instances: replicas across which shards are repeated, 1 but for hybrid sharding.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    baseline: dict[str, Any] | None = field(default_factory=dict)
+    sequence: int = 128
+    samples: int = 1
+    ranks: int = 2
+    instances: int = 1
+    time_limit: float = float("inf")
+    memory_limit: float = float("inf")
 
 
-def micro_batches() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (MICRO_BATCH_SIZE, SEQUENCE + 1)
-    return [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(MICRO_BATCHES)]
+def _same(settings: dict[str, Any], **row: Any) -> Row:
+    """The wrapper with torch's own collectives beside bare `fully_shard`, both with these settings."""
+    return Row({**TORCHS, **settings}, settings, time_limit=1.01, memory_limit=1.01, **row)
 
 
-def backward(model: nn.Module, tokens: torch.Tensor) -> None:
-    losses = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())
-    (losses.mean() / MICRO_BATCHES).backward()
+ROWS = {
+    "same": _same({}, sequence=256, samples=2),
+    "defaults, 512 tokens": Row(sequence=256, samples=2, time_limit=0.92, memory_limit=1.02),
+    "defaults, 128 tokens": Row(time_limit=0.85, memory_limit=1.02),
+    "beside torch DDP": Row(baseline=None, sequence=256, samples=2, time_limit=1.13),
+    "prefetch 0": _same({"forward_prefetch": 0, "backward_prefetch": 0}),
+    "prefetch 1": _same({"forward_prefetch": 1, "backward_prefetch": 1}),
+    "prefetch 2": _same({"forward_prefetch": 2, "backward_prefetch": 2}),
+    "no reshard": _same({"reshard_after_forward": False}),
+    "reshard to 2": _same({"reshard_after_forward": 2}, ranks=4),
+    "hybrid": _same({}, ranks=4, instances=2),
+    "bf16": _same({"param_dtype": "bf16", "reduce_dtype": "fp32"}),
+    "offload": _same({"cpu_offload": True, "pin_memory": False}),
+}
+DEFAULT_ROWS = ("same", "defaults, 512 tokens", "defaults, 128 tokens", "beside torch DDP")
 
 
-def bare_fully_shard() -> Candidate:
+def bare_fully_shard(row: Row) -> Candidate:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    model = build_model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.decoder.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    settings = row.baseline or {}
+    model = build_model(row.sequence)
+    shape = (row.ranks,) if row.instances == 1 else (row.instances, row.ranks // row.instances)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if settings.get("cpu_offload") else OffloadPolicy(),
+    }
+    if "param_dtype" in settings:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    layers = list(model.decoder.layers)
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=settings.get("reshard_after_forward", True), **options)
+    fully_shard(model, **options)
+    for index, layer in enumerate(layers):
+        if ahead := settings.get("forward_prefetch"):
+            layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
+            layer.set_modules_to_backward_prefetch(layers[max(0, index - ahead) : index][::-1])
+    if settings.get("forward_prefetch"):
+        model._set_unshard_async_op(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-    data = micro_batches()
+    data = micro_batches(row.samples, row.sequence)
 
     def step() -> None:
         for index, tokens in enumerate(data):
@@ -102,13 +140,44 @@ def bare_fully_shard() -> Candidate:
     return Candidate(step, model, optimizer)
 
 
-def this_wrapper() -> Candidate:
-    from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
+def torch_ddp(row: Row) -> Candidate:
+    from torch.nn.parallel import DistributedDataParallel
 
-    module = build_model()
-    model = wrap_model(module, module.config, TorchFullyShardedDataParallelConfig(), process_group=dist.group.WORLD)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
-    data = micro_batches()
+    model = DistributedDataParallel(build_model(row.sequence), gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    data = micro_batches(row.samples, row.sequence)
+
+    def step() -> None:
+        for index, tokens in enumerate(data):
+            with nullcontext() if index == len(data) - 1 else model.no_sync():
+                backward(model, tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Candidate(step, model, optimizer)
+
+
+def baseline(row: Row) -> Candidate:
+    return torch_ddp(row) if row.baseline is None else bare_fully_shard(row)
+
+
+def this_wrapper(row: Row) -> Candidate:
+    from core import parallel_state
+    from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
+    from core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=row.instances)
+    module = build_model(row.sequence)
+    ddp_config = TorchFullyShardedDataParallelConfig(**row.settings, num_distributed_optimizer_instances=row.instances)
+    model = wrap_model(module, module.config, ddp_config)
+    optimizer: Any
+    if row.baseline is None:
+        config = OptimizerConfig(optimizer="adam", lr=1e-4, weight_decay=0.01, adam_beta2=0.999, clip_grad=0.0)
+        optimizer = get_megatron_optimizer(config, [model], no_weight_decay_cond=lambda *unused: False)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    data = micro_batches(row.samples, row.sequence)
 
     def step() -> None:
         for index, tokens in enumerate(data):
@@ -121,93 +190,104 @@ def this_wrapper() -> Candidate:
     return Candidate(step, model, optimizer)
 
 
-CANDIDATES: dict[str, Callable[[], Candidate]] = {"bare fully_shard": bare_fully_shard, "this wrapper": this_wrapper}
+CANDIDATES: dict[str, Callable[[Row], Candidate]] = {"baseline": baseline, "this wrapper": this_wrapper}
 
 
-def measure_time(rounds: int) -> dict[str, list[float]]:
-    return interleaved_seconds({name: build().step for name, build in CANDIDATES.items()}, rounds)
+def measure_time(row: Row, rounds: int) -> dict[str, list[float]]:
+    return interleaved_seconds({name: build(row).step for name, build in CANDIDATES.items()}, rounds)
 
 
-def measure_resident(name: str) -> int:
+def measure_resident(row: Row, name: str) -> int:
     import core.distributed  # imports belong to the base, not to the peak
 
     del core
     reset_high_water()
     base = high_water_bytes()
-    step = CANDIDATES[name]().step
+    step = CANDIDATES[name](row).step
     step()  # which makes the optimizer's state
     step()
     return high_water_bytes() - base
 
 
-def measure_live(name: str) -> int:
-    candidate = CANDIDATES[name]()
+def measure_live(row: Row, name: str) -> int:
+    candidate = CANDIDATES[name](row)
     candidate.step()
     return live_tensor_bytes(candidate.live_tensors()) + peak_allocation_above_start(candidate.step)
 
 
-def measure_wire(name: str) -> tuple[float, int]:
-    step = CANDIDATES[name]().step
+def measure_wire(row: Row, name: str) -> tuple[float, int]:
+    step = CANDIDATES[name](row).step
     step()
     with CollectivePayload() as payload:
         step()
-    return wire_bytes_per_step(step), sum(payload.bytes.values())
+    return wire_bytes_per_step(step), payload.total()
+
+
+def report_time(row: Row, rounds: int) -> bool:
+    seconds = run_on_ranks(measure_time, row.ranks, row, rounds)[0]
+    for name, values in seconds.items():
+        print(f"  {name:13} s     median {statistics.median(values):7.2f}   {min(values):.2f} to {max(values):.2f}")
+    return _judge(PairedRatio.of(seconds["this wrapper"], seconds["baseline"]), row.time_limit)
+
+
+def report_memory(row: Row, launches: int) -> bool:
+    peaks: dict[str, list[int]] = {name: [] for name in CANDIDATES}
+    for _ in range(launches):
+        for name, values in peaks.items():
+            values.append(max(run_on_ranks(measure_resident, row.ranks, row, name)))
+    for name, values in peaks.items():
+        live = max(run_on_ranks(measure_live, row.ranks, row, name))
+        median, least, most = (f(values) / MIB for f in (statistics.median, min, max))
+        print(
+            f"  {name:13} MiB   median {median:7.1f}   {least:.1f} to {most:.1f}   live tensors {live / MIB:.1f}",
+            flush=True,
+        )
+    return _judge(PairedRatio.of(peaks["this wrapper"], peaks["baseline"]), row.memory_limit)
+
+
+def report_wire(row: Row) -> bool:
+    for name in CANDIDATES:
+        ranks = run_on_ranks(measure_wire, row.ranks, row, name)
+        payload = sum(own for _, own in ranks)
+        print(
+            f"  {name:13} MiB   loopback {ranks[0][0] / MIB:8.1f}   ring payload of the calls {payload / MIB:8.1f}",
+            flush=True,
+        )
+    return True
+
+
+def _judge(ratio: PairedRatio, limit: float) -> bool:
+    holds = ratio.holds(limit)
+    verdict = "" if limit == float("inf") else f", limit {limit}: {'holds' if holds else 'EXCEEDED'}"
+    print(f"  ratio {ratio}{verdict}", flush=True)
+    return holds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(map(repr, ROWS))}")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
     parser.add_argument(
         "--launches", type=int, default=15, help="interleaved launches a candidate for the memory peak"
     )
     parser.add_argument("--only", choices=("time", "memory", "wire"), help="measure one of the three")
     asked = parser.parse_args()
+    if unknown := set(asked.rows) - ROWS.keys():
+        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     print(machine())
     within = True
-    if asked.only in (None, "time"):
-        with section(f"Seconds a step, {asked.rounds} interleaved rounds"):
-            within &= report_time(run_on_ranks(measure_time, RANKS, asked.rounds)[0])
-    if asked.only in (None, "memory"):
-        with section(f"Peak memory of the larger rank, MiB, {asked.launches} launches a candidate"):
-            within &= report_memory(asked.launches)
-    if asked.only in (None, "wire"):
-        with section("Wire bytes a step, all ranks, MiB"):
-            report_wire()
+    for name in asked.rows or DEFAULT_ROWS:
+        row = ROWS[name]
+        against = "torch DDP" if row.baseline is None else "bare fully_shard"
+        with section(f"{name}: beside {against}, {row.ranks} ranks, micro-batches of {row.samples} x {row.sequence}"):
+            if asked.only in (None, "time"):
+                within &= report_time(row, asked.rounds)
+            if asked.only in (None, "memory"):
+                within &= report_memory(row, asked.launches)
+            if asked.only in (None, "wire"):
+                within &= report_wire(row)
     print("\nwithin limits" if within else "\nABOVE A LIMIT")
     return 0 if within else 1
-
-
-def report_time(seconds: dict[str, list[float]]) -> bool:
-    for name, values in seconds.items():
-        print(f"{name:18} median {statistics.median(values):6.2f}   {min(values):.2f} to {max(values):.2f}")
-    return _judge(PairedRatio.of(seconds["this wrapper"], seconds["bare fully_shard"]), TIME_LIMIT)
-
-
-def report_memory(launches: int) -> bool:
-    peaks: dict[str, list[int]] = {name: [] for name in CANDIDATES}
-    for _ in range(launches):
-        for name, values in peaks.items():
-            values.append(max(run_on_ranks(measure_resident, RANKS, name)))
-    for name, values in peaks.items():
-        live = max(run_on_ranks(measure_live, RANKS, name))
-        median, least, most = (f(values) / MIB for f in (statistics.median, min, max))
-        print(f"{name:18} resident, median {median:7.1f}   {least:.1f} to {most:.1f}   live tensors {live / MIB:7.1f}")
-    return _judge(PairedRatio.of(peaks["this wrapper"], peaks["bare fully_shard"]), MEMORY_LIMIT)
-
-
-def report_wire() -> None:
-    for name in CANDIDATES:
-        ranks = run_on_ranks(measure_wire, RANKS, name)
-        payload = sum(own for _, own in ranks)
-        print(
-            f"{name:18} loopback {ranks[0][0] / MIB:8.1f}   ring payload of the calls {payload / MIB:8.1f}", flush=True
-        )
-
-
-def _judge(ratio: PairedRatio, limit: float) -> bool:
-    holds = ratio.holds(limit)
-    print(f"this wrapper / bare fully_shard: {ratio}, limit {limit}: {'holds' if holds else 'EXCEEDED'}")
-    return holds
 
 
 if __name__ == "__main__":

@@ -43,11 +43,14 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
 
 
-def init_process_group(timeout_minutes: float = 30.0) -> None:
+def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: bool = False) -> None:
     """Joins the default process group from the environment that ``torchrun`` sets, and claims this rank's GPU.
 
     Run without a launcher it makes a group of one, so that a script needs no second code path. Does nothing when
     the caller has made the group already.
+
+    Args:
+        carries_host_tensors: beside a GPU's tensors, carry those in the host's memory, as offloaded shards are.
     """
     if dist.is_initialized():
         return
@@ -55,10 +58,11 @@ def init_process_group(timeout_minutes: float = 30.0) -> None:
     if kind == "cuda":
         torch.cuda.set_device(_local_rank())
     timeout = timedelta(minutes=timeout_minutes)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" and carries_host_tensors else _BACKENDS[kind]
     if "RANK" in os.environ:
-        dist.init_process_group(_BACKENDS[kind], timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(_BACKENDS[kind], store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _local_rank() -> int:

@@ -23,7 +23,9 @@ from .._torch_compat import all_gather_single, reduce_scatter_single
 CHUNK_BYTES = 4 * 2**20
 """What one message of a reduction carries at most: small enough to be added while it lies in the cache."""
 
-_TAG = 0x5A4D  # of this file's messages alone, so that nobody's send or receive is taken for one of ours
+REDUCE_TAG, GATHER_TAG = 0x5A4D, 0x5A4E
+"""Of this file's messages alone, so that nobody's send or receive is taken for one of ours."""
+
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -50,7 +52,7 @@ def reduce_scatter(
     size = group.size()
     if size == 1:
         _store(output, input_, scale, accumulate)
-    elif _exchanges_directly(group, input_):
+    elif exchanges_directly(group, input_.device):
         scale = scale / size if op == ReduceOp.AVG else scale
         _exchange_and_add(output, input_, group, scale, fp32_accumulation, accumulate)
     elif fp32_accumulation and input_.dtype in _LOW_PRECISION:
@@ -71,16 +73,20 @@ def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:
         output: `[n * len(input_)]`.
         input_: what this rank gives; in place where it is its own part of `output`.
     """
-    if not _exchanges_directly(group, output):
+    if exchanges_directly(group, output.device):
+        _wait_for(start_all_gather(output, input_, group))
+    else:
         all_gather_single(output, input_, group)
-        return
+
+
+def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> list[dist.Work]:
+    """The messages of an `all_gather` where ranks exchange directly: to be waited for before `output` is read."""
     own, parts = group.rank(), output.chunk(group.size())
     if parts[own].data_ptr() != input_.data_ptr():
         parts[own].copy_(input_)
     peers = _peers(group)
-    receives = [_receive(parts[peer], peer, group) for peer in reversed(peers)]
-    sends = [_send(parts[own], peer, group) for peer in peers]
-    _wait_for([*receives, *sends])
+    receives = [_receive(parts[peer], peer, group, GATHER_TAG) for peer in reversed(peers)]
+    return receives + [_send(parts[own], peer, group, GATHER_TAG) for peer in peers]
 
 
 def all_reduce(
@@ -96,7 +102,7 @@ def all_reduce(
     A length that the number of ranks does not divide is left to the backend, in whatever order that adds.
     """
     size = group.size()
-    in_two_steps = _exchanges_directly(group, tensor) or (fp32_accumulation and tensor.dtype in _LOW_PRECISION)
+    in_two_steps = exchanges_directly(group, tensor.device) or (fp32_accumulation and tensor.dtype in _LOW_PRECISION)
     if size > 1 and len(tensor) % size == 0 and in_two_steps:
         own = tensor.chunk(size)[group.rank()]
         reduce_scatter(own, tensor, group, op=op, scale=scale, fp32_accumulation=fp32_accumulation)
@@ -120,8 +126,9 @@ def _store(output: Tensor, result: Tensor, scale: float, accumulate: bool) -> No
 # ---- gloo: pieces straight from one rank's buffer to another's
 
 
-def _exchanges_directly(group: ProcessGroup, tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
+def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the functions here send pieces from rank to rank, because the backend is gloo."""
+    return device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
 
 
 def _exchange_and_add(
@@ -137,8 +144,8 @@ def _exchange_and_add(
     def post(start: int, inbox: Tensor) -> tuple[list[dist.Work], dict[int, Tensor]]:
         stop = min(start + chunk, len(output))
         incoming = {peer: inbox[index, : stop - start] for index, peer in enumerate(peers)}
-        receives = [_receive(incoming[peer], peer, group) for peer in reversed(peers)]
-        sends.extend(_send(parts[peer][start:stop], peer, group) for peer in peers)
+        receives = [_receive(incoming[peer], peer, group, REDUCE_TAG) for peer in reversed(peers)]
+        sends.extend(_send(parts[peer][start:stop], peer, group, REDUCE_TAG) for peer in peers)
         return receives, incoming
 
     starts = range(0, len(output), chunk)
@@ -180,12 +187,12 @@ def _peers(group: ProcessGroup) -> list[int]:
     return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 
-def _send(tensor: Tensor, peer: int, group: ProcessGroup) -> dist.Work:
-    return _started(dist.isend(tensor, group=group, group_dst=peer, tag=_TAG))
+def _send(tensor: Tensor, peer: int, group: ProcessGroup, tag: int) -> dist.Work:
+    return _started(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
 
 
-def _receive(tensor: Tensor, peer: int, group: ProcessGroup) -> dist.Work:
-    return _started(dist.irecv(tensor, group=group, group_src=peer, tag=_TAG))
+def _receive(tensor: Tensor, peer: int, group: ProcessGroup, tag: int) -> dist.Work:
+    return _started(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -59,7 +59,7 @@ def prepare_units(
     """Replaces the forward of every unit as asked, in place, before `shard_model` shards it.
 
     Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
-    one operation again would save nothing.
+    one operation again would save nothing. So are units inside units, which are part of what is done to these.
 
     Args:
         units: as `plan_units` gives them.
@@ -81,7 +81,15 @@ def prepare_units(
         raise ParallelConfigError(f"activation_checkpointing_interval is {every_nth}; it takes a positive number")
     if activation_checkpointing == "none" and not compile_units:
         return
-    layers = [unit for unit in units if unit.is_needed_in_backward and not all(map(_is_one_layer, unit.modules))]
+    units = list(units)
+    inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
+    layers = [
+        unit
+        for unit in units
+        if unit.is_needed_in_backward
+        and not inside.issuperset(unit.modules)
+        and not all(map(_is_one_layer, unit.modules))
+    ]
     if not layers:
         raise ParallelConfigError(
             f"activation_checkpointing is {activation_checkpointing!r} and compile_units {compile_units}, but no unit "

@@ -11,14 +11,18 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ..errors import WrapError
-from .sharding import fsdp_modules
 from .units import Unit
 
 
-def register_forward_methods(root: nn.Module, units: Iterable[Unit], names: Sequence[str]) -> None:
+def register_forward_methods(
+    root: nn.Module, units: Iterable[Unit], names: Sequence[str], *, free: Callable[[], None]
+) -> None:
     """Gathers parameters around the named methods of the sharded root and of its units, and frees them after.
 
     They are called on the wrapped model: ``model.module.generate(...)``. Every rank must call them, as `forward`.
+
+    Args:
+        free: frees what stays gathered, after a call that no backward follows.
 
     Raises:
         WrapError: a name that neither the root nor a unit has as a method.
@@ -34,18 +38,17 @@ def register_forward_methods(root: nn.Module, units: Iterable[Unit], names: Sequ
             )
         for module in holders:
             register_fsdp_forward_method(module, name)
-            setattr(module, name, _freeing(root, getattr(module, name)))
+            setattr(module, name, _freeing(getattr(module, name), free))
 
 
-def _freeing(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+def _freeing(method: Callable[..., Any], free: Callable[[], None]) -> Callable[..., Any]:
     """Without a backward to come nothing would free what stays gathered, and the next forward would use old values."""
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         output = method(*args, **kwargs)
         if not torch.is_grad_enabled():
-            for module in fsdp_modules(root):
-                module.reshard()
+            free()
         return output
 
     return called

@@ -62,11 +62,11 @@ class InitialValues:
         broadcast_tensors(self._equalized, self._group)
         self._equalized = []
 
-    def fill(self, where: torch.device | str | None = None) -> None:
-        """After it; `where` is the device of what starts on meta, by default that of this process."""
+    def fill(self, parameter_device: torch.device | str | None = None) -> None:
+        """After it. What starts on meta goes to this process's device, or parameters to the one given."""
         if not self._drawn and not self._received:
             return
-        allocate_meta_tensors(self._module, where or device.current_device())
+        allocate_meta_tensors(self._module, device.current_device(), parameter_device)
         self._draw()
         self._receive()
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..errors import ParallelConfigError
+
+if TYPE_CHECKING:
+    from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 
 _DTYPES = {
     "fp32": torch.float32,
@@ -28,3 +36,36 @@ def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtyp
     if found in _DTYPES.values() or name is None:
         return found
     raise ParallelConfigError(f"{field} is {name!r}; it takes one of {', '.join(_DTYPES)}")
+
+
+def mixed_precision_policy(
+    parameters: Iterable[torch.Tensor], compute_dtype: torch.dtype, settings: TorchFullyShardedDataParallelConfig
+) -> MixedPrecisionPolicy:
+    """In which dtypes a model computes, reduces and answers.
+
+    Parameters that all arrived in fp32 are cast for the all-gather, and inputs and outputs too, as `Float16Module`
+    does for others: the fp32 shard is the master copy. Where some arrived in lower precision, every parameter keeps
+    the dtype in which it came, fp32 norms and routers among them.
+
+    Args:
+        compute_dtype: what the model's config says; ``param_dtype`` overrides it.
+    """
+    arrived = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+    asked = as_dtype(settings.param_dtype)
+    param_dtype = asked or compute_dtype
+    is_cast = bool(arrived) and arrived != {param_dtype} and (asked is not None or arrived == {torch.float32})
+    reduce_dtype = as_dtype(settings.reduce_dtype) or (torch.float32 if settings.grad_reduce_in_fp32 else None)
+    output_dtype = as_dtype(settings.output_dtype)
+    if not is_cast:
+        return MixedPrecisionPolicy(None, reduce_dtype, output_dtype, cast_forward_inputs=False)
+    if output_dtype is None and param_dtype in (torch.float16, torch.bfloat16):
+        output_dtype = torch.float32
+    return MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype, output_dtype, settings.cast_forward_inputs)
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts every floating-point buffer of the model, in place; parameters stay."""
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(submodule, name, buffer.to(dtype))

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import reduce_parameters_without_gradient
 from ..errors import WrapError
 from .broadcast import broadcast_tensors
+from .collectives import exchanges_directly
+from .fsdp_collectives import DirectAllGather, DirectReduceScatter
+from .fsdp_state import PartialReshard
+from .prefetch import Prefetcher
+from .resharding import Reshard, check_reshard, reshard_of
 from .units import Unit, parameter_attributes_kept, plan_units
 
 
@@ -21,8 +27,13 @@ def shard_model(
     mesh: DeviceMesh,
     *,
     unit_classes: Iterable[type[nn.Module]],
-    reshard_after_forward: bool = True,
+    reshard_after_forward: Reshard = True,
+    reshard_overrides: Sequence[tuple[str, Reshard]] = (),
+    forward_prefetch: int = 1,
+    backward_prefetch: int = 1,
+    collectives: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     sync_module_states: bool = True,
     averages_gradients: bool = True,
     prepare: Callable[[list[Unit]], None] | None = None,
@@ -38,14 +49,20 @@ def shard_model(
         module: the model; parameters on the meta device stay there, sharded.
         mesh: ``(shard,)``, or ``(replicate, shard)`` for hybrid sharding.
         unit_classes: see `plan_units`.
-        reshard_after_forward: free gathered parameters between forward and backward.
+        reshard_after_forward: free gathered parameters between forward and backward; see `resharding`.
+        reshard_overrides: pairs of a pattern of module names and another value.
+        forward_prefetch: units that are gathered ahead in forward; see `Prefetcher`.
+        backward_prefetch: units that are gathered ahead in backward.
+        collectives: ``auto`` or ``torch``; see `fsdp_collectives`.
         mp_policy: dtypes of compute, reduction and output; the latter is the root's alone, as with `Float16Module`.
+        offload_policy: where shards are kept.
         sync_module_states: broadcast the mesh's first rank's parameters and buffers before cutting them.
         prepare: called with the units before the first is sharded, as with `composition.prepare_units`.
         averages_gradients: divide by the number of ranks; otherwise sum.
 
     Raises:
         WrapError: the model is sharded already, or has a parameter that cannot be cut.
+        ParallelConfigError: a number of ranks to reshard to that does not divide the shard size.
     """
     _reject_what_cannot_be_sharded(module)
     mp_policy = mp_policy or MixedPrecisionPolicy()
@@ -53,35 +70,78 @@ def shard_model(
         for group in reversed(mesh.get_all_groups()):  # within each instance, then across them
             broadcast_tensors([*module.parameters(), *module.buffers()], group)
 
-    units = plan_units(module, unit_classes)
-    if prepare is not None:
-        prepare(units)
+    sharder = _Sharder(mesh, reshard_after_forward, reshard_overrides, offload_policy or OffloadPolicy())
     inner_policy = replace(mp_policy, output_dtype=None)
     with parameter_attributes_kept(module):
-        for unit in units:
-            fully_shard(
-                unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
-                mesh=mesh,
-                reshard_after_forward=reshard_after_forward and unit is not units[-1],
-                mp_policy=inner_policy,
-            )
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy)
+        planned = plan_units(module, unit_classes)
+        if prepare is not None:
+            prepare(planned)
+        units = [sharder.shard(unit, inner_policy, stays_gathered=unit is planned[-1]) for unit in planned]
+        sharder.shard(Unit((module,), ("",)), mp_policy, stays_gathered=True)
     for unit in units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
                 _as_fsdp(member).set_unshard_in_backward(False)
+    has_direct_exchange = collectives == "auto" and exchanges_directly(
+        mesh.get_group(-1), torch.device(mesh.device_type)
+    )
     for submodule in fsdp_modules(module):  # a setting of FSDP2 acts on one module
         reduce_parameters_without_gradient(submodule)
         if not averages_gradients:
             # A factor other than the number of ranks is PREMUL_SUM, which gloo refuses, unless a sum is forced.
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
+        if has_direct_exchange:
+            submodule.set_custom_all_gather(DirectAllGather())
+            submodule.set_custom_reduce_scatter(DirectReduceScatter())
+        if mesh.device_type == "cpu" and forward_prefetch + backward_prefetch:
+            submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
+    Prefetcher(
+        module,
+        [unit.modules[0] for unit in units],
+        [unit.modules[0] for unit in units if unit.is_needed_in_backward],
+        forward_prefetch,
+        backward_prefetch,
+    )
     return units
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Every module that torch's `fully_shard` has been applied to, the root first."""
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+
+
+class _Sharder:
+    """Applies `fully_shard` to one unit after the other, with what all of them share."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        reshard_after_forward: Reshard,
+        reshard_overrides: Sequence[tuple[str, Reshard]],
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self._mesh = mesh
+        self._default, self._overrides = reshard_after_forward, reshard_overrides
+        self._offload_policy = offload_policy
+        self._partial: dict[int, PartialReshard] = {}
+
+    def shard(self, unit: Unit, mp_policy: MixedPrecisionPolicy, *, stays_gathered: bool) -> Unit:
+        """Shards it, and returns it with what becomes of it after its forward."""
+        default = False if stays_gathered else self._default
+        reshard = check_reshard(reshard_of(unit.names[0], default, self._overrides), self._mesh.size(-1))
+        fully_shard(
+            unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
+            mesh=self._mesh,
+            reshard_after_forward=reshard is not False,
+            mp_policy=mp_policy,
+            offload_policy=self._offload_policy,
+        )
+        if not isinstance(reshard, bool):
+            if reshard not in self._partial:
+                self._partial[reshard] = PartialReshard(self._mesh.get_group(-1), reshard, self._mesh.device_type)
+            self._partial[reshard].apply_to(unit.modules[0])
+        return replace(unit, reshard_after_forward=reshard)
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -26,11 +27,13 @@ from .composition import prepare_units
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .forward_methods import register_forward_methods
+from .fsdp_state import drop_pending_gathers, drop_unsharded_gradients, reduce_unsharded_gradients
 from .initial_values import InitialValues
+from .precision import as_dtype, cast_buffers, mixed_precision_policy
+from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .units import parameter_attributes_kept
-from .unsharded_gradients import drop_unsharded_gradients, reduce_unsharded_gradients
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -79,13 +82,19 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         super().__init__(config, module, ddp_config, process_group)
         start = InitialValues(module, process_group, from_first_rank=settings.sync_module_states)
         start.equalize()
-        self._mesh = mesh
+        self._mesh, self._settings = mesh, settings
+        keeps_gathered = settings.keep_gathered_between_micro_batches
         self.units = shard_model(
             module,
             mesh,
             unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
-            reshard_after_forward=settings.reshard_after_forward,
-            mp_policy=_mixed_precision(config, ddp_config, module),
+            reshard_after_forward=False if keeps_gathered else settings.reshard_after_forward,
+            reshard_overrides=parse_overrides(settings.reshard_overrides),
+            forward_prefetch=settings.forward_prefetch,
+            backward_prefetch=settings.backward_prefetch,
+            collectives=settings.collectives,
+            mp_policy=mixed_precision_policy(module.parameters(), _compute_dtype(config), settings),
+            offload_policy=_offload_policy(settings),
             sync_module_states=False,
             averages_gradients=not self.sums_gradients,
             prepare=functools.partial(
@@ -95,8 +104,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 compile_units=settings.compile_units,
             ),
         )
-        register_forward_methods(module, self.units, settings.forward_methods)
-        start.fill()
+        self._fsdp_modules = fsdp_modules(module)
+        register_forward_methods(module, self.units, settings.forward_methods, free=self._reshard)
+        start.fill("cpu" if settings.cpu_offload else None)
+        if (buffer_dtype := as_dtype(settings.buffer_dtype)) is not None:
+            cast_buffers(module, buffer_dtype)
         self._warned_about_load = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -112,13 +124,17 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         Else the next forward would compute with parameters from before the optimizer's step, and the module would
         show gathered parameters in place of the sharded ones, which hold the gradients.
         """
-        for module in fsdp_modules(self.module):
+        drop_pending_gathers(self.module)
+        for module in self._fsdp_modules:
             module.reshard()
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         super()._set_gradient_sync(enabled)
-        for module in fsdp_modules(self.module):
-            module.set_requires_gradient_sync(enabled, recurse=False)
+        for module in self._fsdp_modules:
+            if not self._settings.reduce_every_micro_batch:
+                module.set_requires_gradient_sync(enabled, recurse=False)
+            if self._settings.keep_gathered_between_micro_batches:
+                module.set_reshard_after_backward(enabled, recurse=False)
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
         if force_all_reduce:
@@ -220,7 +236,9 @@ def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShar
         )
     if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
         return ddp_config
-    return TorchFullyShardedDataParallelConfig()
+    own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
+    shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
+    return TorchFullyShardedDataParallelConfig(**shared)
 
 
 _BUFFER_FIELDS = (
@@ -238,18 +256,18 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _mixed_precision(
-    config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module
-) -> MixedPrecisionPolicy:
-    """Casts where parameters arrived in fp32, inputs and outputs too, as `Float16Module` does for others."""
-    reduce_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
-    compute_dtype = _low_precision(config)
-    if compute_dtype is None or all(parameter.dtype != torch.float32 for parameter in module.parameters()):
-        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    return MixedPrecisionPolicy(compute_dtype, reduce_dtype or compute_dtype, output_dtype=torch.float32)
-
-
-def _low_precision(config: Any) -> torch.dtype | None:
+def _compute_dtype(config: Any) -> torch.dtype:
     if getattr(config, "bf16", False):
         return torch.bfloat16
-    return torch.float16 if getattr(config, "fp16", False) else None
+    return torch.float16 if getattr(config, "fp16", False) else torch.float32
+
+
+def _offload_policy(settings: TorchFullyShardedDataParallelConfig) -> OffloadPolicy | None:
+    if not settings.cpu_offload:
+        return None
+    if settings.pin_memory and not torch.accelerator.is_available():
+        _warn_once(
+            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards lie in ordinary "
+            "memory. No number changes"
+        )
+    return CPUOffloadPolicy(pin_memory=settings.pin_memory and torch.accelerator.is_available())

@@ -59,7 +59,8 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
     # ---- precision
 
     param_dtype: str | None = None
-    """Dtype of computation and of all-gathers. None: the model's (``bf16``, ``fp16``) where parameters are fp32."""
+    """Dtype of computation and of all-gathers. None: that of the model's config (``bf16``, ``fp16``) where all
+    parameters arrive in fp32; else each parameter keeps its own, as fp32 norms in a bf16 model do."""
 
     reduce_dtype: str | None = None
     """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""
@@ -72,9 +73,6 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
     buffer_dtype: str | None = None
     """Dtype to which the model's floating-point buffers are cast once, at construction. None: they stay."""
-
-    keep_fp32_parameters: bool = True
-    """In a model of lower precision, let parameters that arrive in fp32 (norms, routers) be gathered in fp32."""
 
     # ---- what is done to each unit
 

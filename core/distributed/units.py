@@ -5,22 +5,34 @@ Nothing here talks to another rank: these functions read a module tree and retur
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import WrapError
+from .resharding import Reshard
+
+_Owners = dict[nn.Parameter, set["nn.Module | None"]]
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters travel together, innermost first in a plan; usually one module."""
+    """Modules whose parameters travel together, innermost first in a plan; usually one module.
+
+    Attributes:
+        modules: the modules; a module in several places stands here once.
+        names: of each module, below the root.
+        reshard_after_forward: what becomes of its gathered parameters between forward and backward.
+    """
 
     modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    reshard_after_forward: Reshard = True
 
     @property
     def is_needed_in_backward(self) -> bool:
@@ -39,8 +51,12 @@ def plan_units(root: nn.Module, classes: Iterable[type[nn.Module]]) -> list[Unit
     is marked ``shared_embedding`` (Megatron's mark) or registered outside the unit too, is left to the root, which is
     gathered for the whole forward; units that share a weight among themselves only are united into one.
 
+    FSDP2 takes one dtype of trainable parameters in a unit. Where a unit, or what is left to the root, has several,
+    the modules that hold those of a rarer one (fp32 norms in a bf16 layer) are a unit of their own before it.
+
     Raises:
-        WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class.
+        WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class, or a module that itself
+            holds trainable parameters of two dtypes.
     """
     outermost, always = _as_classes(classes, "sub_modules_to_wrap"), _declared_by_modules(root)
     chosen = list(_matching_modules(root, outermost, always))
@@ -48,7 +64,43 @@ def plan_units(root: nn.Module, classes: Iterable[type[nn.Module]]) -> list[Unit
     while any(_is_read_outside(module, owners) for module in chosen):  # a parent may inherit the weight: look again
         chosen = [module for module in chosen if not _is_read_outside(module, owners)]
         owners = _owners_of_parameters(root, chosen)
-    return _unite_sharers(chosen, owners)
+    names = {module: name for name, module in root.named_modules()}
+    units = [_named(modules, names) for modules in _unite_sharers(chosen, owners)]
+    return [
+        part
+        for unit in (*units, _named((root,), names))
+        for part in (*_minority_units(unit, owners, names), unit)
+        if part.modules != (root,)
+    ]
+
+
+def _named(modules: tuple[nn.Module, ...], names: dict[nn.Module, str]) -> Unit:
+    return Unit(modules, tuple(names[module] for module in modules))
+
+
+def _minority_units(unit: Unit, owners: _Owners, names: dict[nn.Module, str]) -> Iterator[Unit]:
+    """For each dtype of the unit's own trainable parameters but the commonest, the modules that hold those."""
+    holders: dict[torch.dtype, list[nn.Module]] = defaultdict(list)
+    elements: Counter[torch.dtype] = Counter()
+    is_root = not unit.names[0]
+    for module in (submodule for member in unit.modules for submodule in member.modules()):
+        own = [
+            parameter
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad and owners[parameter] & {None if is_root else m for m in unit.modules}
+        ]
+        if len(dtypes := {parameter.dtype for parameter in own}) > 1:
+            raise WrapError(
+                f"module {names[module] or 'root'!r} holds trainable parameters of {len(dtypes)} dtypes, "
+                f"{', '.join(sorted(map(str, dtypes)))}, and FSDP2 reduces one dtype at a time; give them one dtype, "
+                "or put them into modules of their own"
+            )
+        for dtype in dtypes:
+            if module not in holders[dtype]:
+                holders[dtype].append(module)
+                elements[dtype] += sum(parameter.numel() for parameter in own)
+    for dtype, _ in elements.most_common()[1:]:
+        yield _named(tuple(holders[dtype]), names)
 
 
 def _as_classes(classes: Iterable[Any], origin: str) -> tuple[type[nn.Module], ...]:
@@ -89,9 +141,6 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-_Owners = dict[nn.Parameter, set["nn.Module | None"]]
-
-
 def _owners_of_parameters(root: nn.Module, chosen: list[nn.Module]) -> _Owners:
     """For each parameter the chosen modules that hold it most closely; None stands for the root."""
     owners: _Owners = defaultdict(set)
@@ -116,7 +165,7 @@ def _is_read_outside(module: nn.Module, owners: _Owners) -> bool:
     )
 
 
-def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[Unit]:
+def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.Module, ...]]:
     """Groups modules that share a parameter; a group stands where its last member stood, after all its children."""
     group_of = {module: {module} for module in modules}
     for holders in owners.values():
@@ -128,7 +177,7 @@ def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[Unit]:
     for index, module in enumerate(modules):
         group = group_of[module]
         if group.isdisjoint(modules[index + 1 :]):
-            units.append(Unit(tuple(member for member in modules if member in group)))
+            units.append(tuple(member for member in modules if member in group))
     return units
 
 

@@ -10,11 +10,14 @@ from torch import nn
 
 
 @torch.no_grad()
-def allocate_meta_tensors(model: nn.Module, device: torch.device | str) -> list[torch.Tensor]:
+def allocate_meta_tensors(
+    model: nn.Module, device: torch.device | str, parameter_device: torch.device | str | None = None
+) -> list[torch.Tensor]:
     """Replaces parameters and buffers on the meta device by empty ones, and returns these; others are left alone.
 
     A sharded parameter (FSDP2) gets storage for its shard. torch's `to_empty` would throw away all values, part
-    modules that share a plain parameter, and drop the attributes that parameters carry.
+    modules that share a plain parameter, and drop the attributes that parameters carry. Parameters go to
+    `parameter_device`, if given, as where shards are kept on the host.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
@@ -27,7 +30,8 @@ def allocate_meta_tensors(model: nn.Module, device: torch.device | str) -> list[
 
     def storage_for(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta and tensor not in made:
-            made[tensor] = torch.empty_like(tensor, device=device)
+            where = parameter_device if parameter_device and tensor in places else device
+            made[tensor] = torch.empty_like(tensor, device=where)
         return made.get(tensor, tensor)
 
     if places or on_meta:

@@ -35,13 +35,24 @@ _NEGATED = {  # fields that are on by default: the flag turns them off
     "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
 }
 _NOT_FLAGS = {"params_dtype", "perform_initialization"}  # decided by the run, not by its user
-_SHORTHANDS = {
+_SHORTHANDS: dict[str, tuple[str, Any, str]] = {
     "use_torch_fsdp2": (
         "ddp",
+        bool,
         "Wrap the model in PyTorch's FSDP2: parameters, gradients and optimizer state sharded.",
     ),
-    "swiglu": ("model", "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
-    "group_query_attention": ("model", "Share key and value heads between query heads; needs `--num-query-groups`."),
+    "reshard_to_ranks": (
+        "ddp",
+        int,
+        "`--reshard-after-forward` to a number: between forward and backward keep each parameter whole among so many "
+        "ranks, a divisor of those that share it.",
+    ),
+    "swiglu": ("model", bool, "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
+    "group_query_attention": (
+        "model",
+        bool,
+        "Share key and value heads between query heads; needs `--num-query-groups`.",
+    ),
 }
 _DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
 """What follows from another field where it is not given: a program's default for it gives way when that one is."""
@@ -126,6 +137,10 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         if other != "silu":
             raise ConfigError(f"swiglu and activation_func {other} contradict each other; drop one")
         given.update(gated_linear_unit=True, activation_func="silu")
+    if (ranks := given.pop("reshard_to_ranks", None)) is not None:
+        if "reshard_after_forward" in given:
+            raise ConfigError(f"reshard_to_ranks {ranks} and reshard_after_forward contradict each other; drop one")
+        given["reshard_after_forward"] = ranks
     shares_keys, groups = given.pop("group_query_attention", None), given.get("num_query_groups")
     if shares_keys and groups is None:
         raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
@@ -197,8 +212,8 @@ def _collector(defaults: dict[str, Any]) -> Any:
             flag, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(flag, default), annotation=annotation
         )
 
-    for name, (section, text) in _SHORTHANDS.items():
-        add(name, section, bool, False, help=text)
+    for name, (section, kind, text) in _SHORTHANDS.items():
+        add(name, section, kind, False if kind is bool else None, help=text)
     common = section_types(use_torch_fsdp2=False)
     for section, kind in section_types(use_torch_fsdp2=True).items():
         # Where FSDP2's settings only narrow those of every wrapper, the flag is explained as the wider one.
@@ -217,7 +232,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
             add(
                 name,
                 section,
-                hints[name],
+                bool if name in _NEGATED else hints[name],
                 inspect.Parameter.empty if _is_required(entry) else entry.default,
                 **settings,
             )

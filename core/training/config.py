@@ -172,6 +172,8 @@ def _from_json_values(kind: type, values: Mapping[str, Any]) -> Any:
         value = converted.get(entry.name)
         if isinstance(value, str) and "Path" in str(entry.type):
             converted[entry.name] = Path(value)
-        elif isinstance(value, str) and "dtype" in str(entry.type):
+        elif isinstance(value, str) and str(entry.type) == "torch.dtype":
             converted[entry.name] = getattr(torch, value.removeprefix("torch."))
+        elif isinstance(value, list):
+            converted[entry.name] = tuple(value)
     return kind(**converted)

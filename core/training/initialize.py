@@ -33,7 +33,9 @@ def initialize(config: PretrainConfig) -> None:
         warnings.filterwarnings("ignore")
     warnings.formatwarning = _one_line_warning
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device.init_process_group(config.run.distributed_timeout_minutes)
+    device.init_process_group(
+        config.run.distributed_timeout_minutes, carries_host_tensors=getattr(config.ddp, "cpu_offload", False)
+    )
     parallel_state.initialize_model_parallel(
         config.model.tensor_model_parallel_size,
         config.model.pipeline_model_parallel_size,

@@ -119,10 +119,10 @@ class GPTModel(MegatronModule):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits: torch.Tensor = self.output_layer(hidden_states, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
-            return vocab_parallel_cross_entropy(logits, labels.t().contiguous()).t().contiguous()
+            return _transposed(vocab_parallel_cross_entropy(logits, labels.t().contiguous()))
         if not self.parallel_output:
             logits = gather_from_tensor_model_parallel_region(logits)
-        return logits.transpose(0, 1).contiguous()
+        return _transposed(logits)
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor:
         """The weight that projects to the vocabulary, `[v / tp, h]`: the embedding's where they are shared."""
@@ -180,3 +180,8 @@ def _check_degrees(config: TransformerConfig) -> None:
                 f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
                 "initialise it with 1"
             )
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """`[s, b, ...]` to `[b, s, ...]`, contiguous and never a view, of which FSDP2 warns: nobody may write into one."""
+    return tensor.transpose(0, 1).clone(memory_format=torch.contiguous_format)

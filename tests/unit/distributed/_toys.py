@@ -19,6 +19,7 @@ from core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
+    collectives,
 )
 
 BUFFERED = {
@@ -169,9 +170,9 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 class GradientTraffic:
-    """Counts, on all threads, what may carry gradients: messages sent by hand, and collectives named "reduce".
+    """Counts, on all threads, what carries gradients: messages of a direct reduction, and collectives named "reduce".
 
-    ``sent_bytes`` are those of the messages that this rank sends by hand.
+    ``sent_bytes`` are those of all direct messages that this rank sends, of gathers too.
     """
 
     def __init__(self) -> None:
@@ -190,9 +191,32 @@ class GradientTraffic:
         self.calls += sum(n for name, n in self._counter.counts.items() if "reduce" in name)
 
     def _isend(self, tensor: torch.Tensor, **options: Any) -> Any:
-        self.calls += 1
+        self.calls += options.get("tag") != collectives.GATHER_TAG
         self.sent_bytes += tensor.numel() * tensor.element_size()
         return _isend(tensor, **options)
 
 
-_isend = dist.isend
+class GatherCounter:
+    """Counts all-gathers of parameters, by whichever way they go."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __enter__(self) -> GatherCounter:
+        self._counter = CollectiveCounter()
+        self._counter.__enter__()
+        self._patch = mock.patch.object(collectives, "start_all_gather", self._start_all_gather)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        self._counter.__exit__(*error)
+        self.calls += sum(n for name, n in self._counter.counts.items() if "allgather" in name)
+
+    def _start_all_gather(self, *args: Any) -> Any:
+        self.calls += 1
+        return _start_all_gather(*args)
+
+
+_isend, _start_all_gather = dist.isend, collectives.start_all_gather

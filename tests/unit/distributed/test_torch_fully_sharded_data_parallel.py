@@ -23,7 +23,7 @@ from core.errors import ParallelConfigError, WrapError
 from tests.functional._runs import build_gpt, micro_batches
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
-from tests.unit.distributed._toys import CollectiveCounter, batches, build, full, gradients, loss_of, oracle, toy
+from tests.unit.distributed._toys import GatherCounter, batches, build, full, gradients, loss_of, oracle, toy
 
 
 def _shards_everything() -> list[int]:
@@ -44,12 +44,12 @@ def _counts_all_gathers(reshard_after_forward: bool) -> int:
     module = toy(tied=False)
     module.embedding.weights_used_in_backward = False
     model = build("fsdp2", module, reshard_after_forward=reshard_after_forward)
-    with CollectiveCounter() as counter:
+    with GatherCounter() as gathers:
         loss_of(model, batches(dist.get_rank())[0]).backward()
     model.finish_grad_sync()
     for name, expected in gradients(model).items():
         assert expected.abs().sum() > 0, name
-    return sum(n for name, n in counter.counts.items() if "allgather" in name)
+    return gathers.calls
 
 
 def test_the_last_unit_and_the_root_stay_gathered_and_embeddings_are_gathered_once():

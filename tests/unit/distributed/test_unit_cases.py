@@ -189,7 +189,7 @@ def _frozen() -> nn.Module:
 
 
 def _freezes() -> None:
-    model = build("fsdp2", _frozen())
+    model = build("fsdp2", _frozen(), collectives="torch")  # reductions that have a name
     with CollectiveCounter() as counter:
         loss_of(model, batches(dist.get_rank())[0]).backward()
         gathered_gradients = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from core.errors import ConfigError
 from core.training.arguments import build_config, flag_documentation, parse_arguments, parse_call
-from core.training.config import section_types
+from core.training.config import PretrainConfig, section_types
 from tests.unit.training._configs import SMALL
 
 REQUIRED = [
@@ -50,6 +51,37 @@ def test_megatrons_flags_reach_their_fields():
     assert config.checkpoint.save == Path("runs/a") and config.checkpoint.load == Path("runs/b")
     assert config.data.data_path == Path("data/c") and config.data.num_workers == 0
     assert config.run.tensorboard_dir == Path("tb") and config.run.seed == 7
+
+
+def test_settings_of_fsdp2_are_flags_and_survive_json():
+    config = parse_arguments(
+        [
+            *(*REQUIRED, "--use-torch-fsdp2", "--reshard-to-ranks", "2", "--forward-prefetch", "0"),
+            *("--reshard-overrides", "decoder.layers.0=False", "--reshard-overrides", "=True"),
+            *("--param-dtype", "bf16", "--collectives", "torch", "--cpu-offload", "--no-pin-memory"),
+            *("--backward-prefetch", "2", "--reduce-every-micro-batch", "--no-cast-forward-inputs"),
+        ]
+    )
+    assert config.ddp == TorchFullyShardedDataParallelConfig(
+        reshard_after_forward=2,
+        forward_prefetch=0,
+        backward_prefetch=2,
+        reshard_overrides=("decoder.layers.0=False", "=True"),
+        param_dtype="bf16",
+        collectives="torch",
+        cpu_offload=True,
+        pin_memory=False,
+        reduce_every_micro_batch=True,
+        cast_forward_inputs=False,
+    )
+    assert PretrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_resharding_is_asked_for_in_one_way():
+    with pytest.raises(ConfigError, match="reshard_to_ranks 2 and reshard_after_forward"):
+        parse_arguments(
+            [*REQUIRED, "--use-torch-fsdp2", "--reshard-to-ranks", "2", "--torch-fsdp2-no-reshard-after-forward"]
+        )
 
 
 def test_without_flags_every_section_has_its_own_defaults():
