@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ..errors import WrapError
+from .fsdp_state import take_root
 from .units import Unit
 
 
@@ -38,14 +39,15 @@ def register_forward_methods(
             )
         for module in holders:
             register_fsdp_forward_method(module, name)
-            setattr(module, name, _freeing(getattr(module, name), free))
+            setattr(module, name, _freeing(root, getattr(module, name), free))
 
 
-def _freeing(method: Callable[..., Any], free: Callable[[], None]) -> Callable[..., Any]:
+def _freeing(root: nn.Module, method: Callable[..., Any], free: Callable[[], None]) -> Callable[..., Any]:
     """Without a backward to come nothing would free what stays gathered, and the next forward would use old values."""
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
+        take_root(root)  # a unit may run before the model around it
         output = method(*args, **kwargs)
         if not torch.is_grad_enabled():
             free()

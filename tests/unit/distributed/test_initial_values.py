@@ -162,3 +162,32 @@ def _nobody_fills() -> None:
 
 def test_what_nobody_fills_is_named():
     run_distributed(_nobody_fills, 2)
+
+
+def _wraps_a_model_of_transformers() -> dict[str, torch.Tensor]:
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes)
+        )
+    torch.manual_seed(6)
+    model = build("fsdp2", module, unit_classes=(LlamaDecoderLayer,), activation_checkpointing="full")
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    found = values(module)
+    tokens = torch.arange(12).view(2, 6)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    model.finish_grad_sync()
+    return found | {f"grad {name}": full(p.grad) for name, p in module.named_parameters()}
+
+
+@pytest.mark.long
+def test_a_model_of_transformers_starts_on_meta_and_trains():
+    pytest.importorskip("transformers")
+    alone, *others = (found for size in (1, 2) for found in run_distributed(_wraps_a_model_of_transformers, size))
+    for found in others:
+        assert found.keys() == alone.keys()
+        for name, expected in alone.items():
+            assert torch.equal(found[name], expected) or (name.startswith("grad") and found[name].allclose(expected))

@@ -301,8 +301,8 @@ def _calls_methods() -> None:
         torch.manual_seed(4)
         model = build(kind, Methods(), unit_classes=(Coder,), **fields)
         with torch.no_grad():
+            only = model.module.encoder.twice(x)  # before the model around it has ever run
             before = model.module.reconstruct(x)
-            only = model.module.encoder.twice(x)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             model.zero_grad_buffer()

@@ -50,7 +50,7 @@ class Around(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
         nn.init.xavier_normal_(self.inner.weight)
-        self.inner.weight.data.mul_(2.0)
+        self.inner.weight.data.add_(torch.arange(15.0).view(5, 3))
         nn.init.constant_(self.inner.bias, 0.25)
         nn.init.kaiming_uniform_(self.plain.weight)
 
@@ -95,6 +95,7 @@ def test_each_tensor_gets_what_its_module_gives_it():
     assert torch.equal(values["scaled.table"], torch.arange(4.0))
     assert torch.equal(values["around.inner.bias"], torch.full((5,), 0.25))
     assert torch.equal(values["around.gain"], torch.ones(3))
+    assert values["around.inner.weight"][4, 2] > 10
 
 
 def _sharded_start(units: bool) -> dict[str, torch.Tensor]:
