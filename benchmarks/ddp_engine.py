@@ -2,11 +2,11 @@
 
     python benchmarks/ddp_engine.py [--rounds 15] [--launches 3] [--only time|memory|wire] [--ranks 1 2 4]
 
-A GPT of 8 layers, width 512, 8 heads, vocabulary 32k, sequence 256; a step is 4 micro-batches of 2 on gloo ranks with
-one thread each, accumulated under `no_sync`. The replicated form stands beside `torch.nn.parallel
-.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW, the sharded ones beside torch's
-`ZeroRedundancyOptimizer` over it. Bytes stand beside those of an ideal ring, peaks beside the formula in
-`memory_formula`. Exits with 1 when a limit is exceeded.
+A GPT of 8 layers, width 512, 8 heads, vocabulary 32k; a step is 4 micro-batches on gloo ranks with one thread each, of
+2 x 256 tokens where it is timed and 1 x 64 where bytes are counted, accumulated under `no_sync`. The replicated form
+stands beside `torch.nn.parallel.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW, the
+sharded ones beside torch's `ZeroRedundancyOptimizer` over it. Bytes stand beside those of an ideal ring, peaks beside
+the formula in `memory_formula`. Exits with 1 when a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ WIRE_TOLERANCE, MEMORY_TOLERANCE = 0.02, 0.05
 MIB = 2**20
 
 Step = Callable[[], None]
+Shape = tuple[int, int]
+"""Samples of a micro-batch, and tokens of a sample."""
+
+TIMED: Shape = (2, 256)
+COUNTED: Shape = (1, 64)  # bytes on the wire are those of parameters; beside short activations a wrong formula shows
 
 
 def accumulate(model: nn.Module, data: list[torch.Tensor]) -> None:
@@ -54,7 +59,7 @@ def accumulate(model: nn.Module, data: list[torch.Tensor]) -> None:
             backward(model, tokens)
 
 
-def torchs(is_sharded: bool) -> Step:
+def torchs(shape: Shape, is_sharded: bool) -> Step:
     """torch DDP with AdamW, or with the optimizer that shards AdamW's state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -66,7 +71,7 @@ def torchs(is_sharded: bool) -> Step:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
-    data = micro_batches()
+    data = micro_batches(*shape)
 
     def step() -> None:
         accumulate(model, data)
@@ -76,7 +81,7 @@ def torchs(is_sharded: bool) -> Step:
     return step
 
 
-def ours(**fields: Any) -> Step:
+def ours(shape: Shape, **fields: Any) -> Step:
     from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -84,7 +89,7 @@ def ours(**fields: Any) -> Step:
     model = wrap_model(module, module.config, DistributedDataParallelConfig(**fields), process_group=dist.group.WORLD)
     config = OptimizerConfig(optimizer="adam", lr=1e-4, weight_decay=0.01, adam_beta2=0.999, clip_grad=0.0)
     optimizer = get_megatron_optimizer(config, [model], no_weight_decay_cond=lambda *unused: False)
-    data = micro_batches()
+    data = micro_batches(*shape)
 
     def step() -> None:
         model.zero_grad_buffer()
@@ -95,9 +100,9 @@ def ours(**fields: Any) -> Step:
     return step
 
 
-def alone() -> Step:
+def alone(shape: Shape) -> Step:
     """Without wrapper and optimizer: forward and backward, each gradient dropped as soon as it is there."""
-    model, data = build_model(), micro_batches()
+    model, data = build_model(), micro_batches(*shape)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return lambda: accumulate(model, data)
@@ -107,7 +112,7 @@ def alone() -> Step:
 class Candidate:
     """One way to train, what it is compared with, and the largest ratio to that."""
 
-    build: Callable[[], Step]
+    build: Callable[[Shape], Step]
     baseline: str | None = None
     limit: float = float("inf")
     is_ours: bool = True
@@ -119,14 +124,14 @@ ZERO2 = {**ZERO1, "data_parallel_sharding_strategy": "optim_grads", "bucket_size
 ZERO2_LEAN = {**ZERO2, "reduce_every_micro_batch": True}
 
 CANDIDATES = {
-    "torch DDP": Candidate(lambda: torchs(False), is_ours=False),
-    "replicated": Candidate(lambda: ours(), "torch DDP", REPLICATED_LIMIT),
-    "replicated overlap": Candidate(lambda: ours(**REPLICATED), "torch DDP"),
-    "torch ZeRO-1": Candidate(lambda: torchs(True), is_ours=False),
-    "ZeRO-1": Candidate(lambda: ours(use_distributed_optimizer=True), "torch ZeRO-1", SHARDED_LIMIT),
-    "ZeRO-1 overlap": Candidate(lambda: ours(**ZERO1), "torch ZeRO-1"),
-    "ZeRO-2": Candidate(lambda: ours(**ZERO2), "torch ZeRO-1", SHARDED_LIMIT),
-    "ZeRO-2 every": Candidate(lambda: ours(**ZERO2_LEAN), "torch ZeRO-1"),
+    "torch DDP": Candidate(lambda shape: torchs(shape, False), is_ours=False),
+    "replicated": Candidate(lambda shape: ours(shape), "torch DDP", REPLICATED_LIMIT),
+    "replicated overlap": Candidate(lambda shape: ours(shape, **REPLICATED), "torch DDP"),
+    "torch ZeRO-1": Candidate(lambda shape: torchs(shape, True), is_ours=False),
+    "ZeRO-1": Candidate(lambda shape: ours(shape, use_distributed_optimizer=True), "torch ZeRO-1", SHARDED_LIMIT),
+    "ZeRO-1 overlap": Candidate(lambda shape: ours(shape, **ZERO1), "torch ZeRO-1"),
+    "ZeRO-2": Candidate(lambda shape: ours(shape, **ZERO2), "torch ZeRO-1", SHARDED_LIMIT),
+    "ZeRO-2 every": Candidate(lambda shape: ours(shape, **ZERO2_LEAN), "torch ZeRO-1"),
 }
 
 
@@ -134,7 +139,7 @@ CANDIDATES = {
 
 
 def measure_time(names: list[str], rounds: int) -> dict[str, list[float]]:
-    return interleaved_seconds({name: CANDIDATES[name].build() for name in names}, rounds)
+    return interleaved_seconds({name: CANDIDATES[name].build(TIMED) for name in names}, rounds)
 
 
 def report_time(rounds: int, names: list[str]) -> bool:
@@ -161,7 +166,7 @@ def ideal_wire_bytes(name: str, parameter_bytes: int, ranks: int) -> float:
 
 
 def measure_wire(name: str) -> tuple[float, int, int]:
-    step = CANDIDATES[name].build()
+    step = CANDIDATES[name].build(COUNTED)
     step()
     with CollectivePayload() as payload:
         step()
@@ -213,7 +218,7 @@ def measure_memory(name: str) -> tuple[int, int]:
     del core
     reset_high_water()
     base = high_water_bytes()
-    step = alone() if name == "alone" else CANDIDATES[name].build()
+    step = alone(COUNTED) if name == "alone" else CANDIDATES[name].build(COUNTED)
     for _ in range(3):
         step()
     return high_water_bytes() - base, parameter_bytes()

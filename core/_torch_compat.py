@@ -42,6 +42,24 @@ def reduce_parameters_without_gradient(module: FSDPModule) -> None:
         setter(True)
 
 
+def accumulates_into_leaf(node: Any) -> bool:
+    """Whether the backward that is running adds into the ``.grad`` of `node`'s parameter.
+
+    `node` is what autograd has at the end of a graph. Under `torch.autograd.grad` the gradient is its caller's.
+    """
+    if not hasattr(node, "variable"):
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # how torch says that the caller of `grad` takes it
+        return False
+
+
+def current_backward() -> int:
+    """A number of its own for each backward, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def fsdp_param_groups(state: Any) -> list[Any]:
     """The parameter groups of an FSDP2 module's state: a list in newer torch, one group or None before."""
     if hasattr(state, "_fsdp_param_groups"):

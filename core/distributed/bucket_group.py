@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,22 @@ class GradReduction:
                 kept.add_(part)
 
 
+class GradientLender:
+    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
+
+    (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
+    """
+
+    def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:
+        self._group, self._param = group, param
+
+    def __call__(self) -> Tensor | None:
+        return self._group.lend(self._param)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 class BucketGroup:
     """One bucket and its way through a step.
 
@@ -116,13 +133,22 @@ class BucketGroup:
         is_open = self._reduces_every_micro_batch and self.bucket.grad_data is not None
         return self.has_reduced and not is_open
 
+    def lend(self, param: nn.Parameter) -> Tensor | None:
+        """Memory in which a layer may compute the parameter's gradient (`Bucket.lend`), unless that comes too late."""
+        return None if self._is_closed else self.bucket.lend(param)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self.has_reduced and not self._reduces_every_micro_batch
+
     def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> None:
         """Adds a gradient, or with None notes that a layer has added it itself.
 
         One that comes after the bucket has left can no longer be reduced with it: it is dropped, and unless
         `clear_grads` comes first, `finish_grad_sync` raises.
         """
-        if self.has_reduced and not self._reduces_every_micro_batch:
+        self.bucket.take_back(param)
+        if self._is_closed:
             self._late = next(slot.name for slot in self.bucket.slots if slot.param is param)
             return
         if gradient is None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ParallelConfigError, ShardstackError, WrapError
+from ..model_parallel_config import ModelParallelConfig
 from .broadcast import broadcast_tensors
-from .bucket_group import BucketGroup, GradReduction
+from .bucket_group import BucketGroup, GradientLender, GradReduction
 from .buffer_layout import default_bucket_size, lay_out
 from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
@@ -42,8 +43,9 @@ class DistributedDataParallel(_BaseDataParallel):
     which is taken back after each use). ``main_grad`` is None between `zero_grad_buffer` and the first gradient.
 
     Args:
-        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` (layers write
-            ``main_grad``, which then always exists) are read where present.
+        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` are read where
+            present. The latter lets the layers of this package compute gradients in place. In a config that is not of
+            this package it says that layers add into ``main_grad`` themselves, which then always exists.
         ddp_config: the wrapper's settings.
         module: the model. Every rank's becomes that of the group's first; on the meta device it is materialized here.
         disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
@@ -91,7 +93,9 @@ class DistributedDataParallel(_BaseDataParallel):
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(self._take_gradient)
-            if getattr(config, "gradient_accumulation_fusion", False):
+            if getattr(config, "gradient_accumulation_fusion", True):
+                param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
+            if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
                 self._group_of[param].bucket.note_written_by_layer(param)
         if self._is_sharded:
             forbid_plain_optimizers(self._group_of)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._torch_compat import current_backward
+from ..errors import ShardstackError
 from .buffer_layout import BucketLayout
 
 
@@ -32,6 +34,9 @@ class GradSlot:
     is_empty: bool = True
     is_written_by_layer: bool = False
     """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed."""
+
+    lent_to: int | None = None
+    """The backward that computes a gradient in `view` (`Bucket.lend`), until it brings the parameter's."""
 
 
 class Bucket:
@@ -108,15 +113,48 @@ class Bucket:
         start, end = self.range_of(param)
         return min(max(start - begin, 0), length), min(max(end - begin, 0), length)
 
+    def lend(self, param: nn.Parameter) -> Tensor | None:
+        """``main_grad``, for a layer to compute a gradient in, until `take_back`.
+
+        None where it holds a gradient already, is of another dtype than the layer's, or is lent to another use.
+        """
+        slot = self._slots[param]
+        if slot.lent_to is not None or not slot.is_empty or param.dtype != self.buffer.grad_dtype:
+            return None
+        slot.lent_to = current_backward()
+        return self._memory_of(slot).detach()  # autograd copies a gradient that somebody else holds, so not the view
+
+    def take_back(self, param: nn.Parameter) -> None:
+        """Ends what `lend` began, as the parameter's gradient of this backward is there to be added.
+
+        Raises:
+            ShardstackError: the backward that borrowed has not ended.
+        """
+        slot = self._slots[param]
+        if slot.lent_to not in (None, current_backward()):
+            raise ShardstackError(
+                f"parameter {slot.name} got a gradient while another backward had begun to compute one and has not "
+                "brought it: a checkpoint with use_reentrant=True inside (use False), or a backward that raised (call "
+                "zero_grad_buffer); or set gradient_accumulation_fusion to False"
+            )
+        slot.lent_to = None
+
     def add_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Adds into the parameter's ``main_grad``, allocating the bucket where it was released."""
+        """Adds into the parameter's ``main_grad``, allocating the bucket where it was released.
+
+        A `gradient` that was computed there is left there; one may be sparse.
+        """
         slot = self._slots[param]
         view = self._view(slot)
-        if slot.is_empty:
-            view.copy_(gradient)
-            slot.is_empty = False
-        else:
+        if gradient.is_sparse:
+            if slot.is_empty:
+                view.zero_()
+            view.add_(gradient.coalesce())  # each row once, so that it is rounded as if it were dense
+        elif not slot.is_empty:
             view.add_(gradient)
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+        slot.is_empty = False
 
     def note_written_by_layer(self, param: nn.Parameter) -> None:
         """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
@@ -127,6 +165,7 @@ class Bucket:
         """Makes every gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
         self._separate_shard = None
         for slot in self._slots.values():
+            slot.lent_to = None
             if not slot.is_empty:  # else it is None already, or zeros that nothing has been added to
                 slot.is_empty = True
                 slot.param.main_grad = None  # type: ignore[attr-defined]
@@ -161,13 +200,16 @@ class Bucket:
             torch._foreach_zero_([data[start:end] for start, end in self._gaps])
 
     def _view(self, slot: GradSlot) -> Tensor:
+        view = self._memory_of(slot)
+        slot.param.main_grad = view  # type: ignore[attr-defined]
+        return view
+
+    def _memory_of(self, slot: GradSlot) -> Tensor:
         if slot.view is None:
             data = torch.empty(self.numel, dtype=self.buffer.grad_dtype, device=self.buffer.device)
             self.zero_padding(data)
             self._hold_grads(data)
-        view = slot.view
-        slot.param.main_grad = view  # type: ignore[attr-defined]
-        return view  # type: ignore[return-value]
+        return slot.view  # type: ignore[return-value]
 
     def _hold_grads(self, data: Tensor) -> None:
         self.grad_data = data

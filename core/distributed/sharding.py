@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import reduce_parameters_without_gradient
 from ..errors import WrapError
-from .broadcast import broadcast_tensors
 from .collectives import exchanges_directly
 from .fsdp_collectives import DirectAllGather, DirectReduceScatter
 from .fsdp_state import PartialReshard
@@ -34,7 +33,6 @@ def shard_model(
     collectives: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    sync_module_states: bool = True,
     averages_gradients: bool = True,
     prepare: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
@@ -46,7 +44,7 @@ def shard_model(
     gradient, as under replication.
 
     Args:
-        module: the model; parameters on the meta device stay there, sharded.
+        module: the model, equal on all ranks (`InitialValues`); parameters on the meta device stay there, sharded.
         mesh: ``(shard,)``, or ``(replicate, shard)`` for hybrid sharding.
         unit_classes: see `plan_units`.
         reshard_after_forward: free gathered parameters between forward and backward; see `resharding`.
@@ -56,7 +54,6 @@ def shard_model(
         collectives: ``auto`` or ``torch``; see `fsdp_collectives`.
         mp_policy: dtypes of compute, reduction and output; the latter is the root's alone, as with `Float16Module`.
         offload_policy: where shards are kept.
-        sync_module_states: broadcast the mesh's first rank's parameters and buffers before cutting them.
         prepare: called with the units before the first is sharded, as with `composition.prepare_units`.
         averages_gradients: divide by the number of ranks; otherwise sum.
 
@@ -66,9 +63,6 @@ def shard_model(
     """
     _reject_what_cannot_be_sharded(module)
     mp_policy = mp_policy or MixedPrecisionPolicy()
-    if sync_module_states:
-        for group in reversed(mesh.get_all_groups()):  # within each instance, then across them
-            broadcast_tensors([*module.parameters(), *module.buffers()], group)
 
     sharder = _Sharder(mesh, reshard_after_forward, reshard_overrides, offload_policy or OffloadPolicy())
     inner_policy = replace(mp_policy, output_dtype=None)

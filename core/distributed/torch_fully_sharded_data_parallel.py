@@ -57,8 +57,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     Args:
         config: the model's config; ``bf16``, ``fp16`` and ``calculate_per_token_loss`` are read where present.
         ddp_config: the wrapper's settings, of either type; a plain one takes FSDP2's defaults.
-        module: the model. Built on the meta device it is sharded first and then materialized shard by shard.
-        sub_modules_to_wrap: classes whose outermost instances become units; `DEFAULT_UNIT_CLASSES` by default.
+        module: the model; with ``sync_module_states`` the group's first rank decides what all start from. Built on
+            the meta device it is sharded first and then filled shard by shard: drawn by name, or, where the first
+            rank alone has values, received from it. Its forward must run the same units on every rank.
+        sub_modules_to_wrap: classes whose outermost instances become units; `DEFAULT_UNIT_CLASSES` by default. In
+            place of an `nn.ModuleList` or `nn.ModuleDict` its items do.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over. Given, `core.parallel_state` is not touched; by default it is the
             data-parallel group with context parallelism, two-dimensional with several optimizer instances.
@@ -95,7 +98,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             collectives=settings.collectives,
             mp_policy=mixed_precision_policy(module.parameters(), _compute_dtype(config), settings),
             offload_policy=_offload_policy(settings),
-            sync_module_states=False,
             averages_gradients=not self.sums_gradients,
             prepare=functools.partial(
                 prepare_units,

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .mappings import Group, gather_first_dim, group_size, reduce_scatter_first_dim
+from .weight_gradients import borrow_gradient_memory, lender_of, linear
 
 
 def column_parallel_linear(
@@ -23,13 +24,13 @@ def column_parallel_linear(
     With `sequence_parallel` each rank gives its `[s / tp, b, k]`. Alone, it is torch's own linear function.
     """
     if group_size(group) == 1:
-        return F.linear(input_, weight, bias)
+        return linear(input_, weight, bias)
     kind = input_.device.type
     if torch.is_autocast_enabled(kind):  # the backward runs outside autocast: cast here, where autograd sees it
         dtype = torch.get_autocast_dtype(kind)
         input_, weight = input_.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    output: torch.Tensor = _ColumnParallelLinear.apply(input_, weight, bias, group, sequence_parallel)
+    output: torch.Tensor = _ColumnParallelLinear.apply(input_, bias, weight, group, sequence_parallel)
     return output
 
 
@@ -44,13 +45,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         input_: torch.Tensor,
-        weight: torch.Tensor,
         bias: torch.Tensor | None,
+        weight: torch.Tensor,
         group: dist.ProcessGroup,
         sequence_parallel: bool,
     ) -> torch.Tensor:
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        ctx.group, ctx.sequence_parallel, ctx.lender = group, sequence_parallel, lender_of(weight)
+        needs_input, _, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(input_ if needs_weight else None, weight if needs_input else None)
         whole = gather_first_dim(input_, group)[0] if sequence_parallel else input_  # [s, b, input_size]
         return F.linear(whole, weight, bias)
@@ -59,7 +60,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input_, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_input, needs_bias, needs_weight, *_ = ctx.needs_input_grad
         grad_input = grad_weight = grad_bias = None
         gathering = adding = None
         flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, output_size / tp]
@@ -74,9 +75,10 @@ class _ColumnParallelLinear(torch.autograd.Function):
         if needs_weight:
             if gathering is not None:
                 gathering.wait()
-            grad_weight = flat_grad.t().matmul(input_.reshape(-1, input_.shape[-1]))
+            whole = input_.reshape(-1, input_.shape[-1])
+            grad_weight = torch.mm(flat_grad.t(), whole, out=borrow_gradient_memory(ctx, ctx.lender))
         if needs_bias:
             grad_bias = flat_grad.sum(0)
         if adding is not None:
             adding.wait()
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_bias, grad_weight, None, None

@@ -4,13 +4,13 @@ A column-parallel layer followed by a row-parallel one needs one all-reduce in t
 With sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and what lies
 between the pairs holds a part of the sequence only.
 
-Activations are `[s, b, h]`. A rank alone in its group computes with torch's own functions, without a detour.
+Activations are `[s, b, h]`. A rank alone in its group computes with torch's own functions, without a detour. Where a
+data-parallel wrapper has a place for a weight's gradient, it is computed there (`weight_gradients`).
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..errors import ConfigError, ParallelConfigError
@@ -27,6 +27,7 @@ from .mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from .vocab import check_ids
+from .weight_gradients import embedding, linear
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -178,10 +179,10 @@ class RowParallelLinear(ParameterOwner):
         bias = None if self.skip_bias_add else self.bias
         skipped = self.bias if self.skip_bias_add else None
         if group_size(self.tp_group) == 1:
-            return F.linear(input_, self.weight, bias), skipped
+            return linear(input_, self.weight, bias), skipped
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
-        partial = F.linear(input_, self.weight)  # [s, b, output_size], this rank's addend
+        partial = linear(input_, self.weight)  # [s, b, output_size], this rank's addend
         if self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
         else:
@@ -237,11 +238,11 @@ class VocabParallelEmbedding(ParameterOwner):
         """
         check_ids(input_, self.num_embeddings, "token")
         if group_size(self.tp_group) == 1:
-            whole = F.embedding(input_, self.weight)
+            whole = embedding(input_, self.weight)
             return whole.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else whole
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
-        output = F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        output = embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:  # the sequence goes first, to be cut
             return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), self.tp_group)
         return reduce_from_tensor_model_parallel_region(output, self.tp_group)

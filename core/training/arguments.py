@@ -32,6 +32,7 @@ _OTHER_NAMES = {
 }
 _NEGATED = {  # fields that are on by default: the flag turns them off
     "add_bias_linear": "--disable-bias-linear",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
 }
 _NOT_FLAGS = {"params_dtype", "perform_initialization"}  # decided by the run, not by its user

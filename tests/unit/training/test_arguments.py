@@ -32,6 +32,7 @@ def test_megatrons_flags_reach_their_fields():
             *("--weight-decay", "0.2", "--clip-grad", "0.5", "--global-batch-size", "8", "--bf16"),
             *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-torch-fsdp2"),
             *("--torch-fsdp2-no-reshard-after-forward", "--accumulate-allreduce-grads-in-fp32"),
+            "--no-gradient-accumulation-fusion",
             *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
             *("--save", "runs/a", "--load", "runs/b", "--save-interval", "2", "--eval-interval", "3"),
             *("--eval-iters", "1", "--log-interval", "5", "--tensorboard-dir", "tb", "--seed", "7"),
@@ -42,6 +43,7 @@ def test_megatrons_flags_reach_their_fields():
     assert config.model.gated_linear_unit and config.model.activation_func == "silu"
     assert not config.model.add_bias_linear and config.model.layernorm_epsilon == 1e-6
     assert config.model.bf16 and config.optimizer.bf16
+    assert not config.model.gradient_accumulation_fusion
     assert config.model.calculate_per_token_loss and config.model.sequence_parallel
     assert config.gpt.untie_embeddings_and_output_weights and config.max_sequence_length == 32
     assert isinstance(config.ddp, TorchFullyShardedDataParallelConfig)

@@ -1,0 +1,119 @@
+"""Products and look-ups whose weight gradient is computed where a data-parallel wrapper keeps it.
+
+Otherwise a gradient as large as its weight is allocated, filled and then copied to where it belongs. A wrapper that
+has an empty place for it sets ``weight.lend_gradient_memory``, which a backward calls for memory to compute it in.
+What goes back to autograd is an ordinary gradient all the same, so that weights used several times, recomputation,
+hooks and whatever else happens to gradients need no case of their own: autograd adds what there is to add, and then
+the wrapper finds the gradient in its place already, or puts it there. Where the place holds the sum of earlier
+micro-batches, the new gradient needs memory of its own: a product that is added to the sum while it is computed
+rounds otherwise. The arithmetic is that of torch's own functions, and no bit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .._torch_compat import accumulates_into_leaf
+
+Lender = Callable[[], torch.Tensor | None]
+"""Gives memory of the weight's shape and dtype, whatever it contains, until the weight's gradient is in; or None."""
+
+
+def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch's linear function: `[..., k]` to `[..., n]` by a weight `[n, k]`."""
+    if _has_lender(weight) and not torch.is_autocast_enabled(input_.device.type):
+        # Where torch has to copy the input, the bias is no part of its product, which rounds differently.
+        joins = input_.dim() == 2 or input_.is_contiguous()
+        output: torch.Tensor = _Linear.apply(input_, bias if joins else None, weight)
+        return output if joins or bias is None else output.add_(bias)
+    return F.linear(input_, weight, bias)
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """torch's look-up of rows: ids `[...]` to `[..., h]`.
+
+    On CPU a wrapper that lends memory is given a sparse gradient: the rows that were looked up, each summed in the
+    order of torch's dense one, most of which would be zeros. (On a GPU one would have to wait for their number.)
+    """
+    if _has_lender(weight) and weight.device.type == "cpu":
+        output: torch.Tensor = _Embedding.apply(ids, weight)
+        return output
+    return F.embedding(ids, weight)
+
+
+def lender_of(weight: torch.Tensor) -> Lender | None:
+    """What a function keeps of its weight for the backward, where recomputation gives it one without attributes."""
+    if weight._backward_hooks:  # they see each gradient, and may keep it
+        return None
+    lender: Lender | None = getattr(weight, "lend_gradient_memory", None)
+    return lender
+
+
+def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> torch.Tensor | None:
+    """Memory for the gradient of the weight, the last tensor that `ctx`'s function was applied to, if there is any.
+
+    Keep no reference to it: autograd would think that the gradient is somebody else's, and copy it.
+    """
+    return lender() if lender is not None and _is_accumulated(ctx) else None
+
+
+def _has_lender(weight: torch.Tensor) -> bool:
+    return (
+        lender_of(weight) is not None
+        and torch.is_grad_enabled()
+        and weight.requires_grad
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _is_accumulated(ctx: Any) -> bool:
+    """Whether the wrapper is given the gradient: not if `torch.autograd.grad` asks for it, or a gradient of it."""
+    return not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[-1][0])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class _Linear(torch.autograd.Function):
+    """The weight's gradient arrives behind the bias's, as from torch's own function."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        ctx.lender = lender_of(weight)
+        ctx.save_for_backward(input_, weight)
+        return F.linear(input_.contiguous(), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input_, weight = ctx.saved_tensors
+        needs_input, needs_bias, _ = ctx.needs_input_grad
+        flat_grad = _flat(grad)
+        grad_input = flat_grad.mm(weight).view(input_.shape) if needs_input else None
+        grad_weight = torch.mm(flat_grad.t(), _flat(input_), out=borrow_gradient_memory(ctx, ctx.lender))
+        grad_bias = flat_grad.sum(0) if needs_bias else None
+        return grad_input, grad_bias, grad_weight
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.shape = weight.shape
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (ids,) = ctx.saved_tensors
+        sum_rows = torch.ops.aten.embedding_dense_backward
+        if not _is_accumulated(ctx):
+            return None, sum_rows(grad, ids, ctx.shape[0], -1, False)
+        used, place = torch.unique(ids, return_inverse=True)
+        rows = sum_rows(grad, place, len(used), -1, False)  # [used, h]
+        return None, torch.sparse_coo_tensor(
+            used.unsqueeze(0), rows, ctx.shape, is_coalesced=True, check_invariants=False
+        )

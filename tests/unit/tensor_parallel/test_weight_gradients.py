@@ -1,0 +1,148 @@
+"""Gradients in borrowed memory beside torch's own, bit by bit, and who may not borrow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from core.tensor_parallel.weight_gradients import embedding, linear
+
+S, B, K, N = 7, 3, 33, 21
+
+
+class Memory:
+    """Lends one piece of memory, full of what nobody may add to, and counts how often."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.memory, self.times = torch.full_like(weight, float("nan")), 0
+        weight.lend_gradient_memory = self
+
+    def __call__(self) -> torch.Tensor:
+        self.times += 1
+        return self.memory.detach()
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _run(function: Callable[..., torch.Tensor], *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    output = function(*tensors)
+    upstream = _numbers(*output.shape, dtype=output.dtype, seed=9)
+    output.backward(upstream.transpose(0, 1).contiguous().transpose(0, 1))
+    return [output, *(None if t is None else t.grad for t in tensors)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("kind", ["rows", "sequence", "strided"])
+def test_a_linear_gradient_in_borrowed_memory_is_torchs_to_the_bit(kind, has_bias, dtype):
+    shape = {"rows": (S * B, K), "sequence": (S, B, K), "strided": (B, S, K)}[kind]
+    found, expected = [], []
+    for function, results in ((linear, found), (F.linear, expected)):
+        leaf = _numbers(*shape, dtype=dtype).requires_grad_()
+        weight = nn.Parameter(_numbers(N, K, dtype=dtype, seed=2))
+        bias = nn.Parameter(_numbers(N, dtype=dtype, seed=3)) if has_bias else None
+        memory = Memory(weight) if function is linear else None
+
+        def call(x: torch.Tensor, *others: torch.Tensor | None, function: Callable = function) -> torch.Tensor:
+            return function(x.transpose(0, 1) if kind == "strided" else x, *others)
+
+        results += _run(call, leaf, weight, bias)
+        if memory is not None:
+            assert memory.times == 1 and weight.grad.data_ptr() == memory.memory.data_ptr()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_gradient_has_the_rows_of_torchs_dense_one(dtype):
+    ids = torch.randint(0, 9, (S, B), generator=torch.Generator().manual_seed(4))
+    gradients = []
+    for function in (embedding, F.embedding):
+        weight = nn.Parameter(_numbers(50, K, dtype=dtype))
+        if function is embedding:
+            Memory(weight)
+        output = function(ids, weight)
+        output.backward(_numbers(S, B, K, dtype=dtype, seed=9))
+        gradients.append(weight.grad)
+    sparse, dense = gradients
+    assert sparse.is_sparse and len(sparse._values()) == len(ids.unique()) < ids.numel()
+    assert torch.equal(sparse.to_dense(), dense)
+
+
+def _asks_for_gradients(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    return torch.autograd.grad(linear(x, weight).square().sum(), weight)[0]
+
+
+def _asks_for_that_of_the_input(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    linear(x, weight).square().sum().backward(inputs=[x])
+    return x.grad
+
+
+def _differentiates_twice(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(linear(x, weight).pow(3).sum(), x, create_graph=True)
+    gradient.square().sum().backward(inputs=[x])
+    return x.grad
+
+
+def _keeps_gradients_in_a_hook(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+    weight.register_hook(kept.append)
+    linear(x, weight).square().sum().backward()
+    return kept[0]
+
+
+def _runs_under_autocast(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        output = linear(x, weight)
+    assert output.dtype is torch.bfloat16
+    output.float().square().sum().backward()
+    return weight.grad
+
+
+USES = (
+    _asks_for_gradients,
+    _asks_for_that_of_the_input,
+    _differentiates_twice,
+    _keeps_gradients_in_a_hook,
+    _runs_under_autocast,
+)
+
+
+@pytest.mark.parametrize("use", USES, ids=[use.__name__.strip("_") for use in USES])
+def test_who_is_not_the_wrapper_gets_memory_of_his_own(use):
+    results = []
+    for lends in (True, False):
+        x, weight = _numbers(S, B, K).requires_grad_(), nn.Parameter(_numbers(N, K, seed=2))
+        memory = Memory(weight) if lends else None
+        results.append(use(x, weight))
+        assert memory is None or memory.times == 0
+    assert torch.equal(*results)
+
+
+def test_what_is_asked_of_an_embedding_by_its_caller_is_dense():
+    ids, weight = torch.tensor([1, 1, 3]), nn.Parameter(_numbers(5, K))
+    Memory(weight)
+    (gradient,) = torch.autograd.grad(embedding(ids, weight).square().sum(), weight)
+    (expected,) = torch.autograd.grad(F.embedding(ids, weight).square().sum(), weight)
+    assert not gradient.is_sparse and torch.equal(gradient, expected)
+    (gradient,) = torch.autograd.grad(embedding(ids, weight).pow(3).sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), weight)
+    (gradient,) = torch.autograd.grad(F.embedding(ids, weight).pow(3).sum(), weight, create_graph=True)
+    assert torch.equal(second, torch.autograd.grad(gradient.square().sum(), weight)[0])
+
+
+def test_frozen_weights_and_forwards_without_gradients_take_torchs_way():
+    weight = nn.Parameter(_numbers(N, K))
+    memory = Memory(weight)
+    with torch.no_grad():
+        assert linear(_numbers(S, K), weight).grad_fn is None
+    weight.requires_grad_(False)
+    x = _numbers(S, K).requires_grad_()
+    linear(x, weight).sum().backward()
+    assert x.grad is not None and memory.times == 0
