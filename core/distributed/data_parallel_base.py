@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
+from .describe import ModelFacts, describe
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_checks import GradientChecks
 
@@ -128,6 +129,37 @@ class _BaseDataParallel(nn.Module, ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copies into the wrapped module's parameters and buffers."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def describe(self, format: str = "text", num_microbatches: int = 1) -> str:
+        """What the wrapper made of the model, by unit (of FSDP2) or bucket: what a rank keeps, gathers and sends.
+
+        It talks to no other rank: any may call it alone. Bytes are this rank's; what a step sends is the least that
+        its collectives can, as in a ring, and of the wrapper alone: neither tensor parallelism nor the optimizer's
+        norm is in it.
+
+        Args:
+            format: ``text``, a table of 119 columns at most, in which equal layers are one line; or ``html``, a page
+                that needs nothing beside itself, with a picture.
+            num_microbatches: of a step.
+
+        Raises:
+            ConfigError: another format.
+        """
+        return describe(self._facts(num_microbatches), format)
+
+    @abstractmethod
+    def _facts(self, num_microbatches: int) -> ModelFacts: ...
+
+    @abstractmethod
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What this rank holds at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
+
+        Tensors may share memory, also between categories: it belongs to the first.
+        """
+
+    def gradient_receivers(self) -> list[nn.Parameter]:
+        """The parameters into whose ``grad`` backward adds at this moment."""
+        return list(self.module.parameters())
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and local part of every gradient that the optimizer will read."""

@@ -18,6 +18,7 @@ from .bucket_group import BucketGroup, GradientLender, GradReduction
 from .buffer_layout import default_bucket_size, lay_out
 from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .initial_values import start_equal
 from .instance_groups import resolve_instance_groups
@@ -305,6 +306,16 @@ class DistributedDataParallel(_BaseDataParallel):
     def broadcast_params(self) -> None:
         self.finish_param_sync()
         broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.process_group)
+
+    def _facts(self, num_microbatches: int) -> ModelFacts:
+        return bucket_facts(self, unwrap_model(self), num_microbatches)
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        buckets = [group.bucket for group in self.bucket_groups]
+        held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
+        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        parameters = [*self.module.parameters(), *self.module.buffers()]
+        return {"parameters": parameters, "gathered parameters": [], "gradients": [*held, *grads]}
 
 
 def _check_precision(config: Any, module: nn.Module) -> None:

@@ -49,6 +49,7 @@ class Bucket:
         param_data: `[numel]`, of which the parameters are views; None where parameters keep their own memory.
         local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates.
         grad_data: `[numel]`, whole gradients; None while `releases_grads` and none are held.
+        separate_shard: `[numel / shards]`, `local_grad_shard` where it has memory of its own, while it has.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, layout: BucketLayout) -> None:
@@ -71,7 +72,7 @@ class Bucket:
         self.grad_data: Tensor | None = None
         if buffer.grad_data is not None:
             self._hold_grads(buffer.grad_data[layout.start : layout.end])
-        self._separate_shard: Tensor | None = None
+        self.separate_shard: Tensor | None = None
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -91,10 +92,10 @@ class Bucket:
         """
         if not self.releases_grads:
             return self._held_grads().chunk(self.buffer.num_shards)[self.buffer.shard_index]
-        if self._separate_shard is None:
+        if self.separate_shard is None:
             length = self.numel // self.buffer.num_shards
-            self._separate_shard = torch.zeros(length, dtype=self.buffer.grad_dtype, device=self.buffer.device)
-        return self._separate_shard
+            self.separate_shard = torch.zeros(length, dtype=self.buffer.grad_dtype, device=self.buffer.device)
+        return self.separate_shard
 
     @property
     def releases_grads(self) -> bool:
@@ -163,7 +164,7 @@ class Bucket:
 
     def clear_grads(self) -> None:
         """Makes every gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
-        self._separate_shard = None
+        self.separate_shard = None
         for slot in self._slots.values():
             slot.lent_to = None
             if not slot.is_empty:  # else it is None already, or zeros that nothing has been added to

@@ -25,9 +25,18 @@ from ..transformer.transformer_layer import TransformerLayer
 from .broadcast import broadcast_tensors
 from .composition import prepare_units
 from .data_parallel_base import _BaseDataParallel, local_gradient
+from .describe import ModelFacts, sharded_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .forward_methods import register_forward_methods
-from .fsdp_state import drop_pending_gathers, drop_unsharded_gradients, reduce_unsharded_gradients
+from .fsdp_state import (
+    drop_pending_gathers,
+    drop_unsharded_gradients,
+    gathered_parameters,
+    gathered_tensors,
+    gradient_tensors,
+    reduce_unsharded_gradients,
+    shard_tensors,
+)
 from .initial_values import InitialValues
 from .precision import as_dtype, cast_buffers, mixed_precision_policy
 from .resharding import parse_overrides
@@ -187,6 +196,19 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 stacklevel=2,
             )
         return _IncompatibleKeys([], [])
+
+    def _facts(self, num_microbatches: int) -> ModelFacts:
+        return sharded_facts(self, num_microbatches)
+
+    def held_tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {
+            "parameters": [*shard_tensors(self.module), *self.module.buffers()],
+            "gathered parameters": list(gathered_tensors(self.module)),
+            "gradients": list(gradient_tensors(self.module)),
+        }
+
+    def gradient_receivers(self) -> list[nn.Parameter]:
+        return list(gathered_parameters(self.module))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):

@@ -1,4 +1,4 @@
-"""What is written of a run: a progress bar, ``log.jsonl``, TensorBoard, and a picture of the loss. One rank writes.
+"""What is written of a run: a progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss. One rank writes.
 
 A line of ``log.jsonl`` has ``step``, and either the numbers of training since the line before (``loss`` is their mean,
 in nats a token; ``memory_bytes`` the most that this rank has held) or ``validation_loss``. A resumed run goes on in
@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from .. import device
+from ..distributed import _BaseDataParallel
 from ..errors import CheckpointError, MissingExtraError
 from .config import PretrainConfig
 from .train_step import StepResult
 
 LOG_FILE = "log.jsonl"
 CURVE_FILE = "loss.png"
+MODEL_FILE = "model.html"
 _TTY_INTERVAL_S = 0.2
 _PIPE_INTERVAL_S = 10.0
 
@@ -33,7 +35,7 @@ class RunLog:
     """The log of a run that starts, or goes on, at `iteration`.
 
     Args:
-        folder: of ``log.jsonl``, ``config.json`` and ``loss.png``; None writes no files.
+        folder: of ``log.jsonl``, ``config.json``, ``model.html`` and ``loss.png``; None writes no files.
         enabled: False on ranks that write nothing.
 
     Raises:
@@ -90,6 +92,15 @@ class RunLog:
             }
         )
         self._losses, self._num_tokens, self._seconds, self._skipped = [], 0, 0.0, 0
+
+    def model(self, model: _BaseDataParallel, num_microbatches: int) -> None:
+        """Shows what the wrapper made of the model, and writes it as a page, ``model.html``."""
+        if not self.enabled:
+            return
+        self.message(model.describe(num_microbatches=num_microbatches))
+        if self._folder is not None:
+            page = model.describe("html", num_microbatches)
+            (self._folder / MODEL_FILE).write_text(page, encoding="utf-8")
 
     def validation(self, iteration: int, loss: float) -> None:
         """Writes the loss of a validation."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from ..errors import ConfigError
 from ..optimizer.grad_scaler import DynamicGradScaler
 from .checkpointing import save_checkpoint, save_tokenizer
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
 from .log import RunLog, Stopwatch
+from .memory_profile import PICTURE_FILE, measure_step, write_timeline
 from .skips import SkippedSteps
 from .state import TrainingState
 from .stop import StopRequest
 from .train_step import evaluate, train_step
+
+PROFILED_ITERATION = 3
+"""Of a run, whose memory is measured on request: the optimizer has its state and the wrapper its buffers by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +43,14 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     SIGTERM and Ctrl-C on any rank end it on all after the step in progress, with a checkpoint if there is a folder.
 
     Raises:
-        DataError: no samples are left. CheckpointError: a checkpoint cannot be written. OptimizerError: gradients
-            stay infinite or NaN.
+        ConfigError: memory is to be profiled and there is no folder. DataError: no samples are left. CheckpointError:
+            a checkpoint cannot be written. OptimizerError: gradients stay infinite or NaN.
     """
     world_size = dist.get_world_size()
     is_writer = dist.get_rank() == 0
     folder = config.checkpoint.folder
+    if config.run.profile_memory and folder is None:
+        raise ConfigError("--profile-memory writes into the run's folder, and there is none; add --save FOLDER")
     if folder is not None and is_writer and data.tokenizer is not None:
         save_tokenizer(data.tokenizer, folder)
     num_microbatches = config.num_microbatches(world_size)
@@ -55,11 +63,14 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     with StopRequest() as request, RunLog(config, folder, state.iteration, enabled=is_writer) as log:
         batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
         skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
+        log.model(state.model, num_microbatches)
+        profiled = min(state.iteration + PROFILED_ITERATION, last) if config.run.profile_memory and is_writer else None
         watch = Stopwatch()
         while state.iteration < last and not stop:
             lr = max(group["lr"] for group in state.optimizer.param_groups)
             loss_scale = float(state.optimizer.get_loss_scale())
-            result = train_step(
+            step = partial(
+                train_step,
                 state.model,
                 state.optimizer,
                 state.scheduler,
@@ -67,6 +78,12 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
                 num_microbatches,
                 stop_requested=request.requested,
             )
+            if state.iteration + 1 == profiled and folder is not None:
+                result, timeline = measure_step(state.model, state.optimizer, step)
+                write_timeline(timeline, folder, profiled)
+                log.message(f"iteration {profiled}: drew {folder / PICTURE_FILE}")
+            else:
+                result = step()
             state.iteration += 1
             state.consumed_samples += batch_size
             num_tokens = batch_size * config.data.seq_length

@@ -198,6 +198,10 @@ class RunConfig:
     tensorboard_dir: Path | None = None
     """Folder for TensorBoard's event files."""
 
+    profile_memory: bool = False
+    """Measure the memory of the run's third iteration on the first rank, by what it is for, and draw it: memory.png
+    and memory.json in the run's folder. That iteration takes longer."""
+
     seed: int = 1234
     """Seed of initial weights, sample order and dropout."""
 

@@ -225,7 +225,7 @@ def _releases(kind: str, every: bool) -> None:
                     loss_of(model, tokens).backward()
                 assert held() == (0 if every or index == 2 else len(model.bucket_groups))
                 if not every and index < 2:  # shards are not needed yet
-                    assert all(group.bucket._separate_shard is None for group in model.bucket_groups)
+                    assert all(group.bucket.separate_shard is None for group in model.bucket_groups)
             finalize_model_grads([model])
             assert all(getattr(p, "main_grad", None) is None for p in model.parameters())
     for name, expected in oracle(tied=False).items():

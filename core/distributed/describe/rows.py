@@ -1,0 +1,182 @@
+"""The facts as lines of words and numbers, which the table and the page show alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from .facts import RANGE, Held, ModelFacts, UnitFacts
+from .wire import Kind, Traffic
+
+COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "gathers", "reduces", "sent")
+"""Of both tables; the first two are text, the others numbers. ``then`` is what becomes of gathered parameters between
+forward and backward; a gradient is in the dtype of what is kept unless it says otherwise; gathers, reductions and what
+this rank sends are those of a step."""
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive units that are alike, such as the layers of a stack."""
+
+    units: tuple[UnitFacts, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the unit, or ``decoder.layers.0-31 (32 x)``."""
+        first, last = self.units[0].name, self.units[-1].name
+        if len(self.units) == 1:
+            return first or "(the rest)"
+        parts = [a if a == b else f"{a}-{b}" for a, b in zip(first.split("."), last.split("."), strict=True)]
+        return f"{'.'.join(parts)} ({len(self.units)} x)"
+
+
+def fold(units: Iterable[UnitFacts]) -> list[Run]:
+    """Units in order, those that are alike and numbered one after the other in one run."""
+    runs: list[list[UnitFacts]] = []
+    for unit in units:
+        if runs and unit.like(runs[-1][-1]) and _continues(runs[-1], unit):
+            runs[-1].append(unit)
+        else:
+            runs.append([unit])
+    return [Run(tuple(run)) for run in runs]
+
+
+def _continues(run: list[UnitFacts], unit: UnitFacts) -> bool:
+    place = _counted(run[-1].name, unit.name)
+    return place is not None and (len(run) == 1 or place == _counted(run[-2].name, run[-1].name))
+
+
+def _counted(name: str, following: str) -> int | None:
+    """Which part of a name went up by one to give the other; None where they differ otherwise."""
+    a, b = name.split("."), following.split(".")
+    differing = [index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    if len(a) != len(b) or len(differing) != 1:
+        return None
+    index = differing[0]
+    is_next = a[index].isdecimal() and b[index].isdecimal() and int(b[index]) == int(a[index]) + 1
+    return index if is_next else None
+
+
+def cells(run: Run) -> tuple[str, ...]:
+    """One line of a table, in the order of `COLUMNS`; numbers are those of one unit of the run."""
+    unit = run.units[0]
+    return (
+        run.name,
+        unit.kind,
+        count(unit.num_parameters) + ("" if unit.num_trainable else " frozen"),
+        amount(unit.kept) + (" host" if unit.is_offloaded else ""),
+        amount(unit.gathered),
+        unit.after_forward or "-",
+        size(unit.gradient.nbytes) if unit.gradient.dtypes == unit.kept.dtypes else amount(unit.gradient),
+        _calls(unit.traffic, "all-gather"),
+        _calls(unit.traffic, "reduce-scatter", "all-reduce"),
+        size(sum(entry.sent_bytes for entry in unit.traffic)),
+    )
+
+
+def totals(facts: ModelFacts) -> tuple[str, ...]:
+    """The last line of a table: sums over all units."""
+    units = facts.units
+    traffic = [entry for unit in units for entry in unit.traffic]
+    return (
+        f"all {len(units)}",
+        "",
+        count(sum(unit.num_parameters for unit in units)),
+        size(sum(unit.kept.nbytes for unit in units)),
+        size(sum(unit.gathered.nbytes for unit in units if unit.gathered is not None)),
+        "",
+        size(sum(unit.gradient.nbytes for unit in units)),
+        _calls(traffic, "all-gather"),
+        _calls(traffic, "reduce-scatter", "all-reduce"),
+        size(sum(entry.sent_bytes for entry in traffic)),
+    )
+
+
+def headline(facts: ModelFacts) -> str:
+    """What wraps how much, over how many ranks."""
+    parameters = count(sum(unit.num_parameters for unit in facts.units))
+    whole = f"{facts.wrapper}: {parameters} parameters on {facts.num_ranks} rank{'s' if facts.num_ranks > 1 else ''}"
+    if facts.num_ranks == 1:
+        return whole
+    if facts.shard_size == 1:
+        return f"{whole}, replicated"
+    replicas = f", {facts.num_replicas} replicas of each shard" if facts.num_replicas > 1 else ""
+    what = "optimizer state" if any(unit.is_replicated for unit in facts.units) else "everything"
+    return f"{whole}, {what} sharded over {facts.shard_size}{replicas}"
+
+
+def notes(facts: ModelFacts) -> list[str]:
+    """What a table has no column for."""
+    traffic = [entry for unit in facts.units for entry in unit.traffic]
+    batches = facts.step.num_microbatches
+    kinds = [
+        f"{calls} {kind}{'s' if calls > 1 else ''}"
+        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        if (calls := sum(entry.calls for entry in traffic if entry.kind == kind))
+    ]
+    sent = size(sum(entry.sent_bytes for entry in traffic))
+    of = f"a step of {batches} micro-batch{'es' if batches > 1 else ''}"
+    found = [f"{of}: {', '.join(kinds)}; each rank sends {sent}" if kinds else f"{of}: nothing is sent"]
+    if facts.ties:
+        found.append("tied: " + "; ".join(" = ".join(tie.names) for tie in facts.ties))
+    if facts.num_buffers:
+        found.append(
+            f"replicated: {facts.num_buffers} buffer{'s' if facts.num_buffers > 1 else ''}, {size(facts.buffer_bytes)}"
+        )
+    if facts.replicated:
+        found.append(f"replicated and not trained: {', '.join(facts.replicated)}")
+    found.append(f"settings: {facts.settings or 'all at their defaults'}")
+    return found
+
+
+def size(nbytes: int) -> str:
+    """Bytes as ``12.3 MiB``; a dash for none."""
+    if not nbytes:
+        return "-"
+    value, unit = float(nbytes), 0
+    while value >= 1000 and unit + 1 < len(_UNITS):
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 or value >= 100 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def count(number: int) -> str:
+    """A number of parameters as ``58.7 M``."""
+    if number < 10_000:
+        return str(number)
+    limit, letter = next(entry for entry in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if number >= entry[0])
+    return f"{number / limit:.1f} {letter}"
+
+
+def amount(held: Held | None) -> str:
+    """Bytes and what they are in."""
+    if held is None or not held.nbytes:
+        return "-"
+    return f"{size(held.nbytes)} {dtype_names(held.dtypes)}"
+
+
+def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    """As ``bf16``, or ``bf16+fp32``."""
+    return "+".join(_DTYPES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+
+
+def shorten(text: str, width: int) -> str:
+    """Leaves out the middle: names tell by their end, and folded ones by both ends."""
+    if len(text) <= width:
+        return text
+    first, separator, last = text.partition(RANGE)
+    if separator:  # each name by its end
+        room = (width - len(separator)) // 2
+        return separator.join(
+            f"…{name[len(name) - room + 1 :]}" if len(name) > room else name for name in (first, last)
+        )
+    front = (width - 1) // 3
+    return f"{text[:front]}…{text[len(text) - (width - 1 - front) :]}"
+
+
+def _calls(traffic: Iterable[Traffic], *kinds: Kind) -> str:
+    return str(sum(entry.calls for entry in traffic if entry.kind in kinds) or "-")

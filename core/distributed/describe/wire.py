@@ -1,0 +1,105 @@
+"""What a step puts on the wire: calls and bytes of the collectives of one unit, from its settings alone.
+
+These are the wrapper's own collectives over the data-parallel group, on this rank. A unit that one forward uses
+several times is gathered as often; here it counts once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What of a step decides its traffic."""
+
+    num_microbatches: int = 1
+    keeps_gathered: bool = False
+    """Parameters stay gathered from the first micro-batch's forward to the last one's backward."""
+    reduces_every_micro_batch: bool = False
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind and size that a unit starts in a step."""
+
+    kind: Kind
+    calls: int
+    nbytes: int
+    """Of the whole tensor of one call: what an all-gather brings together, what a reduction adds."""
+    ranks: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends in all calls, by an algorithm that sends nothing twice, as a ring does.
+
+        ``(n - 1) / n`` of the tensor to gather or to scatter it, twice that to all-reduce it.
+        """
+        passes = 2 if self.kind == "all-reduce" else 1
+        return self.calls * passes * self.nbytes * (self.ranks - 1) // self.ranks
+
+
+def sharded_traffic(
+    step: StepPlan,
+    *,
+    gathered_bytes: int,
+    reduced_bytes: int,
+    shard_size: int,
+    num_replicas: int = 1,
+    reshard_after_forward: bool | int = True,
+    is_gathered_in_backward: bool = True,
+) -> tuple[Traffic, ...]:
+    """Collectives of a unit whose parameters are sharded (ZeRO-3).
+
+    Args:
+        gathered_bytes: all parameters whole, in the dtype and with the padding of the all-gather.
+        reduced_bytes: all gradients whole, likewise; 0 where nothing is trained.
+        reshard_after_forward: a number of ranks, fewer than `shard_size`, is gathered from in backward.
+        is_gathered_in_backward: backward runs through the unit and reads its weights.
+    """
+    gathers, reductions = step.num_microbatches, _num_reductions(step) if reduced_bytes else 0
+    again = 0
+    if step.keeps_gathered:
+        gathers = 1
+    elif reshard_after_forward is not False and is_gathered_in_backward:
+        again = step.num_microbatches
+    if reshard_after_forward is True:
+        gathers, again = gathers + again, 0
+    return _without_the_silent(
+        Traffic("all-gather", gathers, gathered_bytes, shard_size),
+        Traffic("all-gather", again, gathered_bytes, int(reshard_after_forward)),
+        Traffic("reduce-scatter", reductions, reduced_bytes, shard_size),
+        Traffic("all-reduce", reductions, reduced_bytes // shard_size, num_replicas),
+    )
+
+
+def bucket_traffic(
+    step: StepPlan, *, param_bytes: int, grad_bytes: int, shard_size: int | None, num_replicas: int
+) -> tuple[Traffic, ...]:
+    """Collectives of a bucket of a flat buffer.
+
+    Args:
+        param_bytes: its parameters, whole.
+        grad_bytes: its gradients, whole.
+        shard_size: ranks among which optimizer state is cut (ZeRO-1, ZeRO-2); None where nothing is.
+        num_replicas: ranks that hold the same, whole or shard.
+    """
+    if shard_size is None:
+        return _without_the_silent(Traffic("all-reduce", 1, grad_bytes, num_replicas))
+    reductions = _num_reductions(step)
+    return _without_the_silent(
+        Traffic("all-gather", 1, param_bytes, shard_size),
+        Traffic("reduce-scatter", reductions, grad_bytes, shard_size),
+        Traffic("all-reduce", reductions, grad_bytes // shard_size, num_replicas),
+    )
+
+
+def _num_reductions(step: StepPlan) -> int:
+    return step.num_microbatches if step.reduces_every_micro_batch else 1
+
+
+def _without_the_silent(*traffic: Traffic) -> tuple[Traffic, ...]:
+    return tuple(entry for entry in traffic if entry.calls and entry.ranks > 1)

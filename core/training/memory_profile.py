@@ -1,0 +1,308 @@
+"""Memory over one step, by what it is for: measured at every allocation, drawn as a picture.
+
+Torch's profiler reports each allocation and release, on the CPU and on a GPU alike, with its address. Hooks note at
+many moments of the step which addresses hold what the wrapper and the optimizer know (`held_tensors`). A piece of
+memory belongs, for its whole life, to what it was last noted as; what nobody knows are activations, gradients of
+activations and scratch. Nothing here talks to another rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from .. import device
+from ..distributed import _BaseDataParallel
+from ..errors import MissingExtraError
+from ..optimizer import MegatronOptimizer
+
+PICTURE_FILE, SERIES_FILE = "memory.png", "memory.json"
+
+CATEGORIES = ("parameters", "gathered parameters", "gradients", "optimizer state", "activations and other")
+"""From the bottom of the picture to its top. Parameters are this rank's shards, or whole where nothing is cut."""
+
+MAX_POINTS = 2000
+"""Of a series; of moments that are closer together the one with the most memory stands for all."""
+
+_REST = len(CATEGORIES) - 1
+_ORIGINS = {"FSDP::all_gather": 1, "FSDP::post_backward_reduce": 2}
+"""Ranges that FSDP2 marks in a profile, and the category of what is allocated in them."""
+
+_MARK = "shardstack: memory"
+_COLORS = ("#3b76c9", "#8fb8ec", "#d9822b", "#8256c4", "#9aa5b1")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """Bytes of each category that this rank held at moments of a step."""
+
+    device: str
+    times_s: tuple[float, ...]
+    """Since the step began."""
+    held: tuple[tuple[int, ...], ...]
+    """For each moment the bytes of each of `CATEGORIES`."""
+
+    @property
+    def peak(self) -> int:
+        """Index of the moment with the most memory."""
+        return max(range(len(self.held)), key=lambda index: sum(self.held[index]))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of any moment."""
+        return sum(self.held[self.peak])
+
+    def thinned(self, num_points: int = MAX_POINTS) -> MemoryTimeline:
+        """At most so many moments, each the fullest of its neighbourhood."""
+        if len(self.held) <= num_points:
+            return self
+        cuts = [len(self.held) * i // num_points for i in range(num_points + 1)]
+        kept = [
+            max(range(start, end), key=lambda index: sum(self.held[index])) for start, end in itertools.pairwise(cuts)
+        ]
+        return MemoryTimeline(self.device, tuple(self.times_s[i] for i in kept), tuple(self.held[i] for i in kept))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; the series is thinned, the peak is in it."""
+        series = self.thinned()
+        return {
+            "device": self.device,
+            "peak_bytes": self.peak_bytes,
+            "peak_at_s": self.times_s[self.peak],
+            "bytes_at_peak": dict(zip(CATEGORIES, self.held[self.peak], strict=True)),
+            "time_s": list(series.times_s),
+            "bytes": {name: [held[i] for held in series.held] for i, name in enumerate(CATEGORIES)},
+        }
+
+
+def measure_step(
+    model: _BaseDataParallel, optimizer: MegatronOptimizer, step: Callable[[], Result]
+) -> tuple[Result, MemoryTimeline]:
+    """Runs `step` and measures it; it takes longer than others do.
+
+    On the CPU, where torch keeps no account, what lives before the step and that nobody here knows, such as data that
+    a loader holds, is counted only if the step releases it.
+    """
+    # Read when the profiler is first used, which else announces on stderr that it starts and stops.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    kind = device.device_type()
+    notes = _Notes(model, optimizer)
+    before = torch.cuda.memory_allocated() if kind == "cuda" else None
+    with ExitStack() as hooks, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for handle in notes.watch():
+            hooks.callback(handle.remove)
+        notes.take()
+        result = step()
+        notes.take()
+    events = list(_flat(profiler.profiler.kineto_results.experimental_event_tree()))
+    return result, _timeline(events, notes.taken, kind, before)
+
+
+def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> None:
+    """Writes picture and series of a step into a run's folder.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    values = json.dumps({"iteration": iteration, **timeline.to_json()})
+    (folder / SERIES_FILE).write_text(values, encoding="utf-8")
+    draw(timeline, folder / PICTURE_FILE, f"iteration {iteration}, rank 0, {timeline.device}")
+
+
+def draw(timeline: MemoryTimeline, picture: Path, title: str) -> None:
+    """Draws the categories on top of each other over the time of the step."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "train", "The picture of memory") from None
+    series = timeline.thinned()
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    layers = [[held[i] / 2**20 for held in series.held] for i in range(len(CATEGORIES))]
+    axes.stackplot(series.times_s, layers, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)
+    peak = timeline.peak_bytes / 2**20
+    axes.axhline(peak, color="black", linewidth=0.8, linestyle=":")
+    axes.annotate(f"peak {peak:,.1f} MiB", (series.times_s[-1], peak), ha="right", va="bottom", fontsize=9)
+    axes.set(xlabel="time in the step (s)", ylabel="memory (MiB)", title=title, ylim=(0, 1.25 * peak))
+    axes.margins(x=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", fontsize=8, ncols=2)
+    figure.savefig(picture)
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What was known at one moment."""
+
+    held: dict[int, tuple[int, int]]
+    """By address, the category and the bytes of a storage."""
+    is_complete: bool
+    """Everything that wrapper and optimizer hold, or only what changed."""
+
+
+class _Notes:
+    """Which addresses hold what, noted at many moments; a marker in the profile says when each was."""
+
+    def __init__(self, model: _BaseDataParallel, optimizer: MegatronOptimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.taken: list[_Note] = []
+
+    def take(self, *unused: Any) -> None:
+        """Notes what wrapper and optimizer hold now."""
+        with record_function(_MARK):
+            held = self._model.held_tensors()
+            kinds = [*(held[name] for name in CATEGORIES[:3]), _optimizer_tensors(self._optimizer)]
+            self.taken.append(_Note(_addresses(enumerate(kinds)), is_complete=True))
+
+    def watch(self) -> Iterator[Any]:
+        """Hooks on every module, and on every gradient where it arrives; all of them look and change nothing."""
+        for module in self._model.module.modules():
+            yield module.register_forward_pre_hook(self.take)
+            yield module.register_forward_hook(self._after_forward)
+        for parameter in self._model.gradient_receivers():
+            if parameter.requires_grad:
+                yield parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.take()
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self.take)  # when backward reaches the module
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            with record_function(_MARK):
+                self.taken.append(_Note(_addresses([(2, [parameter.grad])]), is_complete=False))
+
+
+def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    for state in optimizer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+    for group in optimizer.param_groups:  # fp32 masters; views of parameters are known as these
+        yield from group["params"]
+
+
+def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple[int, int]]:
+    found: dict[int, tuple[int, int]] = {}
+    for category, tensors in kinds:
+        for tensor in tensors:
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            if storage.nbytes():
+                found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
+    return found
+
+
+def _flat(events: Iterable[Any]) -> Iterator[Any]:
+    """All events of a tree; without recursion, because modules nest deeply."""
+    waiting = list(events)
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting.extend(event.children)
+
+
+@dataclass
+class _Piece:
+    """Memory from its allocation to its release."""
+
+    address: int
+    nbytes: int
+    start: int
+    end: int
+    category: int = _REST
+
+
+def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: int | None) -> MemoryTimeline:
+    marks = sorted((event.start_time_ns, event.end_time_ns) for event in events if event.name == _MARK)
+    noted = [(time, note) for (time, _), note in zip(marks, notes, strict=True)]
+    start, end = marks[0][0], marks[-1][1]
+    changes = sorted(
+        (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, _category_by_origin(event))
+        for event in events
+        if event.tag == torch._C._profiler._EventType.Allocation
+        and event.extra_fields.device.type == kind
+        and event.start_time_ns >= start
+    )
+    pieces = _pieces(changes, notes[0], start, end)
+    _sort_into_categories(pieces, noted)
+    if kind == "cpu":
+        _end_what_is_missed([p for p in pieces if p.end == end and p.category != _REST], noted)
+    known = sum(piece.nbytes for piece in pieces if piece.start == start)
+
+    steps: dict[int, list[int]] = {start: [0] * len(CATEGORIES)}
+    steps[start][_REST] = 0 if before is None else max(before - known, 0)
+    for piece in pieces:
+        steps.setdefault(piece.start, [0] * len(CATEGORIES))[piece.category] += piece.nbytes
+        if piece.end < end:
+            steps.setdefault(piece.end, [0] * len(CATEGORIES))[piece.category] -= piece.nbytes
+    held, series, times = [0] * len(CATEGORIES), [], []
+    for time in sorted(steps):
+        held = [a + b for a, b in zip(held, steps[time], strict=True)]
+        series.append(tuple(held))
+        times.append((time - start) / 1e9)
+    return MemoryTimeline(kind, (*times, (end - start) / 1e9), (*series, series[-1]))
+
+
+def _pieces(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start: int, end: int) -> list[_Piece]:
+    """Every piece of memory that lived in the step; what was there before it begins with it."""
+    alive = {address: _Piece(address, nbytes, start, end, kind) for address, (kind, nbytes) in at_start.held.items()}
+    pieces = list(alive.values())
+    for time, address, nbytes, category in changes:
+        if nbytes > 0:
+            if address in alive:  # its release was not reported
+                alive[address].end = time
+            alive[address] = _Piece(address, nbytes, time, end, category)
+            pieces.append(alive[address])
+        elif (piece := alive.pop(address, None)) is not None:
+            piece.end = time
+        else:
+            pieces.append(_Piece(address, -nbytes, start, time))
+    return pieces
+
+
+def _sort_into_categories(pieces: Iterable[_Piece], noted: Iterable[tuple[int, _Note]]) -> None:
+    """Gives each piece the category of the last note that finds its address while it lives."""
+    known: dict[int, list[tuple[int, int]]] = {}
+    for time, note in noted:
+        for address, (category, _) in note.held.items():
+            known.setdefault(address, []).append((time, category))
+    for piece in pieces:
+        times = known.get(piece.address, [])
+        last = bisect.bisect_right(times, (piece.end, _REST)) - 1
+        if last >= 0 and times[last][0] >= piece.start:
+            piece.category = times[last][1]
+
+
+def _category_by_origin(event: Any) -> int:
+    """What memory is for that FSDP2 allocates for a collective and may have freed before anybody notes it."""
+    while (event := event.parent) is not None:
+        for name, category in _ORIGINS.items():
+            if event.name.startswith(name):
+                return category
+    return _REST
+
+
+def _end_what_is_missed(pieces: Iterable[_Piece], noted: Sequence[tuple[int, _Note]]) -> None:
+    """Ends pieces whose release was not reported at the first moment at which nobody holds them any more.
+
+    On the CPU torch reports the release only of what was allocated while the profiler ran, and not from the threads of
+    a process group, which may be the last to hold what they sent.
+    """
+    complete = [(time, note.held) for time, note in noted if note.is_complete]
+    for piece in pieces:
+        gone = (time for time, held in complete if time > piece.start and piece.address not in held)
+        piece.end = min(piece.end, next(gone, piece.end))

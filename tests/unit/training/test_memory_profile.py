@@ -1,0 +1,138 @@
+"""The memory of a step: its categories are what is known of them, and its peak is the one that the system saw."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from core.distributed import finalize_model_grads
+from core.errors import ConfigError
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.training.loop import train
+from core.training.memory_profile import (
+    CATEGORIES,
+    PICTURE_FILE,
+    SERIES_FILE,
+    MemoryTimeline,
+    measure_step,
+    write_timeline,
+)
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import build
+from tests.unit.training._configs import small_config
+
+WIDTH, ROWS, LAYERS = 256, 1024, 6
+WEIGHT, ACTIVATION = 4 * WIDTH * WIDTH, 4 * WIDTH * ROWS  # bytes: 256 KiB and 1 MiB
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def _model(kind: str) -> Any:
+    model = build(kind, nn.Sequential(*(Layer() for _ in range(LAYERS))), unit_classes=(Layer,))
+    return model, get_megatron_optimizer(OptimizerConfig(lr=1e-4), [model])
+
+
+def _step(model: Any, optimizer: Any, num_microbatches: int = 2) -> None:
+    model.zero_grad_buffer()
+    for index in range(num_microbatches):
+        with model.no_sync() if index < num_microbatches - 1 else nullcontext():
+            model(torch.ones(ROWS, WIDTH)).square().mean().backward()
+    finalize_model_grads([model])
+    optimizer.step()
+
+
+def _measures(kind: str) -> MemoryTimeline:
+    model, optimizer = _model(kind)
+    for _ in range(2):
+        _step(model, optimizer)
+    _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
+    _step(model, optimizer)  # nothing that measured is left behind
+    return timeline
+
+
+def _most(timeline: MemoryTimeline, name: str) -> int:
+    index = CATEGORIES.index(name)
+    return max(held[index] for held in timeline.held)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "fsdp2"])
+def test_each_category_holds_what_is_known_of_it(kind):
+    timeline = run_distributed(_measures, 2, kind)[0]
+    whole = LAYERS * WEIGHT
+    shards = whole // 2 if kind == "fsdp2" else whole
+    state = 2 * whole if kind == "ddp" else whole  # AdamW keeps two moments of what a rank updates
+    assert _most(timeline, "parameters") == shards
+    assert state <= _most(timeline, "optimizer state") < state + 4096  # and step counts
+    if kind == "fsdp2":
+        # The last layer stays gathered; with one that is prefetched, one in use and the buffer of a gather under way.
+        assert 2 * WEIGHT <= _most(timeline, "gathered parameters") <= 5 * WEIGHT
+    else:
+        assert _most(timeline, "gathered parameters") == 0
+    # Between micro-batches gradients are whole under every wrapper; beside them there are shards and one reduction.
+    assert whole <= _most(timeline, "gradients") <= whole + whole // 2 + 2 * WEIGHT
+    # Backward begins with the input of every layer and the output of the last, and computes a few more.
+    assert LAYERS * ACTIVATION <= _most(timeline, "activations and other") <= (LAYERS + 5.1) * ACTIVATION
+    ends = [dict(zip(CATEGORIES, timeline.held[i], strict=True)) for i in (0, -1)]
+    for name in CATEGORIES[:4]:  # a step ends as it began
+        assert ends[0][name] == ends[1][name], name
+    assert ends[1]["activations and other"] <= 4096
+    assert list(timeline.times_s) == sorted(timeline.times_s)
+
+
+def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
+    """The peak of a step as torch's tracker of live tensors sees it, which asks no allocator, and as measured."""
+    model, optimizer = _model(kind)
+    for _ in range(2):
+        _step(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer.optimizer, *model.held_tensors()["gradients"])
+        with tracker:
+            _step(model, optimizer, num_microbatches=1)
+    seen = sum(held["Total"] for held in tracker.get_tracker_snapshot("peak").values())
+    _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer, num_microbatches=1))
+    return seen, timeline.peak_bytes
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "fsdp2"])
+def test_the_peak_is_that_of_another_measure(kind):
+    seen, measured = run_distributed(_compares_with_a_tracker, 2, kind)[0]
+    # Threads of collectives free memory that the profiler then believes to live a little longer.
+    assert abs(measured - seen) <= (0 if kind == "ddp" else 0.1 * seen), (seen, measured)
+
+
+def _refuses_to_write_nowhere() -> None:
+    with pytest.raises(ConfigError, match=r"--profile-memory writes into the run's folder.*add --save"):
+        train(None, small_config(profile_memory=True), None)
+
+
+def test_a_run_without_a_folder_is_refused_at_its_start():
+    run_distributed(_refuses_to_write_nowhere, 1)
+
+
+def test_the_picture_and_the_series_show_the_peak(tmp_path):
+    held = tuple((5, 0, 1, 2, 100 if i == 4321 else i % 7) for i in range(10_000))
+    timeline = MemoryTimeline("cpu", tuple(float(i) for i in range(10_000)), held)
+    write_timeline(timeline, tmp_path, 3)
+    series = json.loads((tmp_path / SERIES_FILE).read_text())
+    assert series["peak_bytes"] == timeline.peak_bytes == 108
+    assert series["peak_at_s"] == 4321.0
+    assert series["bytes_at_peak"]["activations and other"] == 100
+    assert max(series["bytes"]["activations and other"]) == 100
+    assert len(series["time_s"]) == len(series["bytes"]["parameters"]) == 2000
+    assert (tmp_path / PICTURE_FILE).stat().st_size > 1000
