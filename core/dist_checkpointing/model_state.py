@@ -32,7 +32,7 @@ def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def load_model_state_dict(
     module: nn.Module,
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | None,
     strict: bool = True,
     *,
     broadcast_from_rank0: bool = False,
@@ -53,7 +53,7 @@ def load_model_state_dict(
     Args:
         strict: names must match exactly. Without it the names in common are loaded, of which there must be one.
         broadcast_from_rank0: the group's first rank holds the whole (plain) dict, and sends tensor by tensor; what
-            the others pass is not read.
+            the others pass, as None, is not read.
 
     Returns:
         torch's named tuple ``(missing_keys, unexpected_keys)``; both empty if strict.
@@ -61,11 +61,18 @@ def load_model_state_dict(
     Raises:
         CheckpointError: names all problems together, on all ranks if collective, before anything has been written.
     """
+    is_first_without = broadcast_from_rank0 and state_dict is None and Ranks(process_group).is_first
+    if state_dict is None and not broadcast_from_rank0:
+        raise CheckpointError(
+            "load_model_state_dict was given None for a state dict; give one, or broadcast_from_rank0=True, where the "
+            "group's first rank alone gives it"
+        )
+    state_dict = state_dict or {}
     targets = _targets(module)
     collective = broadcast_from_rank0 or any(isinstance(value, DTensor) for value in state_dict.values())
     ranks = Ranks(process_group, alone=not collective)
     if broadcast_from_rank0:
-        offered = ranks.from_first(lambda: _describe(state_dict, plain_only=True))
+        offered = ranks.from_first(lambda: _offered_by_first(None if is_first_without else state_dict))
     else:
         offered = _describe(state_dict)
     chosen = [(target, next((name for name in names if name in offered), None)) for names, target in targets]
@@ -109,6 +116,12 @@ class _Offer:
     dtype: torch.dtype | None
     """None: not a tensor that can be loaded; `shape` is then empty and `kind` says what it is."""
     kind: str = "tensor"
+
+
+def _offered_by_first(state_dict: Mapping[str, Any] | None) -> dict[str, _Offer]:
+    if state_dict is None:  # said inside, so that all ranks hear of it and none waits
+        raise CheckpointError("broadcast_from_rank0 is set and the group's first rank was given None for a state dict")
+    return _describe(state_dict, plain_only=True)
 
 
 def _describe(state_dict: Mapping[str, Any], plain_only: bool = False) -> dict[str, _Offer]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import device
-from ..transformer.module import Float16Module
+from ..transformer.module import root_seed
 
 
 @torch.no_grad()
@@ -29,11 +29,13 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
             dist.broadcast(local, source, group=group)
 
 
-def broadcast_init_seed(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives a model that is to be materialized the seed of the group's first rank, so that all draw alike."""
-    owner = module.module if isinstance(module, Float16Module) else module
-    seed = getattr(owner, "init_seed", None)
-    if seed is not None:
-        shared = torch.tensor(seed, dtype=torch.int64, device=device.current_device())
-        broadcast_tensors([shared], group)
-        owner.init_seed = int(shared)  # type: ignore[assignment]
+def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
+    """Gives every module that keeps an `init_seed` that of the group's first rank; returns the whole model's."""
+    owners = [owner for owner in module.modules() if isinstance(getattr(owner, "init_seed", None), int)]
+    seeds = [root_seed(module), *(owner.init_seed for owner in owners)]
+    shared = torch.tensor(seeds, dtype=torch.int64, device=device.current_device())
+    broadcast_tensors([shared], group)
+    first, *others = shared.tolist()
+    for owner, seed in zip(owners, others, strict=True):
+        owner.init_seed = seed
+    return int(first)

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
-from ..transformer.module import materialize
-from .broadcast import broadcast_init_seed, broadcast_tensors
+from .broadcast import broadcast_tensors
 from .bucket_group import BucketGroup, GradientLender, GradReduction
 from .buffer_layout import default_bucket_size, lay_out
 from .comm_lane import comm_lane
@@ -22,6 +21,7 @@ from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .explain.stale_optimizers import replaced_parameters_marked
+from .initial_values import start_equal
 from .instance_groups import resolve_instance_groups
 from .optimizer_guard import forbid_plain_optimizers
 from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
@@ -79,13 +79,8 @@ class DistributedDataParallel(_BaseDataParallel):
         _check_per_token_loss(self.sums_gradients, ddp_config)
         _check_precision(config, module)
         self._reject_different_models()
-        if any(parameter.is_meta for parameter in module.parameters()):
-            broadcast_init_seed(module, self.process_group)
-            with replaced_parameters_marked(module):
-                materialize(module)
-        else:
-            # Replicas that start different would stay different.
-            broadcast_tensors([*module.parameters(), *module.buffers()], self.process_group)
+        with replaced_parameters_marked(module):
+            start_equal(module, self.process_group)  # replicas that start different would stay different
         self._is_sharded = strategy != "no_shard"
         self._reduces_every_micro_batch = ddp_config.reduce_every_micro_batch and self.intra_instance_group.size() > 1
         self._reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"

@@ -50,6 +50,11 @@ def drop_pending_gathers(root: nn.Module) -> None:
             result.all_gather_work.wait()
 
 
+def take_root(root: nn.Module) -> None:
+    """Makes `root` what FSDP2 calls the root, which otherwise is the first module to run, and for good."""
+    _state(root)._lazy_init()
+
+
 class PartialReshard:
     """Lets units keep each parameter whole among `size` neighbours of the ranks `shard_group` after their forward.
 

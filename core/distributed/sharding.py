@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from .._torch_compat import reduce_parameters_without_gradient
 from ..errors import WrapError
-from .broadcast import broadcast_tensors
 from .collectives import exchanges_directly
 from .explain.rewrapping import note_sharded, reject_wrapped
 from .explain.stale_optimizers import replaced_parameters_marked
@@ -36,8 +35,8 @@ def shard_model(
     collectives: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    sync_module_states: bool = True,
     averages_gradients: bool = True,
+    prepare: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
     """Shards a model in place, unit by unit and then the root, and returns the units.
 
@@ -47,7 +46,7 @@ def shard_model(
     gradient, as under replication.
 
     Args:
-        module: the model; parameters on the meta device stay there, sharded.
+        module: the model, equal on all ranks (`InitialValues`); parameters on the meta device stay there, sharded.
         mesh: ``(shard,)``, or ``(replicate, shard)`` for hybrid sharding.
         unit_classes: see `plan_units`.
         reshard_after_forward: free gathered parameters between forward and backward; see `resharding`.
@@ -57,7 +56,7 @@ def shard_model(
         collectives: ``auto`` or ``torch``; see `fsdp_collectives`.
         mp_policy: dtypes of compute, reduction and output; the latter is the root's alone, as with `Float16Module`.
         offload_policy: where shards are kept.
-        sync_module_states: broadcast the mesh's first rank's parameters and buffers before cutting them.
+        prepare: called with the units before the first is sharded, as with `composition.prepare_units`.
         averages_gradients: divide by the number of ranks; otherwise sum.
 
     Raises:
@@ -66,14 +65,13 @@ def shard_model(
     """
     _reject_what_cannot_be_sharded(module)
     mp_policy = mp_policy or MixedPrecisionPolicy()
-    if sync_module_states:
-        for group in reversed(mesh.get_all_groups()):  # within each instance, then across them
-            broadcast_tensors([*module.parameters(), *module.buffers()], group)
 
     sharder = _Sharder(mesh, reshard_after_forward, reshard_overrides, offload_policy or OffloadPolicy())
     inner_policy = replace(mp_policy, output_dtype=None)
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
         planned = plan_units(module, unit_classes)
+        if prepare is not None:
+            prepare(planned)
         units = [sharder.shard(unit, inner_policy, stays_gathered=unit is planned[-1]) for unit in planned]
         sharder.shard(Unit((module,), ("",)), mp_policy, stays_gathered=True)
     note_sharded(fsdp_modules(module))

@@ -21,14 +21,15 @@ from ..errors import ParallelConfigError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..tensor_parallel.layers import ColumnParallelLinear
-from ..transformer.module import materialize
 from ..transformer.transformer_layer import TransformerLayer
-from .broadcast import broadcast_init_seed, broadcast_tensors
+from .broadcast import broadcast_tensors
+from .composition import prepare_units
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .describe import ModelFacts, sharded_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .explain.plain_state_dicts import reject_plain_state_dicts
 from .explain.recorded_fsdp_collectives import record_fsdp_collectives
+from .forward_methods import register_forward_methods
 from .fsdp_state import (
     drop_pending_gathers,
     drop_unsharded_gradients,
@@ -39,6 +40,7 @@ from .fsdp_state import (
     shard_tensors,
     whole_gradients,
 )
+from .initial_values import InitialValues
 from .precision import as_dtype, cast_buffers, mixed_precision_policy
 from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
@@ -67,8 +69,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     Args:
         config: the model's config; ``bf16``, ``fp16`` and ``calculate_per_token_loss`` are read where present.
         ddp_config: the wrapper's settings, of either type; a plain one takes FSDP2's defaults.
-        module: the model. Built on the meta device it is sharded first and then materialized shard by shard.
-        sub_modules_to_wrap: classes whose outermost instances become units; `DEFAULT_UNIT_CLASSES` by default.
+        module: the model; with ``sync_module_states`` the group's first rank decides what all start from. Built on
+            the meta device it is sharded first and then filled shard by shard: drawn by name, or, where the first
+            rank alone has values, received from it. Its forward must run the same units on every rank.
+        sub_modules_to_wrap: classes whose outermost instances become units; `DEFAULT_UNIT_CLASSES` by default. In
+            place of an `nn.ModuleList` or `nn.ModuleDict` its items do.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over. Given, `core.parallel_state` is not touched; by default it is the
             data-parallel group with context parallelism, two-dimensional with several optimizer instances.
@@ -92,7 +97,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         super().__init__(config, module, ddp_config, process_group)
         unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else tuple(sub_modules_to_wrap)
         self._reject_different_models(plan_units(module, unit_classes))
-        starts_on_meta = any(parameter.is_meta for parameter in module.parameters())
+        start = InitialValues(module, process_group, from_first_rank=settings.sync_module_states)
+        start.equalize()
         self._mesh, self._settings = mesh, settings
         keeps_gathered = settings.keep_gathered_between_micro_batches
         self.units = shard_model(
@@ -106,14 +112,17 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             collectives=settings.collectives,
             mp_policy=mixed_precision_policy(module.parameters(), _compute_dtype(config), settings),
             offload_policy=_offload_policy(settings),
-            sync_module_states=settings.sync_module_states and not starts_on_meta,
             averages_gradients=not self.sums_gradients,
+            prepare=functools.partial(
+                prepare_units,
+                activation_checkpointing=settings.activation_checkpointing,
+                every_nth=settings.activation_checkpointing_interval,
+                compile_units=settings.compile_units,
+            ),
         )
         self._fsdp_modules = fsdp_modules(module)
-        if starts_on_meta:
-            if settings.sync_module_states:
-                broadcast_init_seed(module, process_group)
-            materialize(module)
+        register_forward_methods(module, self.units, settings.forward_methods, free=self._reshard)
+        start.fill("cpu" if settings.cpu_offload else None)
         if (buffer_dtype := as_dtype(settings.buffer_dtype)) is not None:
             cast_buffers(module, buffer_dtype)
         reject_plain_state_dicts(module)
@@ -150,6 +159,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
         reduce_unsharded_gradients(self.module)
         self._reshard()
+        for parameter in self.module.parameters():  # of a unit that no forward has reached
+            if parameter.requires_grad and local_gradient(parameter) is None:
+                parameter.grad = torch.zeros_like(parameter)
         self._gradient_checks.check(self._gradients(), self._step)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:

@@ -74,6 +74,18 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
     buffer_dtype: str | None = None
     """Dtype to which the model's floating-point buffers are cast once, at construction. None: they stay."""
 
+    # ---- what is done to each unit
+
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute activations again in backward: all of a unit from its inputs (``full``), or all but the results of
+    matrix products, every second one of linear layers, and of attention (``selective``)."""
+
+    activation_checkpointing_interval: int = 1
+    """Do so to every n-th unit, the first included."""
+
+    compile_units: bool = False
+    """Compile each unit's forward with `torch.compile`."""
+
     # ---- memory
 
     cpu_offload: bool = False
@@ -118,6 +130,7 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
             raise ParallelConfigError(
                 f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
             )
+        self._check_units()
         if self.keep_gathered_between_micro_batches and (
             self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
         ):
@@ -127,3 +140,15 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 f"{list(self.reshard_overrides)}; drop one of the two"
             )
         parse_overrides(self.reshard_overrides)
+
+    def _check_units(self) -> None:
+        if self.activation_checkpointing not in ("none", "full", "selective"):
+            raise ParallelConfigError(
+                f"activation_checkpointing is {self.activation_checkpointing!r}; it takes none, full or selective"
+            )
+        interval = self.activation_checkpointing_interval
+        if interval < 1 or (interval > 1 and self.activation_checkpointing == "none"):
+            raise ParallelConfigError(
+                f"activation_checkpointing_interval is {interval} with activation_checkpointing "
+                f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
+            )

@@ -45,7 +45,9 @@ def plan_units(root: nn.Module, classes: Iterable[type[nn.Module]]) -> list[Unit
 
     A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
     attribute ``_fsdp_modules`` of the root or of any module below it (Megatron-LM's way for a model to name its own
-    units). A module without parameters is no unit. A module that holds a weight which others read, that is, one that
+    units). A module without parameters is no unit. In place of a container without a forward of its own
+    (`nn.ModuleList`, `nn.ModuleDict`) its items become units, those of containers in it too; an `nn.Sequential` is a
+    unit. A module that holds a weight which others read, that is, one that
     is marked ``shared_embedding`` (Megatron's mark) or registered outside the unit too, is left to the root, which is
     gathered for the whole forward; units that share a weight among themselves only are united into one.
 
@@ -117,20 +119,26 @@ def _declared_by_modules(root: nn.Module) -> tuple[type[nn.Module], ...]:
 def _matching_modules(
     root: nn.Module, outermost: tuple[type[nn.Module], ...], always: tuple[type[nn.Module], ...]
 ) -> Iterator[nn.Module]:
-    """Modules below the root that match, children before parents, each once."""
+    """Modules below the root that match, children before parents, each once; items in place of a container."""
     seen: set[nn.Module] = set()
 
-    def visit(module: nn.Module, is_inside_match: bool) -> Iterator[nn.Module]:
+    def visit(module: nn.Module, is_inside_match: bool, stands_for_items: bool) -> Iterator[nn.Module]:
         for child in module.children():
             if child in seen:
                 continue
             seen.add(child)
             matches = isinstance(child, always) or (not is_inside_match and isinstance(child, outermost))
-            yield from visit(child, is_inside_match or matches)
-            if matches and any(True for _ in child.parameters()):
+            matches = matches or stands_for_items
+            is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child)
+            yield from visit(child, is_inside_match or (matches and not is_container), matches and is_container)
+            if matches and not is_container and any(True for _ in child.parameters()):
                 yield child
 
-    yield from visit(root, False)
+    yield from visit(root, False, False)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _owners_of_parameters(root: nn.Module, chosen: list[nn.Module]) -> _Owners:

@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import ConfigError
 from ..model_parallel_config import ModelParallelConfig
-from .mappings import Group, group_rank, group_size, resolve_group
+from .foreign_initialization import ForeignModule, init_weights_hook, reset
+from .mappings import Group, resolve_group
+from .own_part import copy_own_part, local_part, whole_shape
 
 Initializer = Callable[[torch.Tensor, torch.Generator], None]
 """Fills a tensor of the whole model's shape, fp32 on the CPU, in place, drawing from the generator only."""
@@ -145,53 +147,123 @@ def initialize_unless_deferred(module: nn.Module, config: ModelParallelConfig) -
 
 
 @torch.no_grad()
-def initialize_parameters(module: nn.Module, seed: int, *, prefix: str = "") -> None:
+def initialize_parameters(
+    module: nn.Module, seed: int, *, prefix: str = "", only: Iterable[torch.Tensor] | None = None
+) -> None:
     """Fills every parameter of `module` and of what it contains, by name.
 
     A parameter that is registered under two names is filled once, under the first. DTensors (FSDP2) are filled as
-    they are sharded, uneven shards included. A module of another library, without `initializers` but with torch's
-    `reset_parameters`, is reset on full CPU copies of its parameters, under a seed of its name.
+    they are sharded, uneven shards included. A module that has an `init_seed` is filled from that, by its names
+    below itself, as when it was built directly.
+
+    A module of another library, without `initializers`, fills its tensors by its own `reset_parameters`, or by
+    `_init_weights(module)` of the nearest module around it that has one (as in Hugging Face's models), under a seed
+    of its name, modules before those around them: see :mod:`.foreign_initialization`. Then values agree at every
+    world size, but are not those of direct construction, whose draws follow each other.
 
     Args:
         seed: from :func:`draw_init_seed`; the same on every rank.
         prefix: what precedes the names of `module` in the model that owns the seed, with its dot.
+        only: the parameters and buffers to fill; by default all parameters and no buffer.
 
     Raises:
-        ConfigError: a parameter is on the meta device, or nothing says how to fill it.
+        ConfigError: a parameter is on the meta device, or nothing says how to fill a tensor.
     """
-    filled: set[int] = set()
-    for path, submodule in module.named_modules():
-        own = {name: p for name, p in submodule._parameters.items() if p is not None and id(p) not in filled}
-        if not own:
+    wanted = {id(tensor) for tensor in (module.parameters() if only is None else only)}
+    places = _places(module, seed, prefix, wanted)
+    versions = [_version(tensor) for _, _, tensor in _tensors(places)]
+    foreign: list[tuple[ForeignModule, int]] = []
+    for place in places:
+        initializers = getattr(place.module, "initializers", None)
+        if initializers is None:
+            if place.wanted or place.fills_all_below:
+                own = ForeignModule(place.prefix, place.module, place.hook, place.wanted)
+                foreign.append((own, _seed_of(place.seed, place.prefix)))
             continue
-        filled.update(map(id, own.values()))
-        where = _name_in_model(prefix, path)
-        for name, parameter in own.items():
-            if parameter.is_meta:
+        if isinstance(place.module, ParameterOwner):
+            place.module.restore_parameter_marks()
+        group = place.module.tp_group if isinstance(place.module, ParameterOwner) else resolve_group(None)
+        for name, parameter in place.wanted.items():
+            if name in initializers:
+                _fill(parameter, initializers[name], _seed_of(place.seed, place.prefix + name), group)
+    for own, own_seed in reversed(foreign):  # a module before those around it, which may overwrite what it did
+        reset(own, own_seed)
+    for (place, name, tensor), version in zip(_tensors(places), versions, strict=True):
+        if _version(tensor) == version:
+            raise ConfigError(_nothing_fills(place, name))
+
+
+@dataclass
+class _Place:
+    """A module, where its names begin, and which of its own tensors are to be filled."""
+
+    module: nn.Module
+    prefix: str
+    seed: int
+    hook: Callable[..., Any] | None
+    wanted: dict[str, torch.Tensor]
+    fills_all_below: bool
+
+
+def _places(root: nn.Module, seed: int, prefix: str, wanted: set[int]) -> list[_Place]:
+    """Every module, before those that it contains; a tensor that several hold belongs to the first."""
+    places: list[_Place] = []
+    by_path: dict[str, _Place] = {}
+    taken: set[int] = set()
+    for path, module in root.named_modules():
+        around = by_path.get(path.rpartition(".")[0])
+        own_seed = getattr(module, "init_seed", None)
+        if around is None:
+            where, seed_here = prefix, seed
+        elif isinstance(own_seed, int):
+            where, seed_here = "", own_seed
+        else:
+            part = path.rpartition(".")[2]
+            where, seed_here = around.prefix + ("" if part in _WRAPPER_PARTS else f"{part}."), around.seed
+        held = {n: t for n, t in [*module._parameters.items(), *module._buffers.items()] if t is not None}
+        mine = {name: t for name, t in held.items() if id(t) in wanted and id(t) not in taken}
+        taken.update(map(id, mine.values()))
+        for name, tensor in mine.items():
+            if tensor.is_meta:
                 raise ConfigError(
                     f"parameter {where}{name} is on the meta device and has no storage to fill; "
                     "call to_empty(device=...) on the model before initialize_parameters()"
                 )
-        initializers = getattr(submodule, "initializers", None)
-        if initializers is None and hasattr(submodule, "reset_parameters"):
-            _reset_foreign(submodule, own, _seed_of(seed, where))
-            continue
-        if isinstance(submodule, ParameterOwner):
-            submodule.restore_parameter_marks()
-        for name, parameter in own.items():
-            if initializers is None or name not in initializers:
-                raise ConfigError(
-                    f"nothing says how to initialise parameter {where}{name} of {type(submodule).__name__}; put a "
-                    f"function that fills it into its `initializers[{name!r}]`, or give the module reset_parameters()"
-                )
-            group = submodule.tp_group if isinstance(submodule, ParameterOwner) else resolve_group(None)
-            _fill(parameter, initializers[name], _seed_of(seed, where + name), group)
+        below = [*module.parameters()]
+        place = _Place(
+            module,
+            where,
+            seed_here,
+            init_weights_hook(module) or (around.hook if around else None),
+            mine,
+            bool(below) and all(id(parameter) in wanted for parameter in below),
+        )
+        places.append(place)
+        by_path[path] = place
+    return places
 
 
-def _name_in_model(prefix: str, path: str) -> str:
-    """`path` with its dot, as it is in the unwrapped model."""
-    parts = [part for part in path.split(".") if part and part not in _WRAPPER_PARTS]
-    return prefix + "".join(f"{part}." for part in parts)
+def _tensors(places: list[_Place]) -> list[tuple[_Place, str, torch.Tensor]]:
+    return [(place, name, tensor) for place in places for name, tensor in place.wanted.items()]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Grows with every write in place, to a sharded tensor as such or to this rank's part of it."""
+    return tensor._version + local_part(tensor)._version
+
+
+def _nothing_fills(place: _Place, name: str) -> str:
+    kind = type(place.module).__name__
+    if name in place.module._buffers:
+        return (
+            f"buffers on the meta device cannot be filled: nothing says how to fill {place.prefix}{name!r} of {kind}; "
+            "build it on a device (register_buffer under torch.device('cpu')), or let the module's reset_parameters() "
+            "fill it"
+        )
+    return (
+        f"nothing says how to initialise parameter {place.prefix}{name} of {kind}; put a function that fills it into "
+        f"its `initializers[{name!r}]`, or give the module reset_parameters()"
+    )
 
 
 def _seed_of(seed: int, name: str) -> int:
@@ -200,38 +272,6 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: Group) -> None:
-    shape = list(parameter.shape)  # a DTensor's own shape is already that before its sharding
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= group_size(group)  # type: ignore[attr-defined]
-    full = torch.empty(shape, dtype=torch.float32, device="cpu")
-    initializer(full, torch.Generator(device="cpu").manual_seed(seed))
-    _copy_own_part(full, parameter, group)
-
-
-def _copy_own_part(full: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
-    if getattr(parameter, "tensor_model_parallel", False):
-        full = full.chunk(group_size(group), parameter.partition_dim)[group_rank(group)]  # type: ignore[attr-defined]
-    if isinstance(parameter, DTensor):
-        # Without a source rank every rank cuts its own copy: nothing is communicated.
-        own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(own.to_local())
-    else:
-        parameter.copy_(full)
-
-
-def _reset_foreign(module: nn.Module, own: dict[str, nn.Parameter], seed: int) -> None:
-    kept = dict(module._parameters)
-    full = {
-        name: nn.Parameter(torch.empty(p.shape, dtype=torch.float32, device="cpu"))
-        for name, p in kept.items()
-        if p is not None
-    }
-    module._parameters.update(full)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
-            module.reset_parameters()  # type: ignore[operator]
-    finally:
-        module._parameters.update(kept)
-    for name, parameter in own.items():
-        _copy_own_part(full[name].detach(), parameter, None)
+    whole = torch.empty(whole_shape(parameter, group), dtype=torch.float32, device="cpu")
+    initializer(whole, torch.Generator(device="cpu").manual_seed(seed))
+    copy_own_part(whole, parameter, group)

@@ -109,36 +109,53 @@ def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None
 model_parallel_cuda_manual_seed = model_parallel_manual_seed
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Entered around the forward, and around its recomputation."""
+
+
+def checkpoint(
+    function: Callable[..., Any], *args: Any, context_fn: Callable[[], Contexts] | None = None, **kwargs: Any
+) -> Any:
     """`function(*args, **kwargs)`, whose activations are not kept but computed again in the backward.
 
     Recomputation draws the random numbers of the forward, from the default stream and from tracked ones, and leaves
     all streams where they were (Chen et al., 2016; torch's non-reentrant checkpoint underneath).
+
+    Args:
+        context_fn: as torch's, for what is to be kept all the same (`create_selective_checkpoint_contexts`).
     """
-    # torch.compile takes no such contexts; a model without tracked streams does not need them.
-    tracked: dict[str, Any] = {"context_fn": _tracked_contexts} if _tracker.get_states() else {}
-    return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **tracked)
+    # torch.compile takes no contexts of ours; a model without tracked streams does not need them.
+    if _tracker.get_states():
+        context_fn = functools.partial(_with_tracked_states, context_fn)
+    contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+    return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False, **contexts)
 
 
-def _tracked_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _TrackedStates(_tracker.get_states())
+def _with_tracked_states(inner: Callable[[], Contexts] | None) -> Contexts:
+    forward, recomputation = (nullcontext(), nullcontext()) if inner is None else inner()
+    return forward, _TrackedStates(_tracker.get_states(), recomputation)
 
 
 class _TrackedStates:
     """The tracked streams of an earlier moment, within it. Entered anew by each backward through a kept graph."""
 
-    def __init__(self, states: dict[str, torch.Tensor]) -> None:
+    def __init__(self, states: dict[str, torch.Tensor], inner: AbstractContextManager[Any]) -> None:
         self._states = states
+        self._inner = inner
         self._outer: list[dict[str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
         self._outer.append(_tracker.get_states())
         _tracker.set_states(self._states)
+        self._inner.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _tracker.set_states(self._outer.pop())
+        try:
+            self._inner.__exit__(kind, error, trace)
+        finally:
+            _tracker.set_states(self._outer.pop())
 
 
 def _get_rng_state() -> torch.Tensor:

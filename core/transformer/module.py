@@ -10,7 +10,8 @@ from torch import nn
 
 from ..device import current_device
 from ..errors import ConfigError
-from ..tensor_parallel.initialization import initialize_parameters
+from ..tensor_parallel.allocation import allocate_meta_tensors
+from ..tensor_parallel.initialization import draw_init_seed, initialize_parameters
 from .transformer_config import TransformerConfig
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -71,37 +72,45 @@ class Float16Module(MegatronModule):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def materialize(model: Model, device: torch.device | str | None = None) -> Model:
-    """Gives a model that was built on the meta device its storage and its initial values, and returns it.
+def materialize(model: Model, device: torch.device | str | None = None, *, seed: int | None = None) -> Model:
+    """Gives what a model has on the meta device its storage and its initial values, and returns the model.
 
         with torch.device("meta"):
             model = GPTModel(...)
         materialize(model)
 
-    The values are, bit for bit, those of direct construction under the same seed, also for a model that has been
-    sharded in between; parameters that had values lose them. With `config.perform_initialization` False storage is
-    left as allocated, for a checkpoint to fill.
+    Works the same for a model that has been sharded in between: each rank then allocates its shards alone, and at most
+    the tensors of one module exist whole at a time. Of this project's modules the values are, bit for bit, those of
+    direct construction under the same seed; :func:`initialize_parameters` says what others get. Tensors that have
+    values keep them, shared parameters stay shared. With `config.perform_initialization` False parameters are left as
+    allocated, for a checkpoint to fill.
 
     Args:
         device: None is the device of this process.
+        seed: for modules outside those that keep an `init_seed`; by default the model's, else one is drawn.
 
     Raises:
-        ConfigError: the model kept no `init_seed`, or holds a buffer on meta, which nothing could fill.
+        ConfigError: nothing says how to fill a parameter or a buffer.
     """
-    owner = model.module if isinstance(model, Float16Module) else model  # names are relative to the seed's owner
-    seed = getattr(owner, "init_seed", None)
-    if seed is None:
-        raise ConfigError(f"{type(owner).__name__} has no init_seed, so nothing says which values to start from")
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if lost:
-        raise ConfigError(f"buffers on the meta device cannot be filled: {lost}; build these modules on a device")
-    buffers = {name: buffer.to(device or current_device()) for name, buffer in model.named_buffers()}
-    model.to_empty(device=device or current_device())
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
-    if model.config.perform_initialization:  # type: ignore[union-attr]
-        initialize_parameters(owner, seed)
+    made = allocate_meta_tensors(model, device or current_device())
+    if not performs_initialization(model):
+        buffers = {id(buffer) for buffer in model.buffers()}
+        made = [tensor for tensor in made if id(tensor) in buffers]
+    if made:
+        initialize_parameters(model, root_seed(model) if seed is None else seed, only=made)
     return model
+
+
+def root_seed(model: nn.Module) -> int:
+    """What initial values outside modules with an `init_seed` of their own are drawn from: its own, or a new one."""
+    owner = model.module if isinstance(model, Float16Module) else model
+    seed = getattr(owner, "init_seed", None)
+    return draw_init_seed() if seed is None else seed
+
+
+def performs_initialization(model: nn.Module) -> bool:
+    """Whether its config, if it has one, wants initial values."""
+    return bool(getattr(getattr(model, "config", None), "perform_initialization", True))
 
 
 def _cast(value: Any, from_dtypes: tuple[torch.dtype, ...], to_dtype: torch.dtype) -> Any:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core.errors import ConfigError
-from core.tensor_parallel.initialization import initialize_parameters
+from core.tensor_parallel.initialization import draw_init_seed, initialize_parameters
 from core.transformer import Float16Module, MegatronModule, TransformerConfig, materialize
 from tests.unit.models._cases import CASES, batch, build, relative_error
 
@@ -106,8 +106,24 @@ def test_materialize_says_what_it_cannot_fill():
     config = TransformerConfig(**SIZES)
     with pytest.raises(ConfigError, match=r"buffers on the meta device.*'table'"):
         materialize(_Seeded(config, on_meta_too=True), "cpu")
-    with pytest.raises(ConfigError, match="Linear has no init_seed"):
-        materialize(nn.Linear(2, 2), "cpu")
+
+
+def test_materialize_draws_a_seed_for_a_model_that_kept_none_and_spares_what_has_values():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"new": nn.Linear(2, 2), "part": _Seeded(TransformerConfig(**SIZES), on_meta_too=False)})
+    model["old"] = nn.Linear(2, 2)
+    model["old"].requires_grad_(False)
+    before = model["old"].weight.clone()
+    torch.manual_seed(3)
+    materialize(model, "cpu")
+    assert torch.equal(model["old"].weight, before) and not model["old"].weight.requires_grad
+    again = nn.ModuleDict({"new": nn.Linear(2, 2)})
+    torch.manual_seed(3)
+    initialize_parameters(again, draw_init_seed())
+    assert torch.equal(model["new"].weight, again["new"].weight)
+    direct = _Seeded(TransformerConfig(**SIZES), on_meta_too=False)
+    initialize_parameters(direct, 1)  # a part with a seed of its own starts as it does alone
+    assert torch.equal(model["part"].linear.weight, direct.linear.weight)
 
 
 def test_materialize_fills_nothing_where_initialization_is_off():

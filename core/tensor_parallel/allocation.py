@@ -1,0 +1,55 @@
+"""Storage for what a model has on the meta device, with ties and custom attributes kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def allocate_meta_tensors(
+    model: nn.Module, device: torch.device | str, parameter_device: torch.device | str | None = None
+) -> list[torch.Tensor]:
+    """Replaces parameters and buffers on the meta device by empty ones, and returns these; others are left alone.
+
+    A sharded parameter (FSDP2) gets storage for its shard. torch's `to_empty` would throw away all values, part
+    modules that share a plain parameter, and drop the attributes that parameters carry. Parameters go to
+    `parameter_device`, if given, as where shards are kept on the host.
+    """
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                places[parameter].append((module, name))
+    attributes = [dict(vars(parameter)) for parameter in places]
+    on_meta = [(module, name) for module in model.modules() for name, b in module._buffers.items() if _is_meta(b)]
+    made: dict[torch.Tensor, torch.Tensor] = {}
+
+    def storage_for(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta and tensor not in made:
+            where = parameter_device if parameter_device and tensor in places else device
+            made[tensor] = torch.empty_like(tensor, device=where)
+        return made.get(tensor, tensor)
+
+    if places or on_meta:
+        model._apply(storage_for)
+    for holders, kept in zip(places.values(), attributes, strict=True):
+        first, name = holders[0]
+        parameter = first._parameters[name]
+        for module, other in holders[1:]:
+            module._parameters[other] = parameter
+        for key, value in kept.items():
+            if key not in vars(parameter):
+                setattr(parameter, key, value)
+    filled = itertools.chain(
+        (holders[0][0]._parameters[holders[0][1]] for holders in places.values()),
+        dict.fromkeys(module._buffers[name] for module, name in on_meta),
+    )
+    return [tensor for tensor in filled if tensor is not None]
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta

@@ -1,0 +1,178 @@
+"""Initial values of modules from elsewhere, by their own `reset_parameters`, one module's whole tensors at a time.
+
+Such a module draws from torch's global generator in an order of its own. Here each draws under a seed of its name, on
+the CPU and on whole tensors, of which every rank keeps its part: the values depend neither on the number of ranks nor
+on how parameters were cut, but they are not those that the constructors would have drawn one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import ConfigError
+from .mappings import resolve_group
+from .own_part import copy_own_part, copy_own_shard, whole_shape
+
+RESET_METHODS = ("reset_parameters", "_reset_parameters")
+"""torch's names; the second is that of `nn.MultiheadAttention` and `nn.Transformer`."""
+
+_OVERWRITING = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_"}
+
+
+@dataclass
+class ForeignModule:
+    """A module without `initializers`, and what is to be filled in it."""
+
+    name: str
+    """In the model that owns the seed, with a dot at its end."""
+    module: nn.Module
+    hook: Callable[..., Any] | None
+    """`_init_weights(module)` of the nearest module around that has one, as Hugging Face's models do."""
+    wanted: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Its own parameters and buffers by local name."""
+
+    def resets(self) -> list[Callable[[], Any]]:
+        """What fills its tensors, in the order in which construction would call it."""
+        found = [getattr(self.module, name, None) for name in RESET_METHODS]
+        resets: list[Callable[[], Any]] = [method for method in found if callable(method)][:1]
+        if self.hook is not None:
+            resets.append(functools.partial(self.hook, self.module))
+        return resets
+
+
+def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:
+    """The module's `_init_weights`, if it takes a module to initialise."""
+    hook = getattr(module, "_init_weights", None)
+    if not callable(hook):
+        return None
+    required = [p for p in inspect.signature(hook).parameters.values() if p.default is p.empty]
+    return hook if len(required) == 1 and required[0].kind is not inspect.Parameter.VAR_KEYWORD else None
+
+
+def reset(foreign: ForeignModule, seed: int) -> None:
+    """Runs a module's own initialisation and keeps this rank's parts of what it filled.
+
+    What it does not fill is left alone: the module around it may. Tensors of modules below that it writes are written
+    too, each whole for a moment, with the values that all ranks agree on.
+
+    Raises:
+        ConfigError: it writes into a slice of a sharded parameter of another module.
+    """
+    resets = foreign.resets()
+    attempts = [resets[-1:], resets] if len(resets) > 1 else [resets]  # a hook mostly needs no reset before it
+    filled: dict[str, torch.Tensor] = {}
+    for attempt in attempts:
+        if attempt and (len(filled) < len(foreign.wanted) or not foreign.wanted):
+            filled = _filled_by(foreign, attempt, seed)
+    for name, value in filled.items():
+        target = foreign.wanted[name]
+        copy_own_part(value.detach(), target, resolve_group(None))
+
+
+def _filled_by(foreign: ForeignModule, resets: list[Callable[[], Any]], seed: int) -> dict[str, torch.Tensor]:
+    with _whole_tensors(foreign) as blank, torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
+        marks = {name: (tensor, tensor._version, _bytes_of(tensor).clone()) for name, tensor in blank.items()}
+        with _WritesWhole(foreign.name):
+            for run in resets:
+                run()
+        now = {**foreign.module._parameters, **foreign.module._buffers}
+        return {
+            name: value
+            for name, (tensor, version, before) in marks.items()
+            if (value := now.get(name)) is not None
+            and (value is not tensor or value._version > version or not torch.equal(_bytes_of(value), before))
+        }
+
+
+@contextmanager
+def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor]]:
+    """For a while the module has whole tensors on the CPU; yields those that are wanted, blank."""
+    module = foreign.module
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    blank: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        if parameter is not None:
+            dtype = parameter.dtype
+            if parameter.is_floating_point():  # drawn alike in every precision, and rounded
+                dtype = torch.promote_types(dtype, torch.float32)
+            whole = nn.Parameter(_blank(whole_shape(parameter, resolve_group(None)), dtype), requires_grad=False)
+            vars(whole).update(vars(parameter))
+            module._parameters[name] = whole
+            if name in foreign.wanted:
+                blank[name] = whole
+    for name, buffer in buffers.items():
+        if name in foreign.wanted and buffer is not None:
+            module._buffers[name] = blank[name] = _blank(list(buffer.shape), buffer.dtype)
+        elif buffer is not None:
+            module._buffers[name] = buffer.detach().clone()
+    try:
+        yield blank
+    finally:
+        for registry, kept in ((module._parameters, parameters), (module._buffers, buffers)):
+            registry.clear()
+            registry.update(kept)  # type: ignore[arg-type]
+
+
+def _blank(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Filled with what no initialisation leaves, so that what is not filled shows."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full(shape, torch.nan, dtype=dtype, device="cpu")
+    return torch.full(shape, dtype is torch.bool or torch.iinfo(dtype).max, dtype=dtype, device="cpu")
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A sample is enough: whoever fills a tensor fills its ends."""
+    flat = tensor.detach().reshape(-1)
+    return torch.cat([flat[:64], flat[-64:]]).contiguous().view(torch.uint8)
+
+
+class _WritesWhole(TorchDispatchMode):
+    """Lets an initialisation write sharded parameters of modules below its own: each is made whole, and cut again.
+
+    DTensor itself would draw on every rank the values of another part, or of the same.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name or "the model"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sharded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+        if not sharded or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return func(*args, **kwargs)
+        returns_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+        if returns_view:
+            raise ConfigError(
+                f"the initialisation of {self._name.rstrip('.')} looks at a part of a sharded parameter of another "
+                f"module ({func}), and what it writes there would be lost; fill that parameter in the "
+                "reset_parameters() of the module that owns it"
+            )
+        target = args[0] if func._schema.is_mutable and args and isinstance(args[0], DTensor) else None
+        overwrites = func._overloadpacket.__name__ in _OVERWRITING
+
+        def to_whole(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            if leaf is target and overwrites:
+                return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+            return leaf.full_tensor().cpu()
+
+        args, kwargs = tree_map(to_whole, (args, kwargs))
+        result = func(*args, **kwargs)
+        if target is None:
+            return result
+        copy_own_shard(args[0], target)
+        return target

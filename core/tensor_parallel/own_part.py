@@ -1,0 +1,38 @@
+"""A whole-model tensor, and the part of it that this rank's parameter holds."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .mappings import Group, group_rank, group_size
+
+
+def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
+    """The shape before tensor parallelism (by the parameter's marks) and before any sharding."""
+    shape = list(parameter.shape)  # a DTensor's own shape is already that before its sharding
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= group_size(group)  # type: ignore[attr-defined]
+    return shape
+
+
+def copy_own_part(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
+    """Fills this rank's part from the whole model's tensor, in place; nothing is communicated."""
+    if getattr(parameter, "tensor_model_parallel", False):
+        whole = whole.chunk(group_size(group), parameter.partition_dim)[group_rank(group)]  # type: ignore[attr-defined]
+    copy_own_shard(whole, parameter)
+
+
+def copy_own_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
+    """The same where `whole` is already what one tensor-parallel rank holds: only a DTensor is cut."""
+    if isinstance(parameter, DTensor):
+        # Without a source rank every rank cuts its own copy.
+        own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(own.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,334 @@
+"""Models that are hard to cut into units: each equals replication on two ranks, or is refused with what to do."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from core.distributed import finalize_model_grads
+from core.errors import WrapError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._scenarios import SCENARIOS, Adapted, serial_gradients, wrapped_gradients
+from tests.unit.distributed._toys import (
+    Block,
+    CollectiveCounter,
+    Toy,
+    batches,
+    build,
+    gradients,
+    loss_of,
+    toy,
+)
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], exact: bool = True) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(found[name], value) if exact else torch.allclose(found[name], value, rtol=1e-5, atol=1e-7)
+        assert same, (name, (found[name] - value).abs().max())
+
+
+def _runs_a_scenario(name: str) -> None:
+    scenario = SCENARIOS[name]
+    # A unit that runs several times is reduced after each of its backwards: sums in another order.
+    exact = name not in ("called several times",)
+    for step, found in enumerate(wrapped_gradients("fsdp2", scenario)):
+        assert_near(found, serial_gradients(scenario, step), exact)
+
+
+# These call units without the model around them, or on one rank alone, which must then wait for the other.
+OUTSIDE_FORWARD = ("unused in one step", "never used")
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in OUTSIDE_FORWARD])
+def test_gradients_are_those_of_a_serial_run(name):
+    run_distributed(_runs_a_scenario, 2, name)
+
+
+class Choosing(Toy):
+    """Every block runs, but the gate of the second decides on each rank which of its layers is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].other = nn.Linear(7, 7)
+        self.spare = Block()
+        self.blocks[1].forward = self._choose
+        self.chooses_other = False
+
+    def _choose(self, x: torch.Tensor) -> torch.Tensor:
+        block = self.blocks[1]
+        return x + (block.other(x) if self.chooses_other else block.down(torch.tanh(block.up(x))) * block.gain)
+
+
+def _reaches_parameters_on_one_rank_or_none() -> None:
+    found = []
+    for kind in ("fsdp2", "ddp"):
+        torch.manual_seed(2)
+        model = build(kind, Choosing())
+        for step in range(2):
+            model.module.chooses_other = step == 0 and dist.get_rank() == 1
+            found.append(_trains(model, 1))
+            assert not any(g.any() for name, g in found[-1].items() if "spare" in name)
+    for sharded, replicated in zip(found[:2], found[2:], strict=True):
+        assert_near(sharded, replicated)
+    assert found[0]["blocks.1.other.weight"].any() and not found[1]["blocks.1.other.weight"].any()
+
+
+def test_parameters_without_a_gradient_on_some_ranks_or_on_all_get_zeros():
+    run_distributed(_reaches_parameters_on_one_rank_or_none, 2)
+
+
+class Shared(Toy):
+    """One block stands in three places, and one of its layers in another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.blocks[0]
+        self.third = Block()
+        self.third.up = self.blocks[1].up
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in [*self.blocks, self.again, self.third]:
+            x = block(x)
+        return self.head(x)
+
+
+class Listed(Toy):
+    """Blocks in nested containers, and a sequential, which is a unit itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.ModuleDict({"a": nn.ModuleList([Block(), Block()]), "b": Block()})
+        self.tail = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in [*self.blocks, *self.kept["a"], self.kept["b"]]:
+            x = block(x)
+        return self.head(self.tail(x))
+
+
+MODELS = {
+    "shared": (Shared, (Block, nn.Embedding)),
+    "containers": (Listed, (nn.ModuleList, nn.ModuleDict, nn.Sequential)),
+}
+
+
+def _seeded(name: str) -> nn.Module:
+    torch.manual_seed(2)
+    return MODELS[name][0]()
+
+
+def _trains(model: nn.Module, steps: int = 2) -> dict[str, torch.Tensor]:
+    for _ in range(steps):
+        model.zero_grad_buffer()
+        micro_batches = batches(dist.get_rank())
+        for index, tokens in enumerate(micro_batches):
+            with nullcontext() if index == len(micro_batches) - 1 else model.no_sync():
+                loss_of(model, tokens).backward()
+        finalize_model_grads([model])
+    return gradients(model)
+
+
+def _equals_replication(name: str) -> list[list[str]]:
+    sharded = build("fsdp2", _seeded(name), unit_classes=MODELS[name][1])
+    assert_near(_trains(sharded), _trains(build("ddp", _seeded(name))), exact=False)
+    names = {module: path for path, module in sharded.module.named_modules()}
+    return [[names[module] for module in unit.modules] for unit in sharded.units]
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("shared", [["blocks.0"], ["blocks.1", "third"]]),
+        ("containers", [["blocks.0"], ["blocks.1"], ["kept.a.0"], ["kept.a.1"], ["kept.b"], ["tail"]]),
+    ],
+)
+def test_shared_modules_and_containers_equal_replication(name, units):
+    assert run_distributed(_equals_replication, 2, name) == [units, units]
+
+
+def _uses_a_part_of_a_united_unit() -> None:
+    """Of two modules that are one unit, because they share a layer, one is not run in the first step."""
+    found = []
+    for kind in ("fsdp2", "ddp"):
+        model = build(kind, _seeded("shared"), unit_classes=(Block, nn.Embedding))
+        for step in range(2):
+            model.zero_grad_buffer()
+            third, again = model.module.third, model.module.again
+            if step == 0:
+                model.module.third = again
+            for tokens in batches(dist.get_rank()):
+                loss_of(model, tokens).backward()
+            model.module.third = third
+            if step == 0:
+                model.zero_grad_buffer()
+        for tokens in batches(dist.get_rank(), 1):
+            loss_of(model, tokens).backward()
+        finalize_model_grads([model])
+        found.append(gradients(model))
+    assert_near(*found, exact=False)
+
+
+def test_of_modules_that_are_one_unit_some_may_rest():
+    run_distributed(_uses_a_part_of_a_united_unit, 2)
+
+
+def _frozen() -> nn.Module:
+    """The first block wholly, the second in part."""
+    model = toy(tied=False)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)
+    return model
+
+
+def _freezes() -> None:
+    model = build("fsdp2", _frozen(), collectives="torch")  # reductions that have a name
+    with CollectiveCounter() as counter:
+        loss_of(model, batches(dist.get_rank())[0]).backward()
+        gathered_gradients = [
+            name
+            for name, parameter in model.module.named_parameters()
+            if not parameter.requires_grad and parameter.grad is not None
+        ]
+        model.finish_grad_sync()
+    # One reduction each of embedding, second block and head; the first block and the root reduce nothing.
+    assert sum(n for name, n in counter.counts.items() if "reduce" in name) == 3, counter.counts
+    assert not gathered_gradients
+    trainable = {name for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    assert set(gradients(model)) == trainable
+    assert not any("up" in name for name in trainable)
+    replicated = build("ddp", _frozen())
+    loss_of(replicated, batches(dist.get_rank())[0]).backward()
+    replicated.finish_grad_sync()
+    assert_near(gradients(model), gradients(replicated))
+
+
+def test_frozen_parameters_have_no_gradients_and_frozen_units_reduce_nothing():
+    run_distributed(_freezes, 2)
+
+
+class Wide(nn.Module):
+    """Its frozen weight is 64 times as large as its adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Adapted(nn.Linear(256, 256, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def _allocates_for_adapters_alone() -> None:
+    # Nothing is gathered in backward, so that whatever it allocates is for gradients.
+    model = build("fsdp2", nn.Sequential(Wide(), Wide()), unit_classes=(Wide,), reshard_after_forward=False)
+    model(torch.ones(1, 256)).sum().backward()  # what is made once and kept
+    model.zero_grad_buffer()
+    loss = model(torch.ones(1, 256)).sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss.backward()
+        model.finish_grad_sync()
+    sizes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert 0 < max(sizes) < 256 * 256 * 4 / 4, max(sizes)  # a quarter of a frozen weight
+    held = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)
+    assert held == 2 * 2 * 256 * 2 * 4 // 2  # two adapters of two layers, half of each on a rank
+
+
+def test_adapters_alone_have_gradient_memory():
+    run_distributed(_allocates_for_adapters_alone, 2)
+
+
+class LowBase(Adapted):
+    """The frozen weight in bf16, the adapters in fp32: two dtypes in one unit, of which one has gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x.bfloat16()).float() + self.up(self.down(x))
+
+
+def _low_base() -> nn.Module:
+    model = toy(tied=False).requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = LowBase(block.up.bfloat16()), LowBase(block.down.bfloat16())
+    return model
+
+
+def _adapts_a_low_base() -> None:
+    found = [_trains(build(kind, _low_base())) for kind in ("fsdp2", "ddp")]
+    assert len(found[0]) == 2 * 2 * 2 and all(g.dtype == torch.float32 for g in found[0].values())
+    assert_near(*found)
+
+
+def test_adapters_in_fp32_on_a_frozen_base_in_bf16_are_one_unit():
+    run_distributed(_adapts_a_low_base, 2)
+
+
+class Methods(nn.Module):
+    """An encoder and a decoder that are also called by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Coder(), Coder()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(x))
+
+    def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder.twice(self.encoder.twice(x))
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(self.first(x)))
+
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.second(self.first(x))))
+
+
+def _calls_methods() -> None:
+    x = torch.randn(4, 3) + dist.get_rank()
+    found = []
+    for kind, fields in (("fsdp2", {"forward_methods": ("twice", "reconstruct")}), ("ddp", {})):
+        torch.manual_seed(4)
+        model = build(kind, Methods(), unit_classes=(Coder,), **fields)
+        with torch.no_grad():
+            only = model.module.encoder.twice(x)  # before the model around it has ever run
+            before = model.module.reconstruct(x)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model.zero_grad_buffer()
+            (model.module.reconstruct(x).square().mean() + model(x).mean()).backward()
+            finalize_model_grads([model])
+            for parameter in model.parameters():
+                parameter.grad = getattr(parameter, "main_grad", parameter.grad)
+            optimizer.step()
+        with torch.no_grad():
+            after = model.module.reconstruct(x)
+        assert not torch.equal(before, after)
+        assert kind == "ddp" or all(isinstance(p, DTensor) for p in model.parameters())  # nothing stays gathered
+        found.append((before, only, after, gradients(model)))
+    for one, other in zip(found[0][:3], found[1][:3], strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+    assert_near(found[0][3], found[1][3], exact=False)
+
+
+def test_methods_other_than_forward_gather_their_parameters():
+    run_distributed(_calls_methods, 2)
+
+
+def _unknown_method() -> None:
+    with pytest.raises(WrapError, match=r"forward_methods names 'thrice'.*\(Coder, Methods\)"):
+        build("fsdp2", Methods(), unit_classes=(Coder,), forward_methods=("twice", "thrice"))
+
+
+def test_a_method_that_nobody_has_is_refused():
+    run_distributed(_unknown_method, 1)
