@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -20,14 +20,14 @@ from .fsdp_collectives import DirectAllGather, DirectReduceScatter
 from .fsdp_state import PartialReshard
 from .prefetch import Prefetcher
 from .resharding import Reshard, check_reshard, reshard_of
-from .units import Unit, parameter_attributes_kept, plan_units
+from .units import Unit, parameter_attributes_kept
 
 
 def shard_model(
     module: nn.Module,
     mesh: DeviceMesh,
+    planned: Sequence[Unit],
     *,
-    unit_classes: Iterable[type[nn.Module]],
     reshard_after_forward: Reshard = True,
     reshard_overrides: Sequence[tuple[str, Reshard]] = (),
     forward_prefetch: int = 1,
@@ -36,9 +36,8 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     averages_gradients: bool = True,
-    prepare: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
-    """Shards a model in place, unit by unit and then the root, and returns the units.
+    """Shards a model in place, unit by unit and then the root, and returns the units as they became.
 
     Parameters become DTensors, cut on dim 0 over the mesh's last axis and replicated over its first where it has two,
     with the custom attributes that they had. The last unit and the root stay gathered between forward and backward,
@@ -48,7 +47,7 @@ def shard_model(
     Args:
         module: the model, equal on all ranks (`InitialValues`); parameters on the meta device stay there, sharded.
         mesh: ``(shard,)``, or ``(replicate, shard)`` for hybrid sharding.
-        unit_classes: see `plan_units`.
+        planned: its units, from `plan_units`.
         reshard_after_forward: free gathered parameters between forward and backward; see `resharding`.
         reshard_overrides: pairs of a pattern of module names and another value.
         forward_prefetch: units that are gathered ahead in forward; see `Prefetcher`.
@@ -56,7 +55,6 @@ def shard_model(
         collectives: ``auto`` or ``torch``; see `fsdp_collectives`.
         mp_policy: dtypes of compute, reduction and output; the latter is the root's alone, as with `Float16Module`.
         offload_policy: where shards are kept.
-        prepare: called with the units before the first is sharded, as with `composition.prepare_units`.
         averages_gradients: divide by the number of ranks; otherwise sum.
 
     Raises:
@@ -65,13 +63,9 @@ def shard_model(
     """
     _reject_what_cannot_be_sharded(module)
     mp_policy = mp_policy or MixedPrecisionPolicy()
-
     sharder = _Sharder(mesh, reshard_after_forward, reshard_overrides, offload_policy or OffloadPolicy())
     inner_policy = replace(mp_policy, output_dtype=None)
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
-        planned = plan_units(module, unit_classes)
-        if prepare is not None:
-            prepare(planned)
         units = [sharder.shard(unit, inner_policy, stays_gathered=unit is planned[-1]) for unit in planned]
         sharder.shard(Unit((module,), ("",)), mp_policy, stays_gathered=True)
     note_sharded(fsdp_modules(module))

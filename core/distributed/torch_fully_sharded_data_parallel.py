@@ -95,16 +95,22 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         settings = _fsdp2_settings(ddp_config)
         mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
         super().__init__(config, module, ddp_config, process_group)
-        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else tuple(sub_modules_to_wrap)
-        self._reject_different_models(plan_units(module, unit_classes))
+        units = plan_units(module, DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap)
+        self._reject_different_models(units)
         start = InitialValues(module, process_group, from_first_rank=settings.sync_module_states)
         start.equalize()
+        prepare_units(
+            units,
+            activation_checkpointing=settings.activation_checkpointing,
+            every_nth=settings.activation_checkpointing_interval,
+            compile_units=settings.compile_units,
+        )
         self._mesh, self._settings = mesh, settings
         keeps_gathered = settings.keep_gathered_between_micro_batches
         self.units = shard_model(
             module,
             mesh,
-            unit_classes=unit_classes,
+            units,
             reshard_after_forward=False if keeps_gathered else settings.reshard_after_forward,
             reshard_overrides=parse_overrides(settings.reshard_overrides),
             forward_prefetch=settings.forward_prefetch,
@@ -113,12 +119,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             mp_policy=mixed_precision_policy(module.parameters(), _compute_dtype(config), settings),
             offload_policy=_offload_policy(settings),
             averages_gradients=not self.sums_gradients,
-            prepare=functools.partial(
-                prepare_units,
-                activation_checkpointing=settings.activation_checkpointing,
-                every_nth=settings.activation_checkpointing_interval,
-                compile_units=settings.compile_units,
-            ),
         )
         self._fsdp_modules = fsdp_modules(module)
         register_forward_methods(module, self.units, settings.forward_methods, free=self._reshard)

@@ -127,7 +127,7 @@ def sharded_units(model: nn.Module, step: StepPlan) -> tuple[list[UnitFacts], li
     names = Names.within(model)
     groups = sharded_groups(model)
     module_names = {module: name for name, module in model.named_modules()}
-    in_backward = _gathered_in_backward(groups, names)
+    in_backward = _gathered_in_backward(model, groups, names)
     units = [_sharded_unit(group, step, names, module_names, i in in_backward) for i, group in enumerate(groups)]
     order = sorted(range(len(units)), key=lambda index: units[index].place)
     # While a unit is gathered the model holds other parameters under the same names: compare these.
@@ -141,10 +141,10 @@ def sharded_units(model: nn.Module, step: StepPlan) -> tuple[list[UnitFacts], li
     return [units[index] for index in order], ties, max((group.shard_size for group in groups), default=1)
 
 
-def _gathered_in_backward(groups: Sequence[ShardedGroup], names: Names) -> set[int]:
+def _gathered_in_backward(root: nn.Module, groups: Sequence[ShardedGroup], names: Names) -> set[int]:
     """Indices of the groups that backward gathers where they were freed.
 
-    Backward runs from the loss to the first weight that is trained and no further.
+    Backward begins with the root, and runs from the loss to the first weight that is trained and no further.
     """
     first_trained = min(
         (names.place[p.names[0]] for group in groups for p in group.parameters if p.parameter.requires_grad),
@@ -153,7 +153,8 @@ def _gathered_in_backward(groups: Sequence[ShardedGroup], names: Names) -> set[i
     return {
         index
         for index, group in enumerate(groups)
-        if group.is_read_in_backward and max(names.place[p.names[0]] for p in group.parameters) >= first_trained
+        if group.is_read_in_backward
+        and (root in group.modules or max(names.place[p.names[0]] for p in group.parameters) >= first_trained)
     }
 
 

@@ -83,11 +83,9 @@ def describe_structure(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         kind = "" if parameter.requires_grad else ", frozen"
         unit = f", unit {_innermost(name, unit_of)}" if units else ""
-        described[f"parameter {name}"] = (
-            f"{list(parameter.shape)} {_short(parameter.dtype)} on {parameter.device.type}{kind}{unit}"
-        )
+        described[f"parameter {name}"] = f"{list(parameter.shape)} {_short(parameter.dtype)}{kind}{unit}"
     for name, buffer in module.named_buffers():
-        described[f"buffer {name}"] = f"{list(buffer.shape)} {_short(buffer.dtype)} on {buffer.device.type}"
+        described[f"buffer {name}"] = f"{list(buffer.shape)} {_short(buffer.dtype)}"
     described["the units' order"] = "; ".join(", ".join(unit) for unit in units) or "none"
     return described
 

@@ -75,7 +75,7 @@ def test_every_field_of_the_transformer_is_compared_or_changes_no_function():
         *("hidden_dropout", "attention_dropout", "init_method_std", "perform_initialization"),
         *("recompute_granularity", "recompute_method", "recompute_num_layers", "calculate_per_token_loss"),
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
-        *("expert_model_parallel_size", "fp16", "bf16", "params_dtype"),
+        *("expert_model_parallel_size", "fp16", "bf16", "params_dtype", "gradient_accumulation_fusion"),
     }
     assert {entry.name for entry in fields(TransformerConfig)} - training_alone == set(_MODEL_FIELDS["model"])
 
