@@ -52,6 +52,14 @@ class PairedRatio:
         """False when the whole interval lies above the limit."""
         return self.interval()[0] <= limit
 
+    def verdict(self, limit: float) -> str:
+        """Whether the limit holds, in words; fewer than 15 rounds decide nothing."""
+        if limit == float("inf"):
+            return ""
+        if len(self.ratios) < 15:
+            return f", limit {limit}: 15 rounds would decide"
+        return f", limit {limit}: {'holds' if self.holds(limit) else 'EXCEEDED'}"
+
     def __str__(self) -> str:
         low, high = self.interval()
         return f"{self.median:.3f} x  (95 % interval {low:.3f} to {high:.3f}, {len(self.ratios)} rounds)"

@@ -152,7 +152,7 @@ def report_time(rounds: int, names: list[str]) -> bool:
         if baseline in seconds:
             ratio = PairedRatio.of(values, seconds[baseline])
             within &= ratio.holds(limit)
-            print(f"{name} / {baseline}: {ratio}, limit {limit}: {'holds' if ratio.holds(limit) else 'EXCEEDED'}")
+            print(f"{name} / {baseline}: {ratio}{ratio.verdict(limit)}")
     return within
 
 

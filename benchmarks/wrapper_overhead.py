@@ -121,11 +121,12 @@ def bare_fully_shard(row: Row) -> Candidate:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=settings.get("reshard_after_forward", True), **options)
     fully_shard(model, **options)
+    ahead = settings.get("forward_prefetch", 0)
     for index, layer in enumerate(layers):
-        if ahead := settings.get("forward_prefetch"):
-            layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
-            layer.set_modules_to_backward_prefetch(layers[max(0, index - ahead) : index][::-1])
-    if settings.get("forward_prefetch"):
+        layer.set_modules_to_forward_prefetch(layers[index + 1 : index + 1 + ahead])
+        # By default one layer is gathered ahead in backward; a layer that is gathered already means none.
+        layer.set_modules_to_backward_prefetch(layers[max(0, index - ahead) : index][::-1] or [layer])
+    if ahead:
         model._set_unshard_async_op(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
     data = micro_batches(row.samples, row.sequence)
@@ -257,10 +258,8 @@ def report_wire(row: Row) -> bool:
 
 
 def _judge(ratio: PairedRatio, limit: float) -> bool:
-    holds = ratio.holds(limit)
-    verdict = "" if limit == float("inf") else f", limit {limit}: {'holds' if holds else 'EXCEEDED'}"
-    print(f"  ratio {ratio}{verdict}", flush=True)
-    return holds
+    print(f"  ratio {ratio}{ratio.verdict(limit)}", flush=True)
+    return ratio.holds(limit)
 
 
 def main() -> int:

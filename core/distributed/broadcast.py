@@ -18,7 +18,8 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
     """Overwrites tensors, in place, with those of the group's first rank; the order must agree on all ranks.
 
     Of a DTensor its local shard is sent: the group must then be one whose ranks hold the same shard. Tensors on the
-    meta device have nothing to send.
+    meta device have nothing to send. One that lies elsewhere than this process computes travels by way of there, so
+    that every rank sends from the same kind of device.
     """
     if group.size() == 1:
         return
@@ -26,7 +27,10 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
     for tensor in tensors:
         if not tensor.is_meta:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-            dist.broadcast(local, source, group=group)
+            sent = local.to(device.current_device())
+            dist.broadcast(sent, source, group=group)
+            if sent is not local:
+                local.copy_(sent)
 
 
 def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:

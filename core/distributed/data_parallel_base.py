@@ -65,8 +65,12 @@ class _BaseDataParallel(nn.Module, ABC):
         self._gradient_checks = GradientChecks(ddp_config.check_for_nan_in_grad, ddp_config.check_for_large_grads)
         self._step = 0
 
-    def _reject_different_models(self, units: Sequence[Unit] = ()) -> None:
-        """Raises WrapError, on every rank, unless all of the group are about to wrap the same model alike."""
+    def _reject_different_models(self, units: Sequence[Unit] = (), **settings: Any) -> None:
+        """Raises WrapError, on every rank, unless all of the group are about to wrap the same model alike.
+
+        Args:
+            settings: what the constructor was given beside the config that has to agree too.
+        """
         reject_different_models(
             self.module,
             self.process_group,
@@ -74,6 +78,7 @@ class _BaseDataParallel(nn.Module, ABC):
             config=self.config,
             ddp_config=self.ddp_config,
             units=[unit.names for unit in units],
+            settings=settings,
         )
 
     @property

@@ -78,7 +78,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.intra_instance_group, self.inter_instance_group = groups[1:]
         _check_per_token_loss(self.sums_gradients, ddp_config)
         _check_precision(config, module)
-        self._reject_different_models()
+        self._reject_different_models(disable_bucketing=disable_bucketing)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
         self._is_sharded = strategy != "no_shard"
@@ -190,6 +190,7 @@ class DistributedDataParallel(_BaseDataParallel):
         else:
             group.add_gradient(param, gradient)  # type: ignore[arg-type]
         param.grad = None
+        del gradient  # its memory may serve for what the reduction allocates
         if not self._reduces_during_backward:
             return
         if self._reduces_every_micro_batch and not self._is_backward_watched:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ..errors import WrapError
-from .fsdp_state import take_root
+from .fsdp_state import is_in_forward, take_root
 from .units import Unit
 
 
@@ -49,7 +49,7 @@ def _freeing(root: nn.Module, method: Callable[..., Any], free: Callable[[], Non
     def called(*args: Any, **kwargs: Any) -> Any:
         take_root(root)  # a unit may run before the model around it
         output = method(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not is_in_forward(root):
             free()
         return output
 

@@ -10,8 +10,10 @@ gathered and reduced together, by what, and the memory that it takes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,51 @@ def drop_unsharded_gradients(root: nn.Module) -> None:
             parameter._unsharded_param.grad = None
 
 
+def complete_accumulated_gradients(root: nn.Module) -> None:
+    """Gives a zero to each parameter that `no_sync` brought no gradient, in a group where it brought others one.
+
+    What accumulates is of the reduction's dtype; a gradient that is absent, or that comes in the last backward alone,
+    is of the computation's, and FSDP2 reduces one dtype at a time.
+    """
+    for group in _param_groups(root):
+        trained = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad]
+        accumulated = (p.unsharded_accumulated_grad for p in trained)
+        if (found := next((gradient for gradient in accumulated if gradient is not None), None)) is None:
+            continue
+        for parameter in trained:
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=found.dtype)
+
+
+def tolerate_units_never_gathered(root: nn.Module) -> None:
+    """Lets `no_sync` end a backward of a model of which no forward has reached some unit: torch asks for its gradient.
+
+    (pytorch/pytorch#194058)
+    """
+    for parameter in _fsdp_parameters(root):
+        parameter.to_accumulated_grad_if_needed = partial(
+            _if_gathered_before, parameter, parameter.to_accumulated_grad_if_needed
+        )
+
+
+def _if_gathered_before(parameter: Any, method: Callable[[], None]) -> None:
+    if hasattr(parameter, "_unsharded_param"):
+        method()
+
+
+def free_partial_shards(root: nn.Module) -> None:
+    """Frees what `PartialReshard` keeps after a forward, where the unit went back to its shard without a backward."""
+    for group in _param_groups(root):
+        if group.is_sharded:
+            for parameter in group.fsdp_params:
+                parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
+
+
+def is_in_forward(root: nn.Module) -> bool:
+    """Whether a forward of the sharded model, or of a unit called by itself, is running."""
+    return _state(root)._state_ctx.iter_forward_root is not None
+
+
 def drop_pending_gathers(root: nn.Module) -> None:
     """Waits for all-gathers that were started for a unit which then was not used, and forgets what they brought.
 
@@ -46,6 +93,8 @@ def drop_pending_gathers(root: nn.Module) -> None:
     """
     for group in _param_groups(root):
         result, group._all_gather_result = group._all_gather_result, None
+        if result is not None and result.all_gather_event is not None:  # else its memory is reused while it fills
+            group.device_handle.current_stream().wait_event(result.all_gather_event)
         if result is not None and result.all_gather_work is not None:
             result.all_gather_work.wait()
 
@@ -69,8 +118,9 @@ class PartialReshard:
     def __init__(self, shard_group: dist.ProcessGroup, size: int, device_type: str) -> None:
         ranks = torch.tensor(dist.get_process_group_ranks(shard_group)).view(-1, size)
         row, column = divmod(shard_group.rank(), size)
-        shard = dist.new_group(ranks[row].tolist(), use_local_synchronization=True)
-        replicate = dist.new_group(ranks[:, column].tolist(), use_local_synchronization=True)
+        options: dict[str, Any] = {"timeout": _timeout_of(shard_group, device_type), "use_local_synchronization": True}
+        shard = dist.new_group(ranks[row].tolist(), **options)
+        replicate = dist.new_group(ranks[:, column].tolist(), **options)
         names = ("replicate", "shard")
         mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=names)
         self._mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -81,6 +131,12 @@ class PartialReshard:
             group.post_forward_mesh_info = self._mesh_info
             for parameter in group.fsdp_params:
                 parameter.post_forward_mesh_info = self._mesh_info
+                size = parameter._orig_size
+                chunks = torch.empty(size, device="meta").chunk(self._mesh_info.shard_mesh_size)
+                rank = self._mesh_info.shard_mesh_rank
+                own = chunks[rank].shape if rank < len(chunks) else torch.Size([0, *size[1:]])
+                parameter.sharded_post_forward_size = own
+                parameter.contiguous_sharded_post_forward_stride = torch.empty(own, device="meta").stride()
 
 
 def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
@@ -242,3 +298,8 @@ def _reductions_under_way(comm_ctx: Any) -> list[Any]:
     if states is None:
         states = [comm_ctx.reduce_scatter_state]
     return [state for state in states if state is not None]
+
+
+def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
+    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    return timeout

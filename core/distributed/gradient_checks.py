@@ -28,8 +28,11 @@ class GradientChecks:
         self._largest: dict[str, float] = {}
         self._seen: dict[str, int] = {}
 
-    def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int) -> None:
+    def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:
         """Checks this rank's gradients of step `step`, counted from 0, by name.
+
+        Args:
+            are_reduced: they are those of all ranks already, so that the rank which sees it need not be at fault.
 
         Raises:
             ShardstackError: naming rank, step and parameter.
@@ -39,22 +42,26 @@ class GradientChecks:
         for name, gradient in gradients:
             if self._for_nan and not torch.isfinite(gradient).all():
                 raise ShardstackError(
-                    f"{_place(name, step)} is not finite; lower the learning rate, look at the batch, or drop "
-                    "check_for_nan_in_grad to go on"
+                    f"{_place(name, step, are_reduced)} is not finite; lower the learning rate, look at the batch, or "
+                    "drop check_for_nan_in_grad to go on"
                 )
             if self._for_large and gradient.numel():
-                self._check_norm(name, torch.linalg.vector_norm(gradient, dtype=torch.float64).item(), step)
+                self._check_norm(
+                    name, torch.linalg.vector_norm(gradient, dtype=torch.float64).item(), step, are_reduced
+                )
 
-    def _check_norm(self, name: str, norm: float, step: int) -> None:
+    def _check_norm(self, name: str, norm: float, step: int, is_reduced: bool) -> None:
         largest, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
         if seen < OBSERVED_STEPS:
             self._largest[name], self._seen[name] = max(largest, norm), seen + 1
         elif norm >= LARGE_FACTOR * largest and norm > 0.0:
             raise ShardstackError(
-                f"{_place(name, step)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that of its first "
-                f"{OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads to go on"
+                f"{_place(name, step, is_reduced)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that "
+                f"of its first {OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads "
+                "to go on"
             )
 
 
-def _place(name: str, step: int) -> str:
-    return f"rank {dist.get_rank()}, step {step}: the gradient of {name}"
+def _place(name: str, step: int, is_reduced: bool) -> str:
+    of = f"{name}, reduced over ranks of which any may be at fault," if is_reduced else name
+    return f"rank {dist.get_rank()}, step {step}: the gradient of {of}"

@@ -14,6 +14,9 @@ from ..errors import ParallelConfigError
 if TYPE_CHECKING:
     from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 
+Dtype = str | torch.dtype
+"""A dtype, or its name."""
+
 _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -48,13 +51,21 @@ def mixed_precision_policy(
     the dtype in which it came, fp32 norms and routers among them.
 
     Args:
-        compute_dtype: what the model's config says; ``param_dtype`` overrides it.
+        compute_dtype: what the model's config says; ``param_dtype`` overrides it, for every parameter.
+
+    Raises:
+        ParallelConfigError: fp16 in a model whose config does not know of it.
     """
     arrived = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
     asked = as_dtype(settings.param_dtype)
     param_dtype = asked or compute_dtype
-    is_cast = bool(arrived) and arrived != {param_dtype} and (asked is not None or arrived == {torch.float32})
+    is_cast = asked is not None or (arrived == {torch.float32} and param_dtype != torch.float32)
     reduce_dtype = as_dtype(settings.reduce_dtype) or (torch.float32 if settings.grad_reduce_in_fp32 else None)
+    if torch.float16 in (asked, reduce_dtype) and compute_dtype != torch.float16:
+        raise ParallelConfigError(
+            f"param_dtype is {settings.param_dtype} and reduce_dtype {settings.reduce_dtype}, but the model's config "
+            "has fp16=False, so that no loss scale would keep small gradients from vanishing; set fp16=True there"
+        )
     output_dtype = as_dtype(settings.output_dtype)
     if not is_cast:
         return MixedPrecisionPolicy(None, reduce_dtype, output_dtype, cast_forward_inputs=False)

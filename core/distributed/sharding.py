@@ -17,7 +17,7 @@ from .collectives import exchanges_directly
 from .explain.rewrapping import note_sharded, reject_wrapped
 from .explain.stale_optimizers import replaced_parameters_marked
 from .fsdp_collectives import DirectAllGather, DirectReduceScatter
-from .fsdp_state import PartialReshard
+from .fsdp_state import PartialReshard, tolerate_units_never_gathered
 from .prefetch import Prefetcher
 from .resharding import Reshard, check_reshard, reshard_of
 from .units import Unit, parameter_attributes_kept
@@ -66,9 +66,11 @@ def shard_model(
     sharder = _Sharder(mesh, reshard_after_forward, reshard_overrides, offload_policy or OffloadPolicy())
     inner_policy = replace(mp_policy, output_dtype=None)
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
-        units = [sharder.shard(unit, inner_policy, stays_gathered=unit is planned[-1]) for unit in planned]
+        last = next((unit for unit in reversed(planned) if not unit.is_minority), None)
+        units = [sharder.shard(unit, inner_policy, stays_gathered=unit is last) for unit in planned]
         sharder.shard(Unit((module,), ("",)), mp_policy, stays_gathered=True)
     note_sharded(fsdp_modules(module))
+    tolerate_units_never_gathered(module)
     for unit in units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
@@ -121,6 +123,8 @@ class _Sharder:
         """Shards it, and returns it with what becomes of it after its forward."""
         default = False if stays_gathered else self._default
         reshard = check_reshard(reshard_of(unit.names[0], default, self._overrides), self._mesh.size(-1))
+        if not unit.is_needed_in_backward:
+            reshard = reshard is not False  # nothing would gather again what a number keeps
         fully_shard(
             unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
             mesh=self._mesh,

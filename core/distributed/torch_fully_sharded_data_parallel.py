@@ -31,8 +31,10 @@ from .explain.plain_state_dicts import reject_plain_state_dicts
 from .explain.recorded_fsdp_collectives import record_fsdp_collectives
 from .forward_methods import register_forward_methods
 from .fsdp_state import (
+    complete_accumulated_gradients,
     drop_pending_gathers,
     drop_unsharded_gradients,
+    free_partial_shards,
     gathered_parameters,
     gathered_tensors,
     gradient_tensors,
@@ -145,9 +147,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         drop_pending_gathers(self.module)
         for module in self._fsdp_modules:
             module.reshard()
+        free_partial_shards(self.module)
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         super()._set_gradient_sync(enabled)
+        if enabled:
+            complete_accumulated_gradients(self.module)
         for module in self._fsdp_modules:
             if not self._settings.reduce_every_micro_batch:
                 module.set_requires_gradient_sync(enabled, recurse=False)
@@ -162,11 +167,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for parameter in self.module.parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._gradient_checks.check(self._gradients(), self._step)
+        self._gradient_checks.check(self._gradients(), self._step, are_reduced=True)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         self._reshard()
         gradients = [g for p in self.module.parameters() if (g := local_gradient(p)) is not None]
+        if gradients and isinstance(scaling_factor, torch.Tensor):
+            scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards lie elsewhere
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
 
@@ -297,9 +304,10 @@ def _compute_dtype(config: Any) -> torch.dtype:
 def _offload_policy(settings: TorchFullyShardedDataParallelConfig) -> OffloadPolicy | None:
     if not settings.cpu_offload:
         return None
-    if settings.pin_memory and not torch.accelerator.is_available():
+    has_accelerator = device.device_type() != "cpu"
+    if settings.pin_memory and not has_accelerator:
         _warn_once(
             "pin_memory is set, but there is no accelerator that memory could be pinned for; shards lie in ordinary "
             "memory. No number changes"
         )
-    return CPUOffloadPolicy(pin_memory=settings.pin_memory and torch.accelerator.is_available())
+    return CPUOffloadPolicy(pin_memory=settings.pin_memory and has_accelerator)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..errors import ParallelConfigError
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .precision import as_dtype
+from .precision import Dtype, as_dtype
 from .resharding import parse_overrides
 
 
@@ -15,7 +15,7 @@ from .resharding import parse_overrides
 class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """Settings of :class:`TorchFullyShardedDataParallel`; giving one to `wrap_model` chooses that wrapper.
 
-    Dtypes are names, as ``"bf16"``, ``"float32"``: a config is JSON.
+    Dtypes are torch's, or their names, as ``"bf16"`` or ``"float32"``.
 
     Raises:
         ParallelConfigError: settings that contradict each other, or a value that a setting does not take.
@@ -58,20 +58,20 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
     # ---- precision
 
-    param_dtype: str | None = None
+    param_dtype: Dtype | None = None
     """Dtype of computation and of all-gathers. None: that of the model's config (``bf16``, ``fp16``) where all
     parameters arrive in fp32; else each parameter keeps its own, as fp32 norms in a bf16 model do."""
 
-    reduce_dtype: str | None = None
+    reduce_dtype: Dtype | None = None
     """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""
 
-    output_dtype: str | None = None
-    """Dtype to which the model's floating-point outputs are cast. None: fp32 where computation is in less."""
+    output_dtype: Dtype | None = None
+    """Dtype to which the model's floating-point outputs are cast. None: fp32 where parameters are cast to less."""
 
     cast_forward_inputs: bool = True
-    """Cast floating-point inputs of the model and of each unit to `param_dtype`."""
+    """Cast floating-point inputs of the model and of each unit to `param_dtype`, where that is set or follows."""
 
-    buffer_dtype: str | None = None
+    buffer_dtype: Dtype | None = None
     """Dtype to which the model's floating-point buffers are cast once, at construction. None: they stay."""
 
     # ---- what is done to each unit

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Unit:
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     reshard_after_forward: Reshard = True
+    is_minority: bool = False
+    """Split off another unit, or the root, for its dtype."""
 
     @property
     def is_needed_in_backward(self) -> bool:
@@ -99,8 +101,23 @@ def _minority_units(unit: Unit, owners: _Owners, names: dict[nn.Module, str]) ->
             if module not in holders[dtype]:
                 holders[dtype].append(module)
                 elements[dtype] += sum(parameter.numel() for parameter in own)
-    for dtype, _ in elements.most_common()[1:]:
-        yield _named(tuple(holders[dtype]), names)
+    # FSDP2 takes a module with all below it: the dtype that has others inside is the one that stays.
+    outer = [dtype for dtype in holders if _has_others_inside(dtype, holders)]
+    if len(outer) > 1:
+        raise WrapError(
+            f"trainable parameters of {', '.join(sorted(map(str, outer)))} lie inside modules of each other in "
+            f"{unit.names[0] or 'the root'!r}, and FSDP2 reduces one dtype at a time; give them one dtype, or name "
+            "the inner modules in sub_modules_to_wrap"
+        )
+    stays = outer or [dtype for dtype, _ in elements.most_common(1)]
+    for dtype, modules in holders.items():
+        if dtype not in stays:
+            yield replace(_named(tuple(modules), names), is_minority=True)
+
+
+def _has_others_inside(dtype: torch.dtype, holders: dict[torch.dtype, list[nn.Module]]) -> bool:
+    others = {module for other, modules in holders.items() if other != dtype for module in modules}
+    return any(below in others for holder in holders[dtype] for below in holder.modules() if below is not holder)
 
 
 def _as_classes(classes: Iterable[Any], origin: str) -> tuple[type[nn.Module], ...]:

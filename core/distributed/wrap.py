@@ -31,13 +31,14 @@ def wrap_model(
     if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
         return TorchFullyShardedDataParallel(config, ddp_config, module, process_group=process_group)
     if ddp_config.sharding_strategy == "optim_grads_params":
-        _say_that_fsdp2_stands_in()
+        say_that_fsdp2_stands_in()
         return TorchFullyShardedDataParallel(config, ddp_config, module, process_group=process_group)
     return DistributedDataParallel(config, ddp_config, module, process_group=process_group)
 
 
 @functools.cache
-def _say_that_fsdp2_stands_in() -> None:
+def say_that_fsdp2_stands_in() -> None:
+    """Warns, once, of what ``optim_grads_params`` means for now."""
     warnings.warn(
         "the sharding strategy 'optim_grads_params' has no form on our own buffers yet; PyTorch FSDP2 stands in, as a "
         "TorchFullyShardedDataParallelConfig would ask for without this warning",

@@ -161,6 +161,11 @@ class _WritesWhole(TorchDispatchMode):
                 "reset_parameters() of the module that owns it"
             )
         target = args[0] if func._schema.is_mutable and args and isinstance(args[0], DTensor) else None
+        if any(leaf is not target for leaf in _written(func, args, kwargs)):
+            raise ConfigError(
+                f"the initialisation of {self._name.rstrip('.')} writes sharded parameters of others by {func}, "
+                "which would be lost; fill them one at a time, in place, or in the reset_parameters() of their owners"
+            )
         overwrites = func._overloadpacket.__name__ in _OVERWRITING
 
         def to_whole(leaf: Any) -> Any:
@@ -176,3 +181,11 @@ class _WritesWhole(TorchDispatchMode):
             return result
         copy_own_shard(args[0], target)
         return target
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[DTensor]:
+    """The sharded tensors that an operation writes into."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    leaves = tree_leaves([given.get(name) for name in written])
+    return [leaf for leaf in leaves if isinstance(leaf, DTensor)]

@@ -13,8 +13,11 @@ import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
+import torch
+
+from ..distributed.wrap import say_that_fsdp2_stands_in
 from ..errors import ConfigError, MissingExtraError, ParallelConfigError
 from .config import PretrainConfig, section_types
 from .entry import environment_rank
@@ -178,6 +181,8 @@ def _chooses_fsdp2(given: dict[str, Any]) -> bool:
             "use_torch_fsdp2 is turned off, but data_parallel_sharding_strategy is optim_grads_params, which means "
             "it; drop one of the two"
         )
+    if strategy == "optim_grads_params" and not asked:
+        say_that_fsdp2_stands_in()
     return bool(asked) or strategy == "optim_grads_params"
 
 
@@ -233,7 +238,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
             add(
                 name,
                 section,
-                bool if name in _NEGATED else hints[name],
+                bool if name in _NEGATED else str | None if torch.dtype in get_args(hints[name]) else hints[name],
                 inspect.Parameter.empty if _is_required(entry) else entry.default,
                 **settings,
             )

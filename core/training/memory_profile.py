@@ -200,8 +200,9 @@ def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple
     found: dict[int, tuple[int, int]] = {}
     for category, tensors in kinds:
         for tensor in tensors:
-            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            if storage.nbytes():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            storage = local.untyped_storage()
+            if storage.nbytes() and local.device.type == device.device_type():  # offloaded tensors lie elsewhere
                 found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
     return found
 

@@ -32,9 +32,9 @@ def _skipped_bucket() -> AbstractContextManager[Any]:
     """The second gradient to leave, and every third after it, is not reduced."""
     reduce, calls = GradReduction.reduce, itertools.count()
 
-    def patched(self: GradReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool) -> None:
+    def patched(self: GradReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str) -> None:
         if next(calls) % 3 != PATCHED_BUCKET:
-            reduce(self, whole, kept, accumulate)
+            reduce(self, whole, kept, accumulate, subject)
         elif self.shard_group is not None and not accumulate:
             kept.copy_(whole.chunk(self.shard_group.size())[self.shard_group.rank()])
 
@@ -45,9 +45,9 @@ def _one_instance_only() -> AbstractContextManager[Any]:
     """Hybrid: what the instances reduced is not added up."""
     reduce = GradReduction.reduce
 
-    def patched(self: GradReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool) -> None:
+    def patched(self: GradReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str) -> None:
         object.__setattr__(self, "replica_group", None)
-        reduce(self, whole, kept, accumulate)
+        reduce(self, whole, kept, accumulate, subject)
 
     return mock.patch.object(GradReduction, "reduce", patched)
 

@@ -40,7 +40,7 @@ JOB_LIMIT_S = 120.0
 IDLE_POOLS_KEPT = 2  # world sizes whose processes stay alive: each rank holds about 300 MB
 
 
-class RankFailure(AssertionError):
+class RankFailure(RuntimeError):
     """A rank raised, died, or did not finish in time; the message holds the tracebacks of all that raised."""
 
 

@@ -86,10 +86,15 @@ class Collective:
 
 
 class CollectiveRecord:
-    """The last calls of this rank in one group, the oldest first."""
+    """The last calls of this rank in one group, the oldest first.
+
+    Attributes:
+        rank: of this process in the group; `ranks` are those of its members in the world.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group_name, self.rank, self.num_ranks = group.group_name, group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
         self._counts: Counter[tuple[str, str]] = Counter()
@@ -188,6 +193,9 @@ def publishing_interval_s() -> float:
     return max(1.0, (dist.get_world_size() if dist.is_initialized() else 1) / 256)
 
 
+_FAILURES_BEFORE_GIVING_UP = 5
+
+
 class _Publisher:
     """A thread that publishes this process's records; it ends with the process, or when the store has gone."""
 
@@ -207,15 +215,17 @@ class _Publisher:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        while not self._stop.wait(publishing_interval_s()):
+        failures = 0
+        while failures < _FAILURES_BEFORE_GIVING_UP and not self._stop.wait(publishing_interval_s()):
             if not dist.is_initialized():
                 continue  # between two initialisations
             try:
                 for record in _live_records():
                     if record.num_ranks > 1:
                         record.publish()
-            except Exception:  # whoever held the store has left; there is nobody to tell
-                return
+                failures = 0
+            except Exception:  # a time limit of the store; or whoever held it has left, and there is nobody to tell
+                failures += 1
 
 
 _publisher = _Publisher()

@@ -92,15 +92,18 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     ddp_config, config = wrapper.ddp_config, wrapper.config
     spared = 1.0 - 1.0 / wrapper.process_group.size()
     num_units, num_layers = max(1, len(getattr(wrapper, "units", ()))), _num_layers(wrapper.module)
-    is_fully_sharded = hasattr(ddp_config, "reshard_after_forward")
+    is_fully_sharded = hasattr(wrapper, "units")
+    recomputes = getattr(config, "recompute_granularity", None) == "full" or (
+        getattr(ddp_config, "activation_checkpointing", "none") != "none"
+    )
+    computes_in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16"))
     candidates: list[tuple[str, float]] = [
         ("half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
     ]
-    if getattr(config, "recompute_granularity", None) != "full":
-        candidates.append(
-            ("recomputation of activations (recompute_granularity='full')", table[REST] * (1 - 1 / num_layers))
-        )
-    if not (getattr(config, "bf16", False) or getattr(config, "fp16", False)):
+    if not recomputes:
+        how = "activation_checkpointing='full'" if is_fully_sharded else "recompute_granularity='full'"
+        candidates.append((f"recomputation of activations ({how})", table[REST] * (1 - 1 / num_layers)))
+    if computes_in_fp32 and getattr(ddp_config, "param_dtype", None) is None:
         candidates.append(("computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2))
     if not is_fully_sharded:
         sharded = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
@@ -110,7 +113,9 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
                 spared * sum(table[name] for name in sharded.get(ddp_config.sharding_strategy, (PARAMETERS,))),
             )
         )
-    elif ddp_config.reshard_after_forward is not True or ddp_config.keep_gathered_between_micro_batches:
+    elif getattr(ddp_config, "reshard_after_forward", True) is not True or getattr(
+        ddp_config, "keep_gathered_between_micro_batches", False
+    ):
         candidates.append(
             (
                 "freeing gathered parameters after forward (reshard_after_forward=True, "
@@ -122,7 +127,14 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
         candidates.append(
             ("reducing each micro-batch (reduce_every_micro_batch=True)", spared * table[WHOLE_GRADIENTS])
         )
-    if is_fully_sharded and device_type == "cuda" and not ddp_config.cpu_offload:
+    if is_fully_sharded and getattr(ddp_config, "forward_prefetch", 1) + getattr(ddp_config, "backward_prefetch", 1):
+        candidates.append(
+            (
+                "no unit gathered ahead (forward_prefetch=0, backward_prefetch=0)",
+                table[PARAMETERS] * wrapper.process_group.size() / num_units,
+            )
+        )
+    if is_fully_sharded and device_type == "cuda" and not getattr(ddp_config, "cpu_offload", False):
         kept = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
         candidates.append(("shards on the host (cpu_offload=True)", kept))
     yield from ((setting, int(size)) for setting, size in candidates if size >= 1)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..._torch_compat import flight_recorder
 from ...errors import OutOfStepError, ShardstackError
 from .collective_record import Collective, latest_collective, publishing_interval_s
+from .out_of_memory import is_out_of_memory
 from .words import listed, rank_list, readable_bytes
 
 _BACKEND_FAILED = re.compile(
@@ -28,7 +29,7 @@ _BACKEND_FAILED = re.compile(
 
 def is_failure_of_backend(error: BaseException) -> bool:
     """Whether an error is what a backend raises when ranks do not meet in a collective."""
-    if isinstance(error, ShardstackError) or not isinstance(error, RuntimeError):
+    if isinstance(error, ShardstackError) or not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or _BACKEND_FAILED.search(str(error)) is not None
 
@@ -68,14 +69,14 @@ def _message(error: BaseException, call: Collective) -> str:
     others = [rank for rank in range(record.num_ranks) if rank != record.rank]
     states: dict[str, list[int]] = defaultdict(list)
     for rank in others:
-        states[_state_of(record.read(rank), call)].append(rank)
+        states[_state_of(record.read(rank), call)].append(record.ranks[rank])
     told = listed([f"{rank_list(ranks)} {state}" for state, ranks in states.items()])
     behind = [rank for state, ranks in states.items() if not state.startswith("waited in the same") for rank in ranks]
     look_at = rank_list(sorted(behind)) if behind else "the network between the ranks"
     return (
-        f"rank {record.rank} of {record.num_ranks} waited {waited:.0f} s in vain in {_name(call)}, its call "
-        f"{call.number} in this group: {told}. Every rank must make the same sequence of forwards, backwards and "
-        f"steps; look at {look_at} for a skipped micro-batch, another branch, an endless "
+        f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s in vain in {_name(call)}, "
+        f"its call {call.number} in this group: {told}. Every rank must make the same sequence of forwards, backwards "
+        f"and steps; look at {look_at} for a skipped micro-batch, another branch, an endless "
         f"wait for data or a crash.{_flight_recorder_says(unfinished=True)} The backend said: {_first_line(error)}"
     )
 

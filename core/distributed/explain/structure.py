@@ -38,6 +38,7 @@ def reject_different_models(
     config: Any,
     ddp_config: Any,
     units: Sequence[Sequence[str]] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Raises, on every rank of the group, unless all of them wrap the same model with the same settings.
 
@@ -47,6 +48,7 @@ def reject_different_models(
         config: the model's config; what a wrapper reads of it must agree.
         ddp_config: the wrapper's settings, a dataclass; all must agree but those that concern a rank alone.
         units: names of the modules of each unit.
+        settings: others that must agree.
 
     Raises:
         WrapError: names the first difference, and which ranks have what.
@@ -54,6 +56,7 @@ def reject_different_models(
     if group.size() == 1:
         return
     mine = describe_structure(module, wrapper=wrapper, config=config, ddp_config=ddp_config, units=units)
+    mine |= {f"the setting {name}": repr(value) for name, value in (settings or {}).items()}
     if _is_equal_over_ranks(mine, group):
         return
     everyone = _gather(mine, group)

@@ -143,14 +143,24 @@ def _keeps_parameters_whole_among_neighbours(reshard: Any) -> list[list[int]]:
 
     expected = Stack()
     x = torch.full((2, 6), 1.0 + dist.get_rank())
+    with torch.no_grad():
+        model(x)
+    assert all(p._sharded_post_forward_param_data is None for m in fsdp_modules(model) for p in _fsdp_params(m))
+    with model.no_sync():
+        model(2.0 * x).sum().backward()
     dist.all_gather_single = record
     try:
-        model(x).sum().backward()
+        loss = model(x).sum()
+        if reshard == 2:
+            kept = model.module.layers[0].weight
+            assert kept.shape == (6, 6) and kept.to_local().shape == (3, 6)
+        loss.backward()
     finally:
         dist.all_gather_single = gather
     model.finish_grad_sync()
     for rank in range(4):
-        expected(torch.full((2, 6), 1.0 + rank)).sum().div(4).backward()
+        for factor in (2.0, 1.0):
+            expected(torch.full((2, 6), factor * (1.0 + rank))).sum().div(4).backward()
     for (name, found), wanted in zip(gradients(model).items(), expected.parameters(), strict=True):
         assert torch.allclose(found, wanted.grad, rtol=1e-5, atol=1e-7), name
     return sorted(gathered_from)
@@ -375,6 +385,89 @@ class Mixed(nn.Module):
         return self.head(self.norm(x.float()).bfloat16()).float()
 
 
+class Scaled(nn.Module):
+    """fp32 weights in modules whose children are bf16, and in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gain = nn.Parameter(torch.full((6,), 1.5))
+        self.layers = nn.ModuleList([_scaled_layer() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.gain
+
+
+class ScaledLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+        self.linear = nn.Linear(6, 6, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x.bfloat16()).float() * self.scale
+
+
+def _scaled_layer() -> ScaledLayer:
+    return ScaledLayer()
+
+
+def _splits_from_the_inside() -> None:
+    for unit_classes in ([ScaledLayer], []):
+        model = build("fsdp2", Scaled(), unit_classes=unit_classes)
+        expected, x = Scaled(), torch.linspace(0, 1, 12).view(2, 6)
+        model(x).sum().backward()
+        model.finish_grad_sync()
+        expected(x).sum().backward()
+        for (name, found), wanted in zip(gradients(model).items(), expected.parameters(), strict=True):
+            assert found.dtype == wanted.dtype and torch.equal(found, wanted.grad), name
+
+
+def test_a_module_whose_children_have_another_dtype_keeps_its_own():
+    run_distributed(_splits_from_the_inside, 2)
+
+
+class Branching(nn.Module):
+    """bf16, with a branch that is not always taken, and a unit that is never reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})
+        self.layer.forward = self._layer
+        self.spare = nn.Linear(6, 6)
+        self.takes_branch = False
+
+    def _layer(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer["b"](self.layer["a"](x)) if self.takes_branch else self.layer["a"](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layer(x)
+
+
+def _accumulates_in_fp32(branches: list[bool]) -> None:
+    module = Branching()
+    model = build(
+        "fsdp2", module, config=SimpleNamespace(bf16=True), unit_classes=[nn.Linear], grad_reduce_in_fp32=True
+    )
+    x = torch.linspace(0, 1, 12).view(2, 6)
+    for index, branch in enumerate(branches):
+        module.takes_branch = branch
+        with nullcontext() if index == len(branches) - 1 else model.no_sync():
+            model(x).sum().backward()
+    finalize_model_grads([model])
+    found = gradients(model)
+    assert found["layer.a.weight"].abs().sum() > 0 and not found["spare.weight"].any()
+    assert found["layer.b.weight"].any() == any(branches)
+
+
+@pytest.mark.parametrize("branches", [[False, False], [False, True], [True, False]])
+def test_gradients_that_accumulate_in_fp32_may_come_late_or_never(branches):
+    run_distributed(_accumulates_in_fp32, 2, branches)
+
+
 def _keeps_fp32_parameters() -> None:
     model = build("fsdp2", Mixed(), config=SimpleNamespace(bf16=True), unit_classes=[MixedLayer])
     assert [unit.names for unit in model.units] == [
@@ -414,7 +507,8 @@ def test_a_module_of_two_dtypes_is_named():
 def _casts_as_asked() -> None:
     seen = {}
     module = toy(tied=False)
-    model = build("fsdp2", module, param_dtype="fp16", output_dtype="bf16", buffer_dtype="fp16")
+    settings = {"param_dtype": "fp16", "output_dtype": torch.bfloat16, "buffer_dtype": "fp16"}
+    model = build("fsdp2", module, config=SimpleNamespace(fp16=True), **settings)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     module.blocks[0].up.register_forward_hook(lambda m, args, out: seen.update(weight=m.weight.dtype, out=out.dtype))
     output = model(batches(0)[0])

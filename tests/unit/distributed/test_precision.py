@@ -29,8 +29,10 @@ def test_dtypes_have_their_short_and_their_long_names():
         ([FP32], FP32, {}, (None, None, None, False)),
         ([FP32], BF16, {}, (BF16, BF16, FP32, True)),
         ([FP32], BF16, {"grad_reduce_in_fp32": True}, (BF16, FP32, FP32, True)),
-        ([FP32], FP32, {"param_dtype": "fp16", "cast_forward_inputs": False}, (FP16, FP16, FP32, False)),
-        ([FP32], BF16, {"param_dtype": "fp16", "reduce_dtype": "bf16"}, (FP16, BF16, FP32, True)),
+        ([FP32], FP32, {"param_dtype": "bf16", "cast_forward_inputs": False}, (BF16, BF16, FP32, False)),
+        ([FP32], FP16, {"param_dtype": FP16, "reduce_dtype": "bf16"}, (FP16, BF16, FP32, True)),
+        ([BF16], FP32, {"param_dtype": "bf16"}, (BF16, BF16, FP32, True)),
+        ([BF16, FP32], FP32, {"param_dtype": "bf16", "reduce_dtype": FP32}, (BF16, FP32, FP32, True)),
         ([FP32], BF16, {"output_dtype": "bf16"}, (BF16, BF16, BF16, True)),
         ([FP32], FP32, {"output_dtype": "bf16"}, (None, None, BF16, False)),
         ([BF16], BF16, {}, (None, None, None, False)),
@@ -43,6 +45,13 @@ def test_only_what_arrives_in_fp32_is_cast(arrived, compute, settings, expected)
     config = TorchFullyShardedDataParallelConfig(**settings)
     policy = mixed_precision_policy([torch.zeros(1, dtype=dtype) for dtype in arrived], compute, config)
     assert policy == MixedPrecisionPolicy(*expected)
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype"])
+def test_fp16_needs_a_loss_scale(field):
+    config = TorchFullyShardedDataParallelConfig(**{field: "fp16"})
+    with pytest.raises(ParallelConfigError, match=rf"{field} (is )?fp16.*fp16=False"):
+        mixed_precision_policy([torch.zeros(1)], BF16, config)
 
 
 def test_buffers_are_cast_and_integers_stay():

@@ -56,7 +56,7 @@ def test_an_allocation_that_fails_in_forward_is_raised_with_a_table(kind):
         first, second, third = (line for line in lines if re.match(r"  \d\. ", line))
         assert all("about 2 EiB" in line for line in (first, second))
         assert "half the micro-batch" in first + second and "config.bf16=True" in first + second
-        assert "recompute_granularity" in third and "MiB" in third
+        assert {"fsdp2": "activation_checkpointing"}.get(kind, "recompute_granularity") in third and "MiB" in third
         assert lines[-1].startswith("The allocator said: ") and "4611686018427387904 bytes" in lines[-1]
 
 
@@ -101,19 +101,25 @@ TABLE = dict.fromkeys(CATEGORIES, 0) | {PARAMETERS: 100, GATHERED: 400, GRADIENT
 def _savings(kind: str, device_type: str = "cuda", bf16: bool = True, **fields: object) -> dict[str, int]:
     group = SimpleNamespace(size=lambda: 4)
     config = SimpleNamespace(bf16=bf16, recompute_granularity=None)
-    model = SimpleNamespace(units=[0] * 8, module=nn.ModuleList(nn.Identity() for _ in range(8)))
-    wrapper = SimpleNamespace(**vars(model), ddp_config=settings(kind, **fields), config=config, process_group=group)
+    model: dict[str, object] = {"module": nn.ModuleList(nn.Identity() for _ in range(8))}
+    if kind == "fsdp2":
+        model["units"] = [0] * 8
+    wrapper = SimpleNamespace(**model, ddp_config=settings(kind, **fields), config=config, process_group=group)
     found = savings(wrapper, TABLE, asked=20, device_type=device_type)
     return {(re.search(r"\((\w+)", setting) or re.search(r"(half)", setting))[1]: size for setting, size in found}
 
 
 def test_savings_are_computed_from_the_table():
-    common = {"half": 50, "recompute_granularity": 70}
+    common = {"half": 50, "activation_checkpointing": 70, "forward_prefetch": 50}
     assert _savings("fsdp2") == common | {"cpu_offload": 400}
     assert _savings("fsdp2", device_type="cpu") == common
     assert _savings("fsdp2", cpu_offload=True) == common
     assert _savings("fsdp2", reshard_after_forward=False)["reshard_after_forward"] == 300
     assert _savings("fsdp2", bf16=False)["config"] == 250
+    assert "config" not in _savings("fsdp2", bf16=False, param_dtype="bf16")
+    assert "activation_checkpointing" not in _savings("fsdp2", activation_checkpointing="selective")
+    assert "forward_prefetch" not in _savings("fsdp2", forward_prefetch=0, backward_prefetch=0)
+    common = {"half": 50, "recompute_granularity": 70}
     assert _savings("ddp") == common | {"TorchFullyShardedDataParallelConfig": 300}
     assert _savings("zero1") == common | {"TorchFullyShardedDataParallelConfig": 150}
 
