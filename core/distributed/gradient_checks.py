@@ -57,8 +57,8 @@ class GradientChecks:
         elif norm >= LARGE_FACTOR * largest and norm > 0.0:
             raise ShardstackError(
                 f"{_place(name, step, is_reduced)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that "
-                f"of its first {OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads "
-                "to go on"
+                f"of its first {OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads"
+                " to go on"
             )
 
 
