@@ -3,7 +3,7 @@
     python benchmarks/ddp_engine.py [--rounds 15] [--launches 3] [--only time|memory|wire] [--ranks 1 2 4]
 
 A GPT of 8 layers, width 512, 8 heads, vocabulary 32k; a step is 4 micro-batches on gloo ranks with one thread each, of
-2 x 256 tokens where it is timed and 1 x 64 where bytes are counted, accumulated under `no_sync`. The replicated form
+2 x 256 tokens, or 1 x 64 where bytes on the wire are counted, accumulated under `no_sync`. The replicated form
 stands beside `torch.nn.parallel.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW, the
 sharded ones beside torch's `ZeroRedundancyOptimizer` over it. Bytes stand beside those of an ideal ring, peaks beside
 the formula in `memory_formula`. Exits with 1 when a limit is exceeded.
@@ -50,7 +50,7 @@ Shape = tuple[int, int]
 """Samples of a micro-batch, and tokens of a sample."""
 
 TIMED: Shape = (2, 256)
-COUNTED: Shape = (1, 64)  # bytes on the wire are those of parameters; beside short activations a wrong formula shows
+COUNTED: Shape = (1, 64)  # bytes on the wire are those of parameters, whatever the tokens
 
 
 def accumulate(model: nn.Module, data: list[torch.Tensor]) -> None:
@@ -218,7 +218,7 @@ def measure_memory(name: str) -> tuple[int, int]:
     del core
     reset_high_water()
     base = high_water_bytes()
-    step = alone(COUNTED) if name == "alone" else CANDIDATES[name].build(COUNTED)
+    step = alone(TIMED) if name == "alone" else CANDIDATES[name].build(TIMED)
     for _ in range(3):
         step()
     return high_water_bytes() - base, parameter_bytes()
