@@ -197,7 +197,8 @@ def memory_formula(name: str, parameter_bytes: int, ranks: int, alone_bytes: int
 
     `alone_bytes` holds parameters, activations and gradients in passing. To these come whole gradients, one unit, and
     Adam's moments, two; what is sharded counts for its part. ZeRO-2 holds whole gradients while micro-batches add up
-    in them, unless each is reduced by itself, when two buckets are under way at most.
+    in them, and the shards of two buckets that are under way; where each micro-batch is reduced by itself, two whole
+    buckets instead.
     """
     shard = 1.0 / ranks
     largest_bucket = max(BUCKET_ELEMENTS, VOCABULARY * WIDTH) * 4 / parameter_bytes
@@ -206,7 +207,7 @@ def memory_formula(name: str, parameter_bytes: int, ranks: int, alone_bytes: int
         "replicated overlap": 1.0 + 2.0,
         "ZeRO-1": 1.0 + 2.0 * shard,
         "ZeRO-1 overlap": 1.0 + 2.0 * shard,
-        "ZeRO-2": 1.0 + 2.0 * shard,
+        "ZeRO-2": 1.0 + (2 * largest_bucket * shard if ranks > 1 else 0.0) + 2.0 * shard,
         "ZeRO-2 every": (2 * largest_bucket + shard if ranks > 1 else 1.0) + 2.0 * shard,
     }[name]
     return kept * parameter_bytes + alone_bytes

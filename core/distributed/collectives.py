@@ -21,8 +21,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 from .._torch_compat import all_gather_single, reduce_scatter_single
 from .explain.collective_record import message_tag
 
-CHUNK_BYTES = 4 * 2**20
-"""What one message of a reduction carries at most: small enough to be added while it lies in the cache."""
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
+"""What one message of a reduction carries: small enough to be added while it lies in the cache, and the smaller the
+more ranks send at a time, so that what arrives takes no more memory in a larger group."""
 
 REDUCE_TAG, GATHER_TAG = 0x5A4D, 0x5A4E
 """Of this file's messages alone, so that nobody's send or receive is taken for one of ours."""
@@ -136,7 +137,8 @@ def _exchange_and_add(
     output: Tensor, input_: Tensor, group: ProcessGroup, scale: float, fp32_accumulation: bool, accumulate: bool
 ) -> None:
     own, parts, peers = group.rank(), input_.chunk(group.size()), _peers(group)
-    chunk = min(len(output), CHUNK_BYTES // input_.element_size())
+    message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
+    chunk = min(len(output), message_bytes // input_.element_size())
     inboxes = [input_.new_empty(len(peers), chunk) for _ in range(2)]  # one fills while the other is added
     in_fp32 = fp32_accumulation and input_.dtype in _LOW_PRECISION
     totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None

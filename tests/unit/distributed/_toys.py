@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from core.distributed import (
     DistributedDataParallel,
@@ -77,6 +78,24 @@ class Toy(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Stack(nn.Module):
+    """Layers of one kind, and a parameter of the root."""
+
+    def __init__(self, layers: int = 8, recomputes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(layers)])
+        self.gain = nn.Parameter(torch.ones(6))
+        self.order = list(range(layers))
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            layer = self.layers[index]
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x))
+        return x * self.gain
 
 
 UNITS = (Block, nn.Embedding, nn.Linear)

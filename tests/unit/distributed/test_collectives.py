@@ -35,7 +35,7 @@ def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk
     before = whole.clone()
     own = whole.chunk(size)[rank]
     output = own if in_place else torch.full_like(own, float("nan"))
-    with mock.patch.object(collectives, "CHUNK_BYTES", chunk_bytes):
+    with mock.patch.multiple(collectives, CHUNK_BYTES=chunk_bytes, LEAST_CHUNK_BYTES=1):
         collectives.reduce_scatter(output, whole, dist.group.WORLD, fp32_accumulation=fp32_accumulation)
     expected = _sum_in_rank_order(size, dtype, torch.float32 if fp32_accumulation else dtype).chunk(size)[rank]
     assert torch.equal(output, expected)

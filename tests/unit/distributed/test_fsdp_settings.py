@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from core import parallel_state
 from core.distributed import (
@@ -22,7 +21,7 @@ from core.distributed import (
 )
 from core.distributed.fsdp_collectives import DirectReduceScatter
 from core.distributed.sharding import fsdp_modules
-from core.errors import ParallelConfigError, WrapError
+from core.errors import ParallelConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_layer import TransformerLayer
 from tests.functional._runs import build_gpt
@@ -31,6 +30,7 @@ from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import (
     GatherCounter,
     GradientTraffic,
+    Stack,
     batches,
     build,
     gradients,
@@ -81,24 +81,6 @@ def test_no_setting_changes_a_number(tied):
 
 
 # ---- when parameters are gathered
-
-
-class Stack(nn.Module):
-    """Layers of one kind, and a parameter of the root."""
-
-    def __init__(self, layers: int = 8, recomputes: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(layers)])
-        self.gain = nn.Parameter(torch.ones(6))
-        self.order = list(range(layers))
-        self.recomputes = recomputes
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            layer = self.layers[index]
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x))
-        return x * self.gain
 
 
 def stacked(**settings: Any) -> TorchFullyShardedDataParallel:
@@ -181,121 +163,6 @@ def test_a_number_must_divide_the_ranks():
     run_distributed(_refuses_a_number_that_does_not_divide, 2)
 
 
-# ---- ahead of their use
-
-
-def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool) -> tuple[list[Any], list[Any]]:
-    """For each layer that has run, which are gathered or on their way: itself too, until its gradient is reduced."""
-    module = Stack(4, recomputes)
-    layers = list(module.layers)
-    model = build(
-        "fsdp2",
-        module,
-        unit_classes=[nn.Linear],
-        forward_prefetch=depths[0],
-        backward_prefetch=depths[1],
-        reshard_overrides=("layers.3=True",),
-    )
-    seen: list[tuple[int, list[int]]] = []
-
-    def ahead() -> list[int]:
-        groups = [layer._get_fsdp_state()._fsdp_param_groups[0] for layer in layers]
-        return [i for i, g in enumerate(groups) if g._all_gather_result is not None or g.is_unsharded]
-
-    module.order = order
-    x = torch.ones(2, 6, requires_grad=True)
-    model(x).sum().backward()  # the first pass learns the order
-    for index, layer in enumerate(layers):
-        layer.register_forward_hook(lambda m, args, out, i=index: seen.append((i, ahead())))
-        layer.register_full_backward_hook(lambda m, *grads, i=index: seen.append((i, ahead())))
-    loss = model(x).sum()
-    forward, seen[:] = list(seen), []
-    loss.backward()
-    model.finish_grad_sync()
-    assert not ahead()
-    return forward, seen
-
-
-def test_forward_gathers_as_many_units_ahead_as_asked_in_the_order_of_execution():
-    order = [2, 0, 3, 1]
-    forward, _ = run_distributed(_gathered_ahead, 2, (1, 1), order, False)[0]
-    assert forward == [(2, [0]), (0, [3]), (3, [1]), (1, [])]
-    forward, _ = run_distributed(_gathered_ahead, 2, (2, 1), order, False)[0]
-    assert forward == [(2, [0, 3]), (0, [1, 3]), (3, [1]), (1, [])]
-    forward, _ = run_distributed(_gathered_ahead, 2, (0, 1), order, False)[0]
-    assert forward == [(2, []), (0, []), (3, []), (1, [])]
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_backward_gathers_ahead_in_the_reverse_of_it_also_when_it_recomputes(recomputes):
-    order = [2, 0, 3, 1]
-    backward = {}
-    for depth in (0, 1, 2):
-        _, events = run_distributed(_gathered_ahead, 2, (1, depth), order, recomputes)[0]
-        backward[depth] = {index: sorted({*ahead} - {index}) for index, ahead in events}
-    assert backward[0] == {1: [], 3: [], 0: [], 2: []}
-    assert backward[1] == {1: [3], 3: [0], 0: [2], 2: []}
-    assert backward[2] == {1: [0, 3], 3: [0, 2], 0: [2], 2: []}
-
-
-def _gathers_of_adapters() -> int:
-    module = Stack(4)
-    for layer in module.layers[:3]:
-        layer.requires_grad_(False)
-    model = build("fsdp2", module, unit_classes=[nn.Linear], reshard_overrides=("layers.3=True",), backward_prefetch=2)
-    with GatherCounter() as gathers:
-        model(torch.ones(2, 6)).sum().backward()
-        model.finish_grad_sync()
-    return gathers.calls
-
-
-def test_what_backward_never_reaches_is_not_gathered_for_it():
-    assert run_distributed(_gathers_of_adapters, 2) == [1 + 4 + 1] * 2  # root and layers, and the last one again
-
-
-def _survives_another_order() -> None:
-    module = Stack(4)
-    model = build("fsdp2", module, unit_classes=[nn.Linear], forward_prefetch=2)
-    for order in ([0, 1, 2, 3], [3, 1], [1, 1, 2, 0], [0, 1, 2, 3]):
-        module.order, expected = order, Stack(4)
-        expected.order = order
-        with torch.no_grad():  # gathers ahead what it then does not use
-            module.order = [0]
-            model(torch.ones(2, 6))
-            module.order = order
-        model(torch.ones(2, 6)).sum().backward()
-        finalize_model_grads([model])
-        expected(torch.ones(2, 6)).sum().backward()
-        for (name, found), wanted in zip(gradients(model).items(), expected.parameters(), strict=True):
-            assert torch.equal(found, torch.zeros_like(wanted) if wanted.grad is None else wanted.grad), (order, name)
-        model.zero_grad_buffer()
-
-
-def test_a_wrong_guess_changes_what_is_gathered_ahead_and_no_number():
-    run_distributed(_survives_another_order, 2)
-
-
-def _forgets_what_was_gathered_ahead() -> None:
-    module = Stack(3)
-    model = build("fsdp2", module, unit_classes=[nn.Linear])
-    x = torch.ones(2, 6)
-    with torch.no_grad():
-        model(x)
-        module.order = [0]
-        model(x)  # gathers layer 1 ahead, and does not use it
-        for parameter in model.parameters():
-            parameter.to_local().mul_(2.0)
-        module.order = [0, 1, 2]
-        doubled = Stack(3)
-        for parameter in doubled.parameters():
-            parameter.mul_(2.0)
-        assert torch.equal(model(x), doubled(x))
-
-
-def test_parameters_gathered_ahead_and_not_used_are_gathered_again_after_an_update():
-    run_distributed(_forgets_what_was_gathered_ahead, 2)
-
-
 # ---- how gradients are reduced
 
 
@@ -351,200 +218,6 @@ def _trains_on_one_sample() -> None:
 
 def test_a_micro_batch_of_one_sample_warns_of_nothing():
     run_distributed(_trains_on_one_sample, 2)
-
-
-# ---- precision
-
-
-class MixedLayer(nn.Module):
-    """A bf16 layer with an fp32 norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.linear = nn.Linear(6, 6, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(self.norm(x.float()).bfloat16())
-
-
-class Mixed(nn.Module):
-    """A bf16 model with fp32 norms, as checkpoints in low precision hold them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList([MixedLayer() for _ in range(2)])
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 6, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.bfloat16()
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x.float()).bfloat16()).float()
-
-
-class Scaled(nn.Module):
-    """fp32 weights in modules whose children are bf16, and in the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.gain = nn.Parameter(torch.full((6,), 1.5))
-        self.layers = nn.ModuleList([_scaled_layer() for _ in range(2)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x * self.gain
-
-
-class ScaledLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((6,), 0.5))
-        self.linear = nn.Linear(6, 6, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.linear(x.bfloat16()).float() * self.scale
-
-
-def _scaled_layer() -> ScaledLayer:
-    return ScaledLayer()
-
-
-def _splits_from_the_inside() -> None:
-    for unit_classes in ([ScaledLayer], []):
-        model = build("fsdp2", Scaled(), unit_classes=unit_classes)
-        expected, x = Scaled(), torch.linspace(0, 1, 12).view(2, 6)
-        model(x).sum().backward()
-        model.finish_grad_sync()
-        expected(x).sum().backward()
-        for (name, found), wanted in zip(gradients(model).items(), expected.parameters(), strict=True):
-            assert found.dtype == wanted.dtype and torch.equal(found, wanted.grad), name
-
-
-def test_a_module_whose_children_have_another_dtype_keeps_its_own():
-    run_distributed(_splits_from_the_inside, 2)
-
-
-class Branching(nn.Module):
-    """bf16, with a branch that is not always taken, and a unit that is never reached."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layer = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)})
-        self.layer.forward = self._layer
-        self.spare = nn.Linear(6, 6)
-        self.takes_branch = False
-
-    def _layer(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer["b"](self.layer["a"](x)) if self.takes_branch else self.layer["a"](x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._layer(x)
-
-
-def _accumulates_in_fp32(branches: list[bool]) -> None:
-    module = Branching()
-    model = build(
-        "fsdp2", module, config=SimpleNamespace(bf16=True), unit_classes=[nn.Linear], grad_reduce_in_fp32=True
-    )
-    x = torch.linspace(0, 1, 12).view(2, 6)
-    for index, branch in enumerate(branches):
-        module.takes_branch = branch
-        with nullcontext() if index == len(branches) - 1 else model.no_sync():
-            model(x).sum().backward()
-    finalize_model_grads([model])
-    found = gradients(model)
-    assert found["layer.a.weight"].abs().sum() > 0 and not found["spare.weight"].any()
-    assert found["layer.b.weight"].any() == any(branches)
-
-
-@pytest.mark.parametrize("branches", [[False, False], [False, True], [True, False]])
-def test_gradients_that_accumulate_in_fp32_may_come_late_or_never(branches):
-    run_distributed(_accumulates_in_fp32, 2, branches)
-
-
-def _keeps_fp32_parameters() -> None:
-    model = build("fsdp2", Mixed(), config=SimpleNamespace(bf16=True), unit_classes=[MixedLayer])
-    assert [unit.names for unit in model.units] == [
-        ("layers.0.norm",),
-        ("layers.0",),
-        ("layers.1.norm",),
-        ("layers.1",),
-        ("norm",),
-    ]
-    expected = Mixed()
-    x = torch.linspace(0, 1, 12).view(2, 6)
-    model(x).sum().backward()
-    model.finish_grad_sync()
-    expected(x).sum().backward()
-    for (name, found), wanted in zip(gradients(model).items(), expected.parameters(), strict=True):
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted.grad), name
-
-
-def test_fp32_norms_in_a_bf16_model_keep_their_dtype():
-    run_distributed(_keeps_fp32_parameters, 2)
-
-
-def _names_the_module_of_two_dtypes() -> None:
-    module = nn.Sequential(nn.Linear(4, 4))
-    module[0].bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    with pytest.raises(WrapError, match=r"module '0' holds trainable parameters of 2 dtypes, .*bfloat16.*float32"):
-        build("fsdp2", module)
-    module[0].bias.requires_grad_(False)
-    model = build("fsdp2", module)
-    assert model.units
-
-
-def test_a_module_of_two_dtypes_is_named():
-    run_distributed(_names_the_module_of_two_dtypes, 1)
-
-
-def _casts_as_asked() -> None:
-    seen = {}
-    module = toy(tied=False)
-    settings = {"param_dtype": "fp16", "output_dtype": torch.bfloat16, "buffer_dtype": "fp16"}
-    model = build("fsdp2", module, config=SimpleNamespace(fp16=True), **settings)
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    module.blocks[0].up.register_forward_hook(lambda m, args, out: seen.update(weight=m.weight.dtype, out=out.dtype))
-    output = model(batches(0)[0])
-    assert seen == {"weight": torch.float16, "out": torch.float16}
-    assert output.dtype == torch.bfloat16 and module.offset.dtype == torch.float16
-
-
-def test_dtypes_are_those_asked_for():
-    run_distributed(_casts_as_asked, 2)
-
-
-def _skips_an_overflow_on_all_ranks() -> None:
-    model = build("fsdp2", toy(), config=SimpleNamespace(fp16=True))
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=0.1, fp16=True, initial_loss_scale=2.0**8, hysteresis=1), [model]
-    )
-    before = {name: parameter.to_local().clone() for name, parameter in model.module.named_parameters()}
-    scale = optimizer.get_loss_scale().item()
-    optimizer.scale_loss(loss_of(model, batches(0)[0])).backward()
-    finalize_model_grads([model])
-    if dist.get_rank() == 1:
-        next(p for p in model.parameters() if p.grad is not None and p.grad.to_local().numel()).grad.to_local().fill_(
-            float("inf")
-        )
-    assert optimizer.step()[0] is False
-    assert optimizer.get_loss_scale().item() == scale / 2
-    for name, parameter in model.module.named_parameters():
-        assert torch.equal(parameter.to_local(), before[name]), name
-    model.zero_grad_buffer()
-    optimizer.scale_loss(loss_of(model, batches(0)[0])).backward()
-    finalize_model_grads([model])
-    assert optimizer.step()[0] is True
-
-
-def test_fp16_with_a_loss_scale_skips_an_overflow_on_all_ranks():
-    run_distributed(_skips_an_overflow_on_all_ranks, 2)
 
 
 # ---- offload

@@ -1,0 +1,132 @@
+"""Units are gathered ahead in the order in which the model runs, and a wrong guess changes no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core.distributed import (
+    finalize_model_grads,
+)
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import (
+    GatherCounter,
+    Stack,
+    build,
+    gradients,
+)
+
+
+def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool) -> tuple[list[Any], list[Any]]:
+    """For each layer that has run, which are gathered or on their way: itself too, until its gradient is reduced."""
+    module = Stack(4, recomputes)
+    layers = list(module.layers)
+    model = build(
+        "fsdp2",
+        module,
+        unit_classes=[nn.Linear],
+        forward_prefetch=depths[0],
+        backward_prefetch=depths[1],
+        reshard_overrides=("layers.3=True",),
+    )
+    seen: list[tuple[int, list[int]]] = []
+
+    def ahead() -> list[int]:
+        groups = [layer._get_fsdp_state()._fsdp_param_groups[0] for layer in layers]
+        return [i for i, g in enumerate(groups) if g._all_gather_result is not None or g.is_unsharded]
+
+    module.order = order
+    x = torch.ones(2, 6, requires_grad=True)
+    model(x).sum().backward()  # the first pass learns the order
+    for index, layer in enumerate(layers):
+        layer.register_forward_hook(lambda m, args, out, i=index: seen.append((i, ahead())))
+        layer.register_full_backward_hook(lambda m, *grads, i=index: seen.append((i, ahead())))
+    loss = model(x).sum()
+    forward, seen[:] = list(seen), []
+    loss.backward()
+    model.finish_grad_sync()
+    assert not ahead()
+    return forward, seen
+
+
+def test_forward_gathers_as_many_units_ahead_as_asked_in_the_order_of_execution():
+    order = [2, 0, 3, 1]
+    forward, _ = run_distributed(_gathered_ahead, 2, (1, 1), order, False)[0]
+    assert forward == [(2, [0]), (0, [3]), (3, [1]), (1, [])]
+    forward, _ = run_distributed(_gathered_ahead, 2, (2, 1), order, False)[0]
+    assert forward == [(2, [0, 3]), (0, [1, 3]), (3, [1]), (1, [])]
+    forward, _ = run_distributed(_gathered_ahead, 2, (0, 1), order, False)[0]
+    assert forward == [(2, []), (0, []), (3, []), (1, [])]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_backward_gathers_ahead_in_the_reverse_of_it_also_when_it_recomputes(recomputes):
+    order = [2, 0, 3, 1]
+    backward = {}
+    for depth in (0, 1, 2):
+        _, events = run_distributed(_gathered_ahead, 2, (1, depth), order, recomputes)[0]
+        backward[depth] = {index: sorted({*ahead} - {index}) for index, ahead in events}
+    assert backward[0] == {1: [], 3: [], 0: [], 2: []}
+    assert backward[1] == {1: [3], 3: [0], 0: [2], 2: []}
+    assert backward[2] == {1: [0, 3], 3: [0, 2], 0: [2], 2: []}
+
+
+def _gathers_of_adapters() -> int:
+    module = Stack(4)
+    for layer in module.layers[:3]:
+        layer.requires_grad_(False)
+    model = build("fsdp2", module, unit_classes=[nn.Linear], reshard_overrides=("layers.3=True",), backward_prefetch=2)
+    with GatherCounter() as gathers:
+        model(torch.ones(2, 6)).sum().backward()
+        model.finish_grad_sync()
+    return gathers.calls
+
+
+def test_what_backward_never_reaches_is_not_gathered_for_it():
+    assert run_distributed(_gathers_of_adapters, 2) == [1 + 4 + 1] * 2  # root and layers, and the last one again
+
+
+def _survives_another_order() -> None:
+    module = Stack(4)
+    model = build("fsdp2", module, unit_classes=[nn.Linear], forward_prefetch=2)
+    for order in ([0, 1, 2, 3], [3, 1], [1, 1, 2, 0], [0, 1, 2, 3]):
+        module.order, expected = order, Stack(4)
+        expected.order = order
+        with torch.no_grad():  # gathers ahead what it then does not use
+            module.order = [0]
+            model(torch.ones(2, 6))
+            module.order = order
+        model(torch.ones(2, 6)).sum().backward()
+        finalize_model_grads([model])
+        expected(torch.ones(2, 6)).sum().backward()
+        for (name, found), wanted in zip(gradients(model).items(), expected.parameters(), strict=True):
+            assert torch.equal(found, torch.zeros_like(wanted) if wanted.grad is None else wanted.grad), (order, name)
+        model.zero_grad_buffer()
+
+
+def test_a_wrong_guess_changes_what_is_gathered_ahead_and_no_number():
+    run_distributed(_survives_another_order, 2)
+
+
+def _forgets_what_was_gathered_ahead() -> None:
+    module = Stack(3)
+    model = build("fsdp2", module, unit_classes=[nn.Linear])
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        model(x)
+        module.order = [0]
+        model(x)  # gathers layer 1 ahead, and does not use it
+        for parameter in model.parameters():
+            parameter.to_local().mul_(2.0)
+        module.order = [0, 1, 2]
+        doubled = Stack(3)
+        for parameter in doubled.parameters():
+            parameter.mul_(2.0)
+        assert torch.equal(model(x), doubled(x))
+
+
+def test_parameters_gathered_ahead_and_not_used_are_gathered_again_after_an_update():
+    run_distributed(_forgets_what_was_gathered_ahead, 2)
