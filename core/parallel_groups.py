@@ -200,6 +200,7 @@ def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGr
                 by_ranks[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=kind)
             if this_rank in ranks:
                 by_kind[kind] = RankGroup(by_ranks[ranks], ranks, ranks.index(this_rank))
+    _wait_until_connected(world)
     return ParallelGroups(
         by_kind=by_kind,
         process_groups=tuple(group for ranks, group in by_ranks.items() if this_rank in ranks),
@@ -207,6 +208,16 @@ def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGr
         mesh=_mesh_of_world(dense, by_kind),
         data_parallel_mesh=_mesh_of_data_parallelism(sizes.optimizer_instances, by_kind),
     )
+
+
+def _wait_until_connected(world: ProcessGroup) -> None:
+    """Under gloo, no rank goes on before all have their groups.
+
+    gloo connects as a group is made, and one end of a connection stands before the other. A rank that then closed
+    the group, or ended, would make its peer fail with "Connection closed by peer". NCCL connects at first use.
+    """
+    if "gloo" in str(dist.get_backend_config(world)):
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=world)
 
 
 def _mesh_of_world(grid: dict[str, int], by_kind: Mapping[str, RankGroup]) -> DeviceMesh:

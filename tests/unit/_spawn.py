@@ -157,6 +157,7 @@ def _seed_everything() -> None:
 
 def _tear_down() -> None:
     """Leaves the next job the default group alone, on all ranks before any begins it."""
+    dist.barrier()  # a group may still be connecting on a slower rank
     parallel_state = sys.modules.get("core.parallel_state")  # only a job that imported it can have built groups
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()

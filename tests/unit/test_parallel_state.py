@@ -7,9 +7,11 @@ groups across instances and those of whole instances come from the experts' data
 
 from __future__ import annotations
 
+import time
 from functools import lru_cache
 from itertools import permutations
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -477,3 +479,25 @@ def test_tensors_live_on_the_mesh_of_optimizer_instances() -> None:
     answers = run_distributed(_through_the_mesh, 4)
     assert [whole for whole, _ in answers] == [[101.0, 1010.0]] * 4  # summed across instances, joined within one
     assert [sums for _, sums in answers] == [[101, 11], [1010, 11], [101, 1100], [1010, 1100]]
+
+
+def _when_groups_stood(slow_rank: int) -> tuple[float, float]:
+    """When this rank had made its last group, and when it was let go."""
+    new_group, made = dist.new_group, [0.0]
+
+    def late(*args, **options):
+        if dist.get_rank() == slow_rank:
+            time.sleep(0.05)
+        group = new_group(*args, **options)
+        made[0] = time.monotonic()
+        return group
+
+    with mock.patch.object(dist, "new_group", late):
+        ps.initialize_model_parallel(2)
+    return made[0], time.monotonic()
+
+
+def test_no_rank_goes_on_under_gloo_before_all_have_their_groups() -> None:
+    """A rank that closed its groups while another was still connecting would make that one fail."""
+    times = run_distributed(_when_groups_stood, 2, 1)
+    assert min(released for _, released in times) >= max(made for made, _ in times)
