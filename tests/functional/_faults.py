@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,11 @@ import torch.distributed as dist
 import core.optimizer.optimizer
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
 from core.distributed.bucket_group import BucketGroup, GradReduction
-from core.distributed.explain.recorded_fsdp_collectives import _RecordedAllGather, _RecordedReduceScatter
+from core.distributed.explain.recorded_fsdp_collectives import (
+    _RecordedAllGather,
+    _RecordedGatherOfEach,
+    _RecordedReduceScatter,
+)
 from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam
@@ -186,21 +190,29 @@ def _stale_parameter(start: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(STALE, (_RecordedAllGather, "__call__"))
+@_fault(STALE, (_RecordedAllGather, "__call__"), (_RecordedGatherOfEach, "gather_each"))
 def _stale_unit(gather: Any, reached: Reached) -> Any:
     """FSDP2: one unit is gathered as it was when it was first used, whatever its shards have become."""
-    first: dict[str, torch.Tensor] = {}
+    first: dict[str, list[torch.Tensor]] = {}
 
-    def patched(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+    def at_first(unit: str, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not first:
-            first[self._subject] = input_tensor.clone()
-        stale = first.get(self._subject)
-        if stale is not None and not torch.equal(stale, input_tensor):
-            reached()
-            input_tensor = stale
-        return gather(self, output_tensor=output_tensor, input_tensor=input_tensor, **options)
+            first[unit] = [shard.clone() for shard in shards]
+        if unit not in first or all(map(torch.equal, first[unit], shards)):
+            return shards
+        reached()
+        return first[unit]
 
-    return patched
+    def gather_flat(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        (shard,) = at_first(self._subject, [input_tensor])
+        return gather(self, output_tensor=output_tensor, input_tensor=shard, **options)
+
+    def gather_each(
+        self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> Any:
+        return gather(self, outputs, at_first(self._subject, inputs), group)
+
+    return gather_each if gather.__name__ == "gather_each" else gather_flat
 
 
 # ---- what only some trainings or wrappers have
