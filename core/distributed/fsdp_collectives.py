@@ -7,14 +7,18 @@ gloo's reduce-scatter is an all-reduce inside, twice the bytes, and its all-gath
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from . import collectives
+from .comm_lane import Handle, comm_lane
+from .explain.collective_record import Collective, recorded_collective
 
 _LEAST_BYTES_ALONE = 64 * 2**10
 """Smaller shards, such as those of norms, share a message: what each costs is then more than a copy."""
@@ -64,7 +68,7 @@ class DirectAllGather(_Allocation, AllGather):
 
 
 class DirectReduceScatter(_Allocation, ReduceScatter):
-    """`collectives.reduce_scatter`; gradients are there when it returns, which FSDP2 on CPU relies on."""
+    """`collectives.reduce_scatter`; gradients are there when it returns, but within `reductions_may_end_later`."""
 
     def __call__(
         self,
@@ -74,8 +78,41 @@ class DirectReduceScatter(_Allocation, ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        collectives.reduce_scatter(output_tensor, input_tensor, group, op=op)
+        pending = _pending_reductions.get()
+        if pending is None:
+            collectives.reduce_scatter(output_tensor, input_tensor, group, op=op)
+            return None
+        if len(pending) >= _MOST_REDUCTIONS_UNDER_WAY:
+            pending[-_MOST_REDUCTIONS_UNDER_WAY].wait()  # what they reduce is memory
+        reduce = partial(_reduce_as, recorded_collective(), output_tensor, input_tensor, group, op)
+        pending.append(comm_lane(input_tensor.device).submit(reduce))
         return None
+
+
+_MOST_REDUCTIONS_UNDER_WAY = 2
+
+_pending_reductions: ContextVar[list[Handle] | None] = ContextVar("pending reductions", default=None)
+
+
+@contextmanager
+def reductions_may_end_later(pending: list[Handle]) -> Iterator[None]:
+    """Lets direct reductions run beside the computation; each adds its handle to `pending`, to be waited for."""
+    token = _pending_reductions.set(pending)
+    try:
+        yield
+    finally:
+        _pending_reductions.reset(token)
+
+
+def _reduce_as(
+    call: Collective | None,
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType,
+) -> None:
+    with nullcontext() if call is None else call:  # names the messages, and explains why they did not come
+        collectives.reduce_scatter(output, input_, group, op=op)
 
 
 @contextmanager

@@ -171,13 +171,19 @@ def _live_records() -> list[CollectiveRecord]:
     return [record for reference in list(_every_record) if (record := reference()) is not None]
 
 
+def recorded_collective() -> Collective | None:
+    """The collective that this thread is in."""
+    call: Collective | None = getattr(_here, "collective", None)
+    return call
+
+
 def message_tag(tag: int) -> int:
     """`tag`, of 16 bits, with a hash above it of the collective that this thread is in.
 
     A rank that is elsewhere then finds no message to take for its own: it waits, instead of computing with what was
     meant for another tensor of the same size.
     """
-    call: Collective | None = getattr(_here, "collective", None)
+    call = recorded_collective()
     if call is None:
         return tag
     return (zlib.crc32(f"{call.kind}\0{call.subject}\0{call.occurrence}".encode()) & 0x7FFF) << 16 | tag

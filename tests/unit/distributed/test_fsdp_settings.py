@@ -6,6 +6,7 @@ import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from core import parallel_state
 from core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
+    collectives,
     finalize_model_grads,
     torch_fully_sharded_data_parallel,
 )
-from core.distributed.fsdp_collectives import DirectReduceScatter
 from core.distributed.sharding import fsdp_modules
 from core.errors import ParallelConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -192,18 +193,15 @@ def test_reduce_every_micro_batch_keeps_no_whole_gradient():
 
 
 def _doubles_gradients_when_the_exchange_does() -> bool:
-    call = DirectReduceScatter.__call__
+    reduce_scatter = collectives.reduce_scatter
 
-    def doubled(self: Any, output_tensor: torch.Tensor, **kwargs: Any) -> None:
-        call(self, output_tensor, **kwargs)
-        output_tensor.mul_(2.0)
+    def doubled(output: torch.Tensor, *args: Any, **options: Any) -> None:
+        reduce_scatter(output, *args, **options)
+        output.mul_(2.0)
 
-    DirectReduceScatter.__call__ = doubled
-    try:
+    with mock.patch.object(collectives, "reduce_scatter", doubled):
         model = build("fsdp2", toy())
         step(model, dist.get_rank())
-    finally:
-        DirectReduceScatter.__call__ = call
     return all(torch.equal(gradients(model)[name], 2.0 * wanted) for name, wanted in oracle().items())
 
 

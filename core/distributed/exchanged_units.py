@@ -1,9 +1,11 @@
-"""FSDP2 without copies around its all-gather: shards go out as they lie, and arrive in the gathered parameters.
+"""FSDP2 where ranks exchange messages: gathers without copies, and reductions beside the rest of the backward.
 
 Torch copies the shards of a unit into one buffer, gathers that, and copies the result out into each parameter, so that
 NCCL has one large message. Where ranks exchange messages (`collectives.exchanges_directly`) that buys nothing: a
-parameter that is cut on its first dimension is, whole, its shards one after the other. Torch has no public way between
-the gather and the copies, so that this file, like `fsdp_state`, knows FSDP2's inside; its tests pin what it relies on.
+parameter that is cut on its first dimension is, whole, its shards one after the other. And on CPU, where there are no
+streams, torch waits for each reduction before backward goes on. It has no public way between the gather and the
+copies, nor behind the reduction, so that this file, like `fsdp_state`, knows FSDP2's inside; its tests pin what it
+relies on.
 """
 
 from __future__ import annotations
@@ -13,24 +15,28 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import record_function
 
 from .._torch_compat import fsdp_param_groups
-from .fsdp_collectives import writing_beneath_autograd
+from .comm_lane import Handle
+from .fsdp_collectives import reductions_may_end_later, writing_beneath_autograd
 
 
-def gather_in_place(module: FSDPModule) -> None:
-    """Makes the unit of an FSDP module gather without copies, where what it gathers with has ``gather_each``."""
+def exchange_directly(module: FSDPModule) -> None:
+    """Makes the unit of an FSDP module gather without copies, where what it gathers with has ``gather_each``.
+
+    And reduce beside the computation, where it reduces with `DirectReduceScatter`.
+    """
     for group in fsdp_param_groups(module._get_fsdp_state()):
-        group.__class__ = _InPlaceParamGroup
+        group.__class__ = _ExchangedParamGroup
 
 
-def drop_gather_in_place(group: Any) -> None:
+def drop_gather_under_way(group: Any) -> None:
     """Waits for a gather of this parameter group that is under way, and frees what it brought; else does nothing."""
-    if isinstance(group, _InPlaceParamGroup):
+    if isinstance(group, _ExchangedParamGroup):
         group.drop_gather()
 
 
@@ -38,8 +44,8 @@ class _Gather(AllGatherResult):
     """A gather under way whose messages arrive in the parameters themselves."""
 
 
-class _InPlaceParamGroup(FSDPParamGroup):
-    """What FSDP2 gathers and reduces together; everything but the gather is torch's."""
+class _ExchangedParamGroup(FSDPParamGroup):
+    """What FSDP2 gathers and reduces together; what it computes is torch's."""
 
     def unshard(self, async_op: bool = False) -> None:
         if self._is_gathered_or_under_way() or not self._can_gather_in_place():
@@ -69,13 +75,33 @@ class _InPlaceParamGroup(FSDPParamGroup):
         self._to_unsharded()
         self._all_gather_result = None
 
+    def post_backward(self, *unused: Any) -> None:
+        if not self._may_reduce_later():
+            self._finish_reductions()
+            super().post_backward(*unused)
+            return
+        with reductions_may_end_later(self._reductions):
+            super().post_backward(*unused)
+
     def finalize_backward(self) -> None:
         self.drop_gather()
+        self._finish_reductions()
         super().finalize_backward()
 
     def _reset_iter_state(self) -> None:
         self.drop_gather()
+        self._finish_reductions()
         super()._reset_iter_state()
+
+    @property
+    def _reductions(self) -> list[Handle]:
+        """Of all groups of a model, the oldest first."""
+        under_way: list[Handle] = self.comm_ctx.__dict__.setdefault("reductions_under_way", [])
+        return under_way
+
+    def _finish_reductions(self) -> None:
+        while self._reductions:
+            self._reductions.pop(0).wait()
 
     def drop_gather(self) -> None:
         """Waits for a gather that is under way, and frees what it brought."""
@@ -90,6 +116,24 @@ class _InPlaceParamGroup(FSDPParamGroup):
     def _is_gathered_or_under_way(self) -> bool:
         is_for_nothing = not self.unshard_in_backward and self._training_state == TrainingState.PRE_BACKWARD
         return self._all_gather_result is not None or self.is_unsharded or is_for_nothing
+
+    def _may_reduce_later(self) -> bool:
+        """Whether torch computes nothing with what a reduction brings before the backward ends."""
+        return (
+            self.reduce_grads
+            and not isinstance(self.mesh_info, DDPMeshInfo)
+            and self._all_reduce_hook is None
+            and self.gradient_divide_factor in (None, 1.0)
+            and all(
+                (parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype)
+                == parameter.orig_dtype
+                != torch.float16
+                and parameter.sharded_param.grad is None
+                and not parameter.offload_to_cpu
+                and not getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
+                for parameter in self.fsdp_params
+            )
+        )
 
     def _can_gather_in_place(self) -> bool:
         return (

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from core import parallel_state
+from core.distributed.exchanged_units import exchange_directly
 from core.distributed.fsdp_collectives import DirectAllGather
 from core.distributed.fsdp_state import drop_pending_gathers, gathered_tensors
-from core.distributed.in_place_gathers import gather_in_place
 from tests.unit._spawn import run_distributed
 
 
@@ -33,7 +33,7 @@ def _sharded(**options) -> Uneven:
         parallel_state.initialize_model_parallel()
     model = fully_shard(Uneven(), mesh=parallel_state.get_data_parallel_mesh(), **options)
     model.set_custom_all_gather(DirectAllGather())
-    gather_in_place(model)
+    exchange_directly(model)
     return model
 
 
@@ -82,7 +82,7 @@ def _cut_elsewhere() -> int:
     mesh = parallel_state.get_data_parallel_mesh()
     model = fully_shard(Even(), mesh=mesh, shard_placement_fn=_on_the_last_dimension)
     model.set_custom_all_gather(DirectAllGather())
-    gather_in_place(model)
+    exchange_directly(model)
     with copies_counted() as copies:
         model.unshard()
     assert torch.equal(model.weight, Even().weight)
