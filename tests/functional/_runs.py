@@ -117,17 +117,19 @@ def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel
     return GPTModel(config, vocab, SEQUENCE, share_embeddings_and_output_weights=tied)
 
 
-def micro_batches(step: int, rank: int, masked: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(
+    step: int, rank: int, masked: bool = False, length: int = SEQUENCE
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and labels, `[2, s]`, of a sequence that can be learned: each token follows from the one before."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     sequence = [torch.randint(0, VOCABULARY, (MICRO_BATCHES, 2), generator=generator)]
-    for _ in range(SEQUENCE):
+    for _ in range(length):
         sequence.append((5 * sequence[-1] + 1) % VOCABULARY)
     whole_sequence = torch.stack(sequence, dim=-1)
     tokens, labels = whole_sequence[..., :-1].contiguous(), whole_sequence[..., 1:].contiguous()
     if masked:
-        lengths = torch.randint(1, SEQUENCE // (rank + 1), (MICRO_BATCHES, 2, 1), generator=generator)
-        labels[torch.arange(SEQUENCE) >= lengths] = -100
+        lengths = torch.randint(1, length // (rank + 1), (MICRO_BATCHES, 2, 1), generator=generator)
+        labels[torch.arange(length) >= lengths] = -100
     return list(zip(tokens, labels, strict=True))
 
 
