@@ -1,6 +1,7 @@
 """Attention over a cut sequence against the same attention over the whole one."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from core import parallel_state
-from core.errors import DataError
+from core.errors import ConfigError, DataError
+from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
+from core.transformer import TransformerConfig, attention_kernels
 from core.transformer.context_parallel import attend_in_pieces, gather_sequence, own_chunks, own_positions
+from core.transformer.dot_product_attention import DotProductAttention
 from core.transformer.sequence_pieces import causal_pieces, document_pieces
 from tests.unit._spawn import run_distributed
 
@@ -119,3 +123,46 @@ def _refuses_lengths() -> None:
 
 def test_a_sequence_that_does_not_divide_is_refused():
     run_distributed(_refuses_lengths, 2)
+
+
+def _through_the_module(kernels: bool, documents: bool, dropout: float = 0.0) -> list[torch.Tensor]:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    model_parallel_manual_seed(3)
+    sizes = {"num_layers": 1, "hidden_size": HEADS * CHANNELS, "num_attention_heads": HEADS}
+    core = DotProductAttention(TransformerConfig(**sizes, context_parallel_size=2, attention_dropout=dropout))
+    query, key, value, grad = (own_chunks(tensor, 0) for tensor in _tensors())
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    pieces = document_pieces(own_chunks(document_starts()), dist.get_rank(), 2) if documents else None
+    has_kernel = attention_kernels.has_kernel if kernels else lambda *unused: False
+    with mock.patch("core.transformer.dot_product_attention.has_kernel", has_kernel):
+        output = core(*leaves, None, pieces)
+    output.backward(grad.flatten(2))
+    get_rng_tracker().reset()
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_where_there_is_no_kernel_a_mask_does_the_same(documents: bool):
+    found, expected = (run_distributed(_through_the_module, 2, kernels, documents) for kernels in (False, True))
+    for ours, theirs in zip(found, expected, strict=True):
+        for without, with_kernel in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(without, with_kernel, rtol=1e-12, atol=1e-12)
+
+
+def test_dropped_weights_are_dropped_on_cpu_too():
+    plain, dropped = (run_distributed(_through_the_module, 2, True, False, p)[0][0] for p in (0.0, 0.5))
+    assert not torch.allclose(plain, dropped)
+
+
+def _refuses_masks() -> None:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    core = DotProductAttention(
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2)
+    )
+    tensor = torch.zeros(4, 1, 2, 4)
+    with pytest.raises(ConfigError, match="attention_mask .* context parallelism .* give document_starts"):
+        core(tensor, tensor, tensor, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
+
+
+def test_a_mask_over_cut_sequences_is_refused():
+    run_distributed(_refuses_masks, 2)
