@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.errors import ConfigError, DataError
@@ -160,9 +161,41 @@ def _refuses_masks() -> None:
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2)
     )
     tensor = torch.zeros(4, 1, 2, 4)
-    with pytest.raises(ConfigError, match="attention_mask .* context parallelism .* give document_starts"):
+    with pytest.raises(ConfigError, match=r"attention_mask .* context parallelism .* give document_starts"):
         core(tensor, tensor, tensor, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
 
 
 def test_a_mask_over_cut_sequences_is_refused():
     run_distributed(_refuses_masks, 2)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = func(*args, **(kwargs or {}))
+        for tensor in given if isinstance(given, (tuple, list)) else (given,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return given
+
+
+def _largest_of_cut_attention(length: int) -> int:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    leaves = [torch.randn(length // 2, 1, 2, 8, requires_grad=True) for _ in range(3)]
+    starts = (torch.arange(length) // 200 * 200).unsqueeze(0)
+    group = parallel_state.get_context_parallel_group()
+    with _LargestTensor() as largest:
+        for pieces in (
+            causal_pieces(length // 2, dist.get_rank(), 2),
+            document_pieces(own_chunks(starts), dist.get_rank(), 2),
+        ):
+            attend_in_pieces(*leaves, pieces, 0.0, group).sum().backward()
+    return largest.elements
+
+
+def test_no_tensor_grows_with_the_square_of_the_sequence():
+    keys_and_values = 2 * 512 * 2 * 8
+    assert run_distributed(_largest_of_cut_attention, 2, 512) == [keys_and_values] * 2
