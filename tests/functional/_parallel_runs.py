@@ -55,6 +55,8 @@ class Trained:
     """Sequences hold several documents, which do not see each other."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the config that differ from those of :func:`build`."""
+    fsdp2: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of this wrapper, where it is the one."""
 
 
 def build(trained: Trained, layout: Layout) -> GPTModel:
@@ -102,7 +104,8 @@ def _run_layout(wrapper: str, layout: Layout, trained: Trained) -> Curve:
     for parameter in module.parameters() if low else ():
         parameter.data = parameter.data.to(module.config.compute_dtype).float()
     inner: nn.Module = Float16Module(module.config, module) if low and "fsdp2" not in wrapper else module
-    model = wrap_model(inner, module.config, ddp_config(wrapper, grad_reduce_in_fp32=low))
+    settings = trained.fsdp2 if "fsdp2" in wrapper else {}
+    model = wrap_model(inner, module.config, ddp_config(wrapper, grad_reduce_in_fp32=low, **settings))
     optimizer = _runs._optimizer(training, model)
     scheduler = _runs._scheduler(training, optimizer)
     curve = Curve()

@@ -25,6 +25,7 @@ TRAINED = {
     "per token": Trained(dataclasses.replace(TEN_STEPS, per_token=True)),
     "recomputed": Trained(TEN_STEPS, model=FULL),
     "recomputed attention": Trained(TEN_STEPS, model={"recompute_granularity": "selective"}),
+    "recomputed but for products": Trained(TEN_STEPS, fsdp2={"activation_checkpointing": "selective"}),
     "packed": Trained(TEN_STEPS, packed=True),
     "packed, recomputed": Trained(TEN_STEPS, packed=True, model=FULL),
     "one group": Trained(TEN_STEPS, model={"num_query_groups": 1}),
@@ -40,6 +41,7 @@ LAYOUTS = [
     Layout(dp=2, cp=2),
     Layout(tp=2, cp=2),
     Layout(tp=2, cp=2, sequence_parallel=True),
+    Layout(tp=4),
     Layout(tp=4, sequence_parallel=True),
     Layout(cp=4),
     Layout(dp=2, tp=2, cp=2, sequence_parallel=True),
@@ -95,6 +97,7 @@ KINDS = [
     ("per token", "fsdp2", Layout(cp=2)),
     ("recomputed", "fsdp2", Layout(cp=2)),
     ("recomputed attention", "zero1", Layout(cp=2)),
+    ("recomputed but for products", "fsdp2", Layout(cp=2)),
     ("packed", "ddp", Layout(cp=2)),
     ("packed, recomputed", "fsdp2", Layout(cp=2)),
     ("bf16", "zero1", Layout(cp=2)),
@@ -104,7 +107,9 @@ LONG_KINDS = [
     for trained in TRAINED
     for wrapper in ("ddp", "zero2, overlapped", "fsdp2")
     for layout in LAYOUTS[2:]
-    if trained != "tied" and (trained, wrapper, layout) not in KINDS
+    if trained != "tied"
+    and (trained, wrapper, layout) not in KINDS
+    and (wrapper == "fsdp2" or not TRAINED[trained].fsdp2)
 ]
 
 
