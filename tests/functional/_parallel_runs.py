@@ -97,15 +97,19 @@ def run_layout(wrapper: str, layout: Layout, trained: Trained, fault: str | None
 
 def _run_layout(wrapper: str, layout: Layout, trained: Trained) -> Curve:
     training = trained.training
-    parallel_state.initialize_model_parallel(layout.tp, context_parallel_size=layout.cp)
+    low = training.precision != "fp32"
+    config = ddp_config(wrapper, grad_reduce_in_fp32=low, **(trained.fsdp2 if "fsdp2" in wrapper else {}))
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        context_parallel_size=layout.cp,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
+    )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     module = build(trained, layout)
-    low = training.precision != "fp32"
     for parameter in module.parameters() if low else ():
         parameter.data = parameter.data.to(module.config.compute_dtype).float()
     inner: nn.Module = Float16Module(module.config, module) if low and "fsdp2" not in wrapper else module
-    settings = trained.fsdp2 if "fsdp2" in wrapper else {}
-    model = wrap_model(inner, module.config, ddp_config(wrapper, grad_reduce_in_fp32=low, **settings))
+    model = wrap_model(inner, module.config, config)
     optimizer = _runs._optimizer(training, model)
     scheduler = _runs._scheduler(training, optimizer)
     curve = Curve()

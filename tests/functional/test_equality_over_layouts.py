@@ -13,7 +13,7 @@ import functools
 import pytest
 
 from tests.functional._parallel_runs import Layout, Trained, run_layout, run_serial
-from tests.functional._runs import WRAPPERS, Curve, Training
+from tests.functional._runs import HYBRIDS, WRAPPERS, Curve, Training
 from tests.functional.test_equality_of_wrappers import SGD, assert_close
 from tests.unit._spawn import run_distributed
 
@@ -83,7 +83,7 @@ BRIEF = {
             layout, wrapper, marks=[] if (wrapper, layout) in BRIEF else [pytest.mark.long], id=f"{layout}-{wrapper}"
         )
         for layout in LAYOUTS
-        for wrapper in WRAPPERS
+        for wrapper in (WRAPPERS | HYBRIDS if layout.dp > 1 and layout.ranks > 2 else WRAPPERS)
     ],
 )
 def test_every_wrapper_over_every_layout_equals_the_serial_run(layout: Layout, wrapper: str):
