@@ -70,10 +70,11 @@ def train_step(
     with failures_explained(model):
         model.zero_grad_buffer()
         for i in range(num_microbatches):
-            batch = _to_device(next(batches))
+            sequences = next(batches)
+            batch = _to_device(sequences)
             with model.no_sync() if i < num_microbatches - 1 else nullcontext():
                 masked_sum, tokens = _masked_loss(model, batch)
-                loss = masked_sum if per_token else masked_sum / _tokens_a_rank(tokens) / num_microbatches
+                loss = masked_sum if per_token else masked_sum / _tokens_a_rank(sequences) / num_microbatches
                 optimizer.scale_loss(loss).backward()
             loss_sum += loss.detach()
             num_tokens += tokens
@@ -115,16 +116,9 @@ def _sum_over_replicas(totals: torch.Tensor) -> None:
         dist.all_reduce(totals, group=group)
 
 
-def _tokens_a_rank(tokens: torch.Tensor) -> torch.Tensor:
-    """The tokens that carry a loss in the sequences of which this rank has a part, on average over their ranks."""
-    size = parallel_state.get_context_parallel_world_size()
-    if size == 1:
-        return tokens.clamp(min=1)
-    total = tokens.clone()
-    group = parallel_state.get_context_parallel_group()
-    with recorded("all-reduce", "the tokens of a sequence", total, group):
-        dist.all_reduce(total, group=group)
-    return total.clamp(min=1) / size
+def _tokens_a_rank(batch: Batch) -> torch.Tensor:
+    """The tokens of whole sequences that carry a loss, on average over the ranks that have a part of them."""
+    return batch["loss_mask"].sum().clamp(min=1) / parallel_state.get_context_parallel_world_size()
 
 
 def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
