@@ -183,12 +183,14 @@ def training_step(cut: Cut, width: int, sequence: int) -> Callable[[], None]:
         model = wrap_model(module, module.config, DistributedDataParallelConfig(overlap_grad_reduce=True))  # type: ignore[arg-type]
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=0.0), [model])
 
+    clear = model.zero_grad_buffer if cut.ranks > 1 else optimizer.zero_grad
+
     def step() -> None:
         loss(model).backward()
         if cut.ranks > 1:
             finalize_model_grads([model])
         optimizer.step()
-        optimizer.zero_grad()
+        clear()
 
     return step
 
