@@ -71,11 +71,12 @@ def generate_tokens(
         raise DataError("the prompt is empty, and a model continues something; give at least one token")
     generator = torch.Generator().manual_seed(config.seed)
     ids = list(prompt)
+    longest = max_sequence_length - max_sequence_length % length_multiple
     was_training = model.training
     model.eval()
     try:
         for _ in range(num_tokens):
-            window = ids[-max_sequence_length:]
+            window = ids[-longest:]
             padding = [0] * (-len(window) % length_multiple)  # behind the text, where a causal model never looks
             with torch.no_grad():
                 logits = _logits_at(len(window) - 1, model, window + padding)[:vocab_size].float().cpu()  # [v]
