@@ -146,18 +146,16 @@ class _PiecewiseAttention(torch.autograd.Function):
         gathering = _Gathering(key, value, ctx.group)
         add_own(0, half)
         whole_key, whole_value = gathering.wait()
-        grad_whole_key, grad_whole_value = (
-            torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (whole_key, whole_value)
-        )
+        grad_whole = key.new_zeros(len(whole_key), 2, *key.shape[1:])  # [s, key and value, b, groups, d]
         for piece, (_, random) in zip(ctx.pieces, ctx.random, strict=True):
             if _sees_before(piece):
                 keys, values = (_heads_first(t[piece.before, piece.rows]) for t in (whole_key, whole_value))
                 grads = add(piece, keys, values, False, random)
-                for total, part in zip((grad_whole_key, grad_whole_value), grads, strict=True):
+                for total, part in zip(grad_whole.unbind(1), grads, strict=True):
                     _heads_first(total[piece.before, piece.rows]).add_(part)
         del whole_key, whole_value
-        scattering = _Scattering(grad_whole_key, grad_whole_value, ctx.group)
-        del grad_whole_key, grad_whole_value
+        scattering = _Scattering(grad_whole, ctx.group)
+        del grad_whole
         add_own(half, len(ctx.pieces))
         for total, part in zip((grad_key, grad_value), scattering.wait(), strict=True):
             total.add_(part)
@@ -178,23 +176,22 @@ class _Gathering:
             return self.own
         self.work.wait()
         key, value = _in_sequence(self.both, self.group).unbind(1)
+        del self.both
         return key, value
 
 
 class _Scattering:
-    """Gradients of all keys and values `[s, b, groups, d]` on their way to the ranks that hold these."""
+    """Gradients of all keys and values, `[s, 2, b, groups, d]`, on their way to the ranks that hold these."""
 
-    def __init__(self, grad_key: torch.Tensor, grad_value: torch.Tensor, group: Group) -> None:
-        self.own, self.work = (grad_key, grad_value), None
+    def __init__(self, grad: torch.Tensor, group: Group) -> None:
+        self.both, self.work = grad, None
         if group is not None and group_size(group) > 1:
-            both = _by_rank(torch.stack((grad_key, grad_value), 1), group)
-            self.both, self.work = reduce_scatter_first_dim(both, group, async_op=True)
+            self.both, self.work = reduce_scatter_first_dim(_by_rank(grad, group), group, async_op=True)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """Both, `[s / cp, b, groups, d]`: the sums over ranks of what belongs to this one."""
-        if self.work is None:
-            return self.own
-        self.work.wait()
+        """Of keys and of values, `[s / cp, b, groups, d]` each: the sums over ranks of what belongs to this one."""
+        if self.work is not None:
+            self.work.wait()
         return self.both.unbind(1)
 
 

@@ -206,10 +206,9 @@ def _keys_keep_their_own_gradient() -> AbstractContextManager[Any]:
     """What the other ranks' queries say of a rank's keys and values does not arrive."""
 
     def wait(self: _Scattering) -> tuple[torch.Tensor, ...]:
-        if self.work is not None:
-            self.work.wait()
-            self.both.zero_()
-        return self.own if self.work is None else self.both.unbind(1)
+        assert self.work is not None
+        self.work.wait()
+        return self.both.zero_().unbind(1)
 
     return mock.patch.object(_Scattering, "wait", wait)
 
