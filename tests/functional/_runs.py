@@ -87,6 +87,8 @@ class Curve:
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     """Steps that were not made, because a gradient was not finite."""
+    zeros: list[int] = field(default_factory=list)
+    """Zeros in the gradient of each step, where the optimizer counts them."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """What the model computes with."""
@@ -235,7 +237,9 @@ def _loss(
 
 
 def _step(curve: Curve, step: int, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
-    succeeded, grad_norm, _ = optimizer.step()
+    succeeded, grad_norm, zeros = optimizer.step()
+    if zeros is not None:
+        curve.zeros.append(zeros)
     if succeeded:
         assert grad_norm is not None
         curve.grad_norms.append(grad_norm)

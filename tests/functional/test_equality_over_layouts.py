@@ -17,7 +17,7 @@ from tests.functional._runs import HYBRIDS, WRAPPERS, Curve, Training
 from tests.functional.test_equality_of_wrappers import SGD, assert_close
 from tests.unit._spawn import run_distributed
 
-TEN_STEPS = Training(SGD, steps=10)
+TEN_STEPS = Training(SGD | {"log_num_zeros_in_grad": True}, steps=10)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TRAINED = {
     "tied": Trained(TEN_STEPS),
@@ -62,6 +62,7 @@ def _compare(wrapper: str, layout: Layout, trained: str) -> None:
             assert_close(curve, expected, loss=1e-2, gradient=0.1)
         else:
             assert_close(curve, expected)
+            assert curve.zeros == expected.zeros and len(curve.zeros) == 10
 
 
 BRIEF = {
