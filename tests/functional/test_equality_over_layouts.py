@@ -12,9 +12,9 @@ import functools
 
 import pytest
 
+from tests.functional._equality import SGD, assert_close
 from tests.functional._parallel_runs import Layout, Trained, run_layout, run_serial
 from tests.functional._runs import HYBRIDS, WRAPPERS, Curve, Training
-from tests.functional.test_equality_of_wrappers import SGD, assert_close
 from tests.unit._spawn import run_distributed
 
 TEN_STEPS = Training(SGD | {"log_num_zeros_in_grad": True}, steps=10)
