@@ -52,10 +52,13 @@ class GPTDatasetConfig:
     """Number of entries of the model's embedding; a corpus with a token beyond it is refused. None: not checked."""
 
     eod: int | None = None
-    """Id of the end-of-document token, for the two options below."""
+    """Id of the end-of-document token, for the three options below."""
 
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
+
+    reset_attention_mask: bool = False
+    """Say of each token where its document begins, so that a model can keep documents apart."""
 
     eod_mask_loss: bool = False
     """Leave out the loss where the input is an end of document, whose label no text can tell."""
@@ -68,9 +71,9 @@ class GPTDatasetConfig:
             raise ConfigError(f"sequence_length is {self.sequence_length}; it takes a positive number of tokens")
         if not 0 <= self.random_seed < 2**32:
             raise ConfigError(f"random_seed is {self.random_seed}; it takes 0 to {2**32 - 1}")
-        if self.eod is None and (self.reset_position_ids or self.eod_mask_loss):
-            name = "reset_position_ids" if self.reset_position_ids else "eod_mask_loss"
-            raise ConfigError(f"{name} needs to know the end-of-document token: set eod to its id")
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if self.eod is None and getattr(self, name):
+                raise ConfigError(f"{name} needs to know the end-of-document token: set eod to its id")
         parse_shares(self.split)
 
 
@@ -78,7 +81,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """The samples of one split.
 
     An item is a dict of tensors of shape `[s]`: `tokens` (int64), `labels` (int64, the tokens that follow),
-    `loss_mask` (float32) and `position_ids` (int64).
+    `loss_mask` (float32) and `position_ids` (int64); with `reset_attention_mask` also `document_starts` (int64), the
+    position at which each token's document begins, an end of document being the last token of its own.
 
     Args:
         corpus: its sequences are the documents.
@@ -140,15 +144,19 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         tokens, labels = text[:-1], text[1:]  # [s]
         loss_mask = torch.ones(len(tokens), dtype=torch.float32)
         positions = torch.arange(len(tokens))
+        sample = {"tokens": tokens, "labels": labels.clone(), "loss_mask": loss_mask, "position_ids": positions}
         if self.config.eod is not None:
             is_end = tokens.eq(self.config.eod)
+            starts = torch.zeros_like(positions)
+            starts[1:] = torch.where(is_end[:-1], positions[1:], 0)
+            starts = starts.cummax(0).values  # of the document that each token belongs to
             if self.config.eod_mask_loss:
                 loss_mask[is_end] = 0.0
             if self.config.reset_position_ids:
-                starts = torch.zeros_like(positions)  # of the document that each token belongs to
-                starts[1:] = torch.where(is_end[:-1], positions[1:], 0)
-                positions = positions - starts.cummax(0).values
-        return {"tokens": tokens, "labels": labels.clone(), "loss_mask": loss_mask, "position_ids": positions}
+                sample["position_ids"] = positions - starts
+            if self.config.reset_attention_mask:
+                sample["document_starts"] = starts
+        return sample
 
     def _read(self, sample: int) -> NDArray[np.int64]:
         """The `sequence_length + 1` tokens of a sample, in the order before shuffling."""

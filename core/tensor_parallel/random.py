@@ -3,7 +3,9 @@
 Activations that every tensor-parallel rank holds whole need the same dropout mask on all of them: they draw from
 torch's default stream, which :func:`model_parallel_manual_seed` seeds alike on all. Activations of which each rank
 holds a part need different masks: they draw inside ``get_rng_tracker().fork()``, from a stream of the rank's own.
-The rule and the offset are Megatron-LM's.
+The rule and the offset are Megatron-LM's. Context-parallel ranks hold parts of a sequence, and by the same rule no two
+of them share a mask: activations that are whole among tensor-parallel ranks, but part of a sequence, draw inside
+``fork(CONTEXT_PARALLEL_RNG)``. (Megatron-LM gives them all the same masks; its numbers stay those of one rank here.)
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from ..device import device_type
 from ..errors import ConfigError, ParallelStateError
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
+CONTEXT_PARALLEL_RNG = "context-parallel-rng"
 _MODEL_PARALLEL_OFFSET = 2718
+_CONTEXT_PARALLEL_OFFSET = 1 << 20  # more than there are tensor-parallel ranks
 
 
 class RNGStatesTracker:
@@ -59,13 +63,16 @@ class RNGStatesTracker:
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
         """Inside it torch's default stream continues the stream `name`; afterwards, on exceptions too, its own.
 
-        Before any stream was added, and where this rank is alone in its tensor-parallel group, nothing tells
-        shared from unshared: the default stream serves both, and a model needs no more than `torch.manual_seed`.
+        Before any stream was added, and where no other rank has a part of the same activations, nothing tells shared
+        from unshared: the default stream serves both, and a model needs no more than `torch.manual_seed`.
 
         Raises:
             ParallelStateError: there is no stream of that name.
         """
-        if not self._states and parallel_state.get_tensor_model_parallel_world_size() == 1:
+        num_ranks = (
+            parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_context_parallel_world_size()
+        )
+        if not self._states and num_ranks == 1:
             yield
             return
         if name not in self._states:
@@ -94,7 +101,9 @@ get_cuda_rng_tracker = get_rng_tracker
 
 
 def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
-    """Seeds the default stream alike on all tensor-parallel ranks, and each rank's own stream differently.
+    """Seeds the default stream alike on all ranks of a model, and each rank's own stream differently.
+
+    Under context parallelism there is a third, alike on tensor-parallel ranks and different on context-parallel ones.
 
     Args:
         tp_rank: this rank's number in its tensor-parallel group, where `core.parallel_state` does not hold it.
@@ -103,7 +112,11 @@ def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
     torch.manual_seed(seed)
     _tracker.reset()
-    _tracker.add(MODEL_PARALLEL_RNG, seed + _MODEL_PARALLEL_OFFSET + tp_rank)
+    cp_rank = parallel_state.get_context_parallel_rank()
+    own = seed + cp_rank * _CONTEXT_PARALLEL_OFFSET
+    _tracker.add(MODEL_PARALLEL_RNG, own + _MODEL_PARALLEL_OFFSET + tp_rank)
+    if parallel_state.get_context_parallel_world_size() > 1:
+        _tracker.add(CONTEXT_PARALLEL_RNG, own + _CONTEXT_PARALLEL_OFFSET)
 
 
 model_parallel_cuda_manual_seed = model_parallel_manual_seed

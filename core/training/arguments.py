@@ -19,7 +19,7 @@ import torch
 
 from ..distributed.wrap import say_that_fsdp2_stands_in
 from ..errors import ConfigError, MissingExtraError, ParallelConfigError
-from .config import PretrainConfig, section_types
+from .config import PretrainConfig, division_violations, section_types
 from .entry import environment_rank
 from .foreign_flags import hint_for_foreign_flag
 
@@ -133,6 +133,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
 
     Raises:
         ConfigError: settings that contradict each other or that a section refuses, or a required one that is missing.
+            What several sections refuse is told together, a line each.
     """
     given = dict(values)
     use_torch_fsdp2 = _chooses_fsdp2(given)
@@ -158,14 +159,32 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
     unknown = sorted(given.keys() - {name for kind in types.values() for name in _field_names(kind)})
     if unknown:
         raise ConfigError(f"unknown settings: {', '.join(unknown)}")
-    sections = {}
+    sections, violations = {}, list[ConfigError]()
     for section, kind in types.items():
         own = {name: given[name] for name in _field_names(kind) if name in given}
         missing = [entry.name for entry in fields(kind) if _is_required(entry) and entry.name not in own]
         if missing:
             raise ConfigError(f"{missing[0]} is required; give it a value")
-        sections[section] = kind(**own)
+        try:
+            sections[section] = kind(**own)
+        except ConfigError as error:
+            violations.append(error)
+    if violations:
+        violations += _divisions_beside(types, given) if "model" not in sections else []
+        is_parallel = all(isinstance(violation, ParallelConfigError) for violation in violations)
+        raise (ParallelConfigError if is_parallel else ConfigError)(
+            "\n".join(str(violation) for violation in violations)
+        )
     return PretrainConfig(**sections)
+
+
+def _divisions_beside(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
+    """Sizes beside the transformer's that its ranks do not divide, told with those of the transformer."""
+    defaults = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
+    names = inspect.signature(division_violations).parameters
+    values = {name: given.get(name, defaults[name]) for name in names}
+    sizes = [value for name, value in values.items() if name not in ("sequence_parallel", "vocab_size")]
+    return list(division_violations(**values)) if min(sizes) >= 1 else []
 
 
 def _chooses_fsdp2(given: dict[str, Any]) -> bool:

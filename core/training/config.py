@@ -6,6 +6,7 @@ are Megatron-LM's flags with underscores; `core.training.arguments` makes the fl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,7 +18,8 @@ from ..datasets.data_samplers import num_microbatches
 from ..distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ..errors import ConfigError, ParallelConfigError
 from ..optimizer import OptimizerConfig
-from ..transformer.transformer_config import TransformerConfig
+from ..tensor_parallel.vocab import pad_vocab_size
+from ..transformer.transformer_config import TransformerConfig, nearest_multiples
 from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
 
 
@@ -127,13 +129,40 @@ def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[Config
         yield ParallelConfigError(
             f"num_distributed_optimizer_instances {instances} does not divide the {replicas} data-parallel ranks"
         )
-    cuts = 1 if model.context_parallel_size == 1 else 2 * model.context_parallel_size
-    if model.sequence_parallel:
-        cuts *= model.tensor_model_parallel_size
-    if data.seq_length % cuts:
+    yield from division_violations(
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        seq_length=data.seq_length,
+        vocab_size=data.vocab_size,
+        make_vocab_size_divisible_by=config.gpt.make_vocab_size_divisible_by,
+    )
+
+
+def division_violations(
+    *,
+    tensor_model_parallel_size: int,
+    context_parallel_size: int,
+    sequence_parallel: bool,
+    seq_length: int,
+    vocab_size: int | None,
+    make_vocab_size_divisible_by: int,
+) -> Iterator[ParallelConfigError]:
+    """What the ranks of one model do not divide beside its layers: sequences and the vocabulary."""
+    tp, cp = tensor_model_parallel_size, context_parallel_size
+    cuts = sequence_multiple(tp, cp, sequence_parallel)
+    if seq_length % cuts:
         yield ParallelConfigError(
-            f"seq_length {data.seq_length} is cut into {cuts} parts by context_parallel_size "
-            f"{model.context_parallel_size} and sequence_parallel {model.sequence_parallel}; take a multiple of {cuts}"
+            f"seq_length {seq_length} is cut into {cuts} parts by context_parallel_size {cp} and sequence_parallel "
+            f"{sequence_parallel}; take {nearest_multiples(seq_length, cuts)}"
+        )
+    multiple = make_vocab_size_divisible_by
+    padded = multiple if vocab_size is None else pad_vocab_size(vocab_size, multiple)
+    if padded % tp:
+        what = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
+        yield ParallelConfigError(
+            f"make_vocab_size_divisible_by {multiple} pads {what} to a size that tensor_model_parallel_size {tp} does "
+            f"not divide; take {nearest_multiples(multiple, tp)}"
         )
 
 
@@ -156,6 +185,16 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
         )
     if config.optimizer.lr is None:
         yield ConfigError("lr is not set; give the peak learning rate")
+
+
+def sequence_multiple(tensor_model_parallel_size: int, context_parallel_size: int, sequence_parallel: bool) -> int:
+    """What the length of a sequence has to be a multiple of.
+
+    It is cut into two chunks a context-parallel rank, whose part is cut once more by sequence parallelism.
+    """
+    chunks = 1 if context_parallel_size == 1 else 2 * context_parallel_size
+    parts = context_parallel_size * (tensor_model_parallel_size if sequence_parallel else 1)
+    return math.lcm(chunks, parts)
 
 
 def _model_parallel_size(model: TransformerConfig) -> int:

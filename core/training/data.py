@@ -56,6 +56,7 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
         vocab_size=vocab_size,
         eod=tokenizer.eod if tokenizer is not None else None,
         reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
         eod_mask_loss=config.data.eod_mask_loss,
         cache_dir=config.data.data_cache_path,
     )

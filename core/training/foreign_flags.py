@@ -21,6 +21,8 @@ _HINTS = {
     "transformer-impl": _ALONE,
     "use-flash-attn": "PyTorch chooses the attention kernel; drop it",
     "attention-backend": "PyTorch chooses the attention kernel; drop it",
+    "cp-comm-type": "keys and values are all-gathered here, which is all there is; drop it",
+    "no-create-attention-mask-in-dataloader": "no mask is ever made here; drop it",
     "exit-interval": "write --train-iters instead, and --lr-decay-iters for the length of the schedule",
     "exit-duration-in-mins": "not here yet; SIGTERM ends a run with a checkpoint (timeout --signal TERM 60m ...)",
     "ckpt-format": _ALONE,

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import device
+from .. import device, parallel_state
 from ..datasets.tokenizer import Tokenizer
 from ..errors import ConfigError, DataError
+from ..transformer.context_parallel import own_chunks, own_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,27 +59,27 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yields up to `num_tokens` ids that continue `prompt`, and stops before `end`.
 
-    All ranks of a distributed model must draw in step: every one gets the first rank's tokens. Text beyond
-    `max_sequence_length` is continued from its last tokens.
+    All ranks of a distributed model must draw in step: every one gets the first rank's tokens. Context-parallel
+    ranks each take their chunks of the text. Text beyond `max_sequence_length` is continued from its last tokens.
 
     Args:
         model: gives logits `[b, s, v]` of the whole vocabulary; left in the mode it was in.
         vocab_size: rows of the logits that stand for a token; the rest is padding.
-        length_multiple: what the model's input length has to be a multiple of, as under sequence parallelism.
+        length_multiple: what the text's length has to be a multiple of, as under sequence or context parallelism.
     """
     if not prompt:
         raise DataError("the prompt is empty, and a model continues something; give at least one token")
     generator = torch.Generator().manual_seed(config.seed)
     ids = list(prompt)
+    longest = max_sequence_length - max_sequence_length % length_multiple
     was_training = model.training
     model.eval()
     try:
         for _ in range(num_tokens):
-            window = ids[-max_sequence_length:]
+            window = ids[-longest:]
             padding = [0] * (-len(window) % length_multiple)  # behind the text, where a causal model never looks
             with torch.no_grad():
-                logits = model(torch.tensor([window + padding], device=device.current_device()))  # [1, s, v]
-            logits = logits[0, len(window) - 1, :vocab_size].float().cpu()  # [v]
+                logits = _logits_at(len(window) - 1, model, window + padding)[:vocab_size].float().cpu()  # [v]
             token = torch.tensor([draw(logits, config, generator)], device=device.current_device())
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast(token, src=0)
@@ -88,6 +89,19 @@ def generate_tokens(
             yield ids[-1]
     finally:
         model.train(was_training)
+
+
+def _logits_at(position: int, model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
+    """What the model expects after the token at `position`, `[v]`, on every rank."""
+    whole = torch.tensor([ids], device=device.current_device())
+    logits = model(own_chunks(whole))[0]  # [s / cp, v]
+    if parallel_state.get_context_parallel_world_size() == 1:
+        found: torch.Tensor = logits[position]
+        return found
+    is_here = own_positions(len(logits), logits.device) == position
+    found = torch.where(is_here[:, None], logits, 0.0).sum(0)
+    dist.all_reduce(found, group=parallel_state.get_context_parallel_group())
+    return found
 
 
 def draw(logits: torch.Tensor, config: SamplingConfig, generator: torch.Generator) -> int:

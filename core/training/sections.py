@@ -32,7 +32,8 @@ class GPTConfig:
     """Give the projection to the vocabulary a weight of its own instead of the embedding's."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size, in entries."""
+    """The vocabulary is padded to a multiple of this, in entries, whatever the tensor-parallel size, so that one
+    checkpoint fits all of them; it has to divide it."""
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "max_position_embeddings", "make_vocab_size_divisible_by")
@@ -140,6 +141,9 @@ class DataConfig:
 
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
+
+    reset_attention_mask: bool = False
+    """Hide the tokens of one document from those of another in the same sample."""
 
     eod_mask_loss: bool = False
     """Leave out the loss of the token that follows an end of document."""

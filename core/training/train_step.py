@@ -14,9 +14,13 @@ from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.explain import failures_explained
 from ..distributed.explain.collective_record import recorded
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
+from ..transformer.context_parallel import own_chunks
 
 Batch = Mapping[str, torch.Tensor]
-"""Tensors `[b, s]`: `tokens`, `labels`, `loss_mask` and `position_ids`."""
+"""Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` where documents are packed.
+
+Context-parallel ranks are given the same whole sequences, and each takes its chunks.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ def train_step(
 ) -> StepResult:
     """Makes one optimizer step in Megatron-LM's order; all ranks call it together.
 
-    Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks. With
+    Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks; context-parallel
+    ranks divide by the tokens of their sequences together, so that each token weighs the same wherever it lies. With
     `calculate_per_token_loss` losses are summed instead, and `finalize_model_grads` divides by the number of tokens
     of all micro-batches and ranks.
 
@@ -65,10 +70,11 @@ def train_step(
     with failures_explained(model):
         model.zero_grad_buffer()
         for i in range(num_microbatches):
-            batch = _to_device(next(batches))
+            sequences = next(batches)
+            batch = _to_device(sequences)
             with model.no_sync() if i < num_microbatches - 1 else nullcontext():
                 masked_sum, tokens = _masked_loss(model, batch)
-                loss = masked_sum if per_token else masked_sum / tokens.clamp(min=1) / num_microbatches
+                loss = masked_sum if per_token else masked_sum / _tokens_a_rank(sequences) / num_microbatches
                 optimizer.scale_loss(loss).backward()
             loss_sum += loss.detach()
             num_tokens += tokens
@@ -110,12 +116,21 @@ def _sum_over_replicas(totals: torch.Tensor) -> None:
         dist.all_reduce(totals, group=group)
 
 
+def _tokens_a_rank(batch: Batch) -> torch.Tensor:
+    """The tokens of whole sequences that carry a loss, on average over the ranks that have a part of them."""
+    return batch["loss_mask"].sum().clamp(min=1) / parallel_state.get_context_parallel_world_size()
+
+
 def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of the losses that count, and how many do; both 0-dim, on the device."""
-    losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"])  # [b, s]
+    packed = {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
+    losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **packed)  # [b, s / cp]
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum(), mask.sum()
 
 
 def _to_device(batch: Batch) -> Batch:
-    return {name: tensor.to(device.current_device(), non_blocking=True) for name, tensor in batch.items()}
+    """This rank's chunks; on the device, but for what the host reads."""
+    here, host = device.current_device(), torch.device("cpu")
+    places = {name: host if name == "document_starts" else here for name in batch}
+    return {name: own_chunks(tensor).to(places[name], non_blocking=True) for name, tensor in batch.items()}

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from ..tensor_parallel.mappings import gather_from_sequence_parallel_region, group_rank
 from ..tensor_parallel.random import checkpoint
 from .dot_product_attention import DotProductAttention
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation, apply_rotary_pos_emb
+from .sequence_pieces import Piece
 from .transformer_config import TransformerConfig
 
 
 class SelfAttention(MegatronModule):
-    """Causal multi-head or grouped-query attention, of which each tensor-parallel rank has whole groups.
+    """Causal multi-head or grouped-query attention, of which each tensor-parallel rank has some heads.
 
     The rows of the fused projection's weight are laid out by query group, `[q ... q k v]` of one after those of
-    another, so that a cut between groups keeps together what belongs together.
+    another, so that a cut between groups keeps together what belongs together. Where there are fewer groups than
+    ranks, the cut goes through groups: the weight is cut evenly all the same, and its product is gathered, of which
+    each rank takes its heads with their group's key and value (as Megatron-LM does).
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        self.heads_per_group = heads // groups
+        self.ranks_per_group = max(1, config.tensor_model_parallel_size // groups)
+        self.heads_per_group = heads // groups // self.ranks_per_group  # of this rank
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             (heads + 2 * groups) * channels,
@@ -51,27 +58,34 @@ class SelfAttention(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: Rotation | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`.
 
         Args:
-            attention_mask: as `DotProductAttention` takes it.
+            attention_mask, pieces: as `DotProductAttention` takes them.
             rotary_pos_emb: rotates queries and keys.
         """
         query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)
         if self.config.recompute_granularity == "selective" and self.training:
-            context = checkpoint(self.core_attention, query, key, value, attention_mask)
+            context = checkpoint(self.core_attention, query, key, value, attention_mask, pieces)
         else:
-            context = self.core_attention(query, key, value, attention_mask)
+            context = self.core_attention(query, key, value, attention_mask, pieces)
         output: torch.Tensor = self.linear_proj(context)[0]
         return output
 
     def _query_key_value(
         self, hidden_states: torch.Tensor, rotation: Rotation | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query `[s, b, heads / tp, d]`, key and value `[s, b, groups / tp, d]`: views where nothing changed them."""
+        """Query `[s, b, heads / tp, d]`, key and value `[s, b, groups / tp, d]`: views where nothing changed them.
+
+        Where ranks share a group, each has its key and value whole.
+        """
         per_group = self.heads_per_group
-        mixed = self.linear_qkv(hidden_states)[0].unflatten(-1, (-1, per_group + 2, self.config.kv_channels))
+        projected = self.linear_qkv(hidden_states)[0]  # [s, b, (heads + 2 groups) / tp * d]
+        if self.ranks_per_group > 1:
+            projected = self._own_heads(projected)
+        mixed = projected.unflatten(-1, (-1, per_group + 2, self.config.kv_channels))
         if self.q_layernorm is None or self.k_layernorm is None:
             turning, value = mixed.split([per_group + 1, 1], dim=3)  # queries and their key turn alike, in one go
             if rotation is not None:
@@ -83,3 +97,14 @@ class SelfAttention(MegatronModule):
             if rotation is not None:
                 query, key = apply_rotary_pos_emb(query, rotation), apply_rotary_pos_emb(key, rotation)
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+
+    def _own_heads(self, projected: torch.Tensor) -> torch.Tensor:
+        """This rank's heads and their group's key and value, `[s, b, (q ... q k v) * d]`, of which it has a slice."""
+        tp_group, channels = self.linear_qkv.tp_group, self.config.kv_channels
+        group, part = divmod(group_rank(tp_group), self.ranks_per_group)
+        # The slices come together along the first dim; in the backward the gradients of all who used one are added.
+        whole = gather_from_sequence_parallel_region(projected.movedim(-1, 0), group=tp_group)
+        of_group = whole.unflatten(0, (self.config.num_query_groups, -1))[group]  # [(q ... q k v) * d, s, b]
+        queries = self.heads_per_group * channels
+        own = torch.cat((of_group[part * queries : (part + 1) * queries], of_group[-2 * channels :]))
+        return own.movedim(0, -1).contiguous()

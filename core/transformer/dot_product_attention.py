@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 
+from .. import parallel_state
+from ..errors import ConfigError
 from ..tensor_parallel.random import get_rng_tracker
+from .attention_kernels import has_kernel
+from .context_parallel import attend_in_pieces, gather_sequence, own_positions
 from .module import MegatronModule
+from .sequence_pieces import Piece, causal_pieces, visible_keys
 from .transformer_config import TransformerConfig
 
 
@@ -27,31 +35,67 @@ class DotProductAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
         """Attention over the heads and groups of this rank; strides are free, but for a contiguous last dim.
+
+        With context parallelism s is the length of this rank's chunks, and the keys seen are those of all ranks.
 
         Args:
             query: `[s, b, heads, d]`.
             key, value: `[s, b, groups, d]`; consecutive heads / groups query heads share a group.
             attention_mask: `[b or 1, 1, s, s]`, True where a query (third dim) must not see a key, in addition to
                 the keys after it, which it never sees.
+            pieces: who sees whom, where documents are packed into a sequence (`document_pieces`).
 
         Returns:
             `[s, b, heads * d]`.
+
+        Raises:
+            ConfigError: a mask together with context parallelism or pieces.
         """
+        dropout = self.dropout if self.training else 0.0
+        if pieces is not None or parallel_state.get_context_parallel_world_size() > 1:
+            if attention_mask is not None:
+                raise ConfigError(
+                    "an attention_mask of s x s elements cannot be used with context parallelism or packed "
+                    "documents; give document_starts, or set context_parallel_size to 1"
+                )
+            return self._in_pieces(query, key, value, pieces, dropout)
         grouped = query.shape[2] != key.shape[2]
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, n, s, d], views
         if grouped and not _fuses_groups(query, attention_mask):
             key, value = (_expand_groups(tensor, query.shape[1]) for tensor in (key, value))
             grouped = False
         visible = None if attention_mask is None else _visible(attention_mask)
-        dropout = self.dropout if self.training else 0.0
         if dropout > 0.0:
             with get_rng_tracker().fork():
                 context = _attend(query, key, value, visible, dropout, grouped)
         else:
             context = _attend(query, key, value, visible, dropout, grouped)
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]
+
+    def _in_pieces(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pieces: Sequence[Piece] | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group(check_initialized=False)
+        if pieces is None:
+            rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+            pieces = causal_pieces(query.shape[0], rank, size)
+        with get_rng_tracker().fork() if dropout > 0.0 else nullcontext():
+            if has_kernel(query, dropout):
+                return attend_in_pieces(query, key, value, pieces, dropout, group).flatten(2)
+            # Quadratic memory, as without context parallelism on such a device.
+            key, value = (gather_sequence(tensor, group).permute(1, 2, 0, 3) for tensor in (key, value))
+            key, value = (_expand_groups(tensor, query.shape[2]) for tensor in (key, value))
+            visible = visible_keys(pieces, own_positions(query.shape[0], query.device), query.shape[1], key.shape[2])
+            context = _attend(query.permute(1, 2, 0, 3), key, value, visible, dropout, False)
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def _attend(

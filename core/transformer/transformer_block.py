@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from ..tensor_parallel.random import checkpoint
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation
+from .sequence_pieces import Piece
 from .transformer_config import TransformerConfig
 from .transformer_layer import TransformerLayer
 
@@ -28,15 +29,16 @@ class TransformerBlock(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: Rotation | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
         for first, last, recomputed in self._chunks():
             if recomputed:
                 hidden_states = checkpoint(
-                    self._run_layers, first, last, hidden_states, attention_mask, rotary_pos_emb
+                    self._run_layers, first, last, hidden_states, attention_mask, rotary_pos_emb, pieces
                 )
             else:
-                hidden_states = self._run_layers(first, last, hidden_states, attention_mask, rotary_pos_emb)
+                hidden_states = self._run_layers(first, last, hidden_states, attention_mask, rotary_pos_emb, pieces)
         output: torch.Tensor = self.final_layernorm(hidden_states)
         return output
 
@@ -61,7 +63,8 @@ class TransformerBlock(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         rotary_pos_emb: Rotation | None,
+        pieces: Sequence[Piece] | None,
     ) -> torch.Tensor:
         for layer in self.layers[first:last]:
-            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb)
+            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb, pieces)
         return hidden_states

@@ -41,7 +41,7 @@ class TransformerConfig(ModelParallelConfig):
 
     num_query_groups: int = None  # type: ignore[assignment]  # an int once __post_init__ has run, as for those below
     """Key and value heads of a layer, each shared by heads / groups query heads (Ainslie et al., 2023). None: one
-    for every query head."""
+    for every query head. Fewer than tensor-parallel ranks is slower: each layer gathers its projection."""
 
     ffn_hidden_size: int = None  # type: ignore[assignment]
     """Width of the MLP; with `gated_linear_unit` of the gate and of the up branch each. None: 4 x hidden_size."""
@@ -155,7 +155,7 @@ class TransformerConfig(ModelParallelConfig):
         if self.kv_channels is None:
             yield ConfigError(
                 f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}; "
-                f"take a hidden_size of {_nearest(self.hidden_size, heads)}, or give kv_channels"
+                f"take a hidden_size of {nearest_multiples(self.hidden_size, heads)}, or give kv_channels"
             )
         if heads % groups:
             divisors = [n for n in range(1, heads + 1) if heads % n == 0]
@@ -165,12 +165,19 @@ class TransformerConfig(ModelParallelConfig):
             yield ConfigError(
                 f"num_query_groups {groups} does not divide num_attention_heads {heads}; take {fitting} groups"
             )
-        for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        for name in ("num_attention_heads", "ffn_hidden_size"):
             size = getattr(self, name)
-            if size % tp and not (name == "num_query_groups" and groups == heads):  # said once for both
+            if size % tp:
+                fitting = nearest_multiples(size, tp)
                 yield ParallelConfigError(
-                    f"{name} {size} cannot be split over tensor_model_parallel_size {tp}; take {_nearest(size, tp)}"
+                    f"{name} {size} cannot be split over tensor_model_parallel_size {tp}; take {fitting}"
                 )
+        rows = (heads + 2 * groups) * (self.kv_channels or 0)
+        if groups != heads and groups % tp and (tp % groups or rows % tp):
+            yield ParallelConfigError(
+                f"num_query_groups {groups} cannot be split over tensor_model_parallel_size {tp}, nor its ranks over "
+                f"the groups; take {_fitting_groups(groups, heads, tp)}"
+            )
 
     def _recompute_violations(self) -> Iterator[ConfigError]:
         granularity, method, number = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
@@ -196,7 +203,14 @@ class TransformerConfig(ModelParallelConfig):
             )
 
 
-def _nearest(size: int, divisor: int) -> str:
+def _fitting_groups(groups: int, heads: int, tp: int) -> str:
+    """The numbers of query groups on both sides of `groups` that divide the heads and go with the ranks."""
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+    below, above = (n for n in fitting if n < groups), (n for n in fitting if n > groups)
+    return " or ".join(str(n) for n in (max(below, default=None), min(above, default=None)) if n is not None)
+
+
+def nearest_multiples(size: int, divisor: int) -> str:
     """The multiples of `divisor` on both sides of `size`."""
     below = size // divisor * divisor
     return f"{below} or {below + divisor}" if below else str(divisor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .attention import SelfAttention
@@ -10,6 +12,7 @@ from .mlp import MLP
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation
+from .sequence_pieces import Piece
 from .transformer_config import TransformerConfig
 
 
@@ -28,9 +31,11 @@ class TransformerLayer(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         rotary_pos_emb: Rotation | None = None,
+        pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
-        attended = self.self_attention(self.input_layernorm(hidden_states), attention_mask, rotary_pos_emb)
+        normed = self.input_layernorm(hidden_states)
+        attended = self.self_attention(normed, attention_mask, rotary_pos_emb, pieces)
         hidden_states = hidden_states + self._dropout(attended)
         return hidden_states + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden_states)))
 

@@ -31,7 +31,7 @@ from core.optimizer import get_megatron_optimizer
 from core.training.arguments import parse_arguments
 from core.training.bigram import bigram_validation_loss
 from core.training.checkpointing import is_checkpoint, load_checkpoint
-from core.training.config import PretrainConfig
+from core.training.config import PretrainConfig, sequence_multiple
 from core.training.data import RunData, load_data
 from core.training.entry import run_command
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
@@ -185,6 +185,7 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
 
 def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, num_tokens: int = 80) -> Iterator[str]:
     """A few lines of text that the model writes."""
+    layout = config.model
     unwrap_model(state.model).parallel_output = False  # type: ignore[assignment]  # whole logits on every rank
     tokens = generate_tokens(
         state.model,
@@ -194,7 +195,9 @@ def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, n
         vocab_size=tokenizer.vocab_size,
         max_sequence_length=config.max_sequence_length,
         end=tokenizer.eod,
-        length_multiple=config.model.tensor_model_parallel_size if config.model.sequence_parallel else 1,
+        length_multiple=sequence_multiple(
+            layout.tensor_model_parallel_size, layout.context_parallel_size, layout.sequence_parallel
+        ),
     )
     return stream_text(tokenizer, tokens)
 

@@ -87,6 +87,8 @@ class Curve:
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     """Steps that were not made, because a gradient was not finite."""
+    zeros: list[int] = field(default_factory=list)
+    """Zeros in the gradient of each step, where the optimizer counts them."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """What the model computes with."""
@@ -117,17 +119,19 @@ def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel
     return GPTModel(config, vocab, SEQUENCE, share_embeddings_and_output_weights=tied)
 
 
-def micro_batches(step: int, rank: int, masked: bool = False) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(
+    step: int, rank: int, masked: bool = False, length: int = SEQUENCE
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Tokens and labels, `[2, s]`, of a sequence that can be learned: each token follows from the one before."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     sequence = [torch.randint(0, VOCABULARY, (MICRO_BATCHES, 2), generator=generator)]
-    for _ in range(SEQUENCE):
+    for _ in range(length):
         sequence.append((5 * sequence[-1] + 1) % VOCABULARY)
     whole_sequence = torch.stack(sequence, dim=-1)
     tokens, labels = whole_sequence[..., :-1].contiguous(), whole_sequence[..., 1:].contiguous()
     if masked:
-        lengths = torch.randint(1, SEQUENCE // (rank + 1), (MICRO_BATCHES, 2, 1), generator=generator)
-        labels[torch.arange(SEQUENCE) >= lengths] = -100
+        lengths = torch.randint(1, length // (rank + 1), (MICRO_BATCHES, 2, 1), generator=generator)
+        labels[torch.arange(length) >= lengths] = -100
     return list(zip(tokens, labels, strict=True))
 
 
@@ -233,7 +237,9 @@ def _loss(
 
 
 def _step(curve: Curve, step: int, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> None:
-    succeeded, grad_norm, _ = optimizer.step()
+    succeeded, grad_norm, zeros = optimizer.step()
+    if zeros is not None:
+        curve.zeros.append(zeros)
     if succeeded:
         assert grad_norm is not None
         curve.grad_norms.append(grad_norm)

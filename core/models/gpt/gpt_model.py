@@ -12,7 +12,9 @@ from ...tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ...tensor_parallel.initialization import deferred_initialization, draw_init_seed, initialize_parameters
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from ...transformer.context_parallel import own_positions
 from ...transformer.module import MegatronModule
+from ...transformer.sequence_pieces import document_pieces
 from ...transformer.transformer_block import TransformerBlock
 from ...transformer.transformer_config import TransformerConfig
 from ..common.embeddings.language_model_embedding import LanguageModelEmbedding, PositionEmbeddingType
@@ -29,15 +31,15 @@ class GPTModel(MegatronModule):
     Args:
         vocab_size: rows of the embedding; a multiple of the tensor-parallel size, see
             :func:`core.tensor_parallel.pad_vocab_size`.
-        max_sequence_length: longest input; rows of the position table for "learned_absolute".
+        max_sequence_length: longest sequence; rows of the position table for "learned_absolute".
         share_embeddings_and_output_weights: the projection to the vocabulary is the embedding's weight. There is no
             `output_layer.weight` then, and the embedding's carries `shared_embedding`: it is read outside its module.
         position_embedding_type: "rope" (rotary) or "learned_absolute".
         parallel_output: logits stay cut over the vocabulary by tensor-parallel rank; False gathers them.
 
     Raises:
-        ParallelConfigError: pipeline, context or expert parallelism, which models here do not have; or a vocabulary
-            that does not divide.
+        ParallelConfigError: pipeline or expert parallelism, which models here do not have; a context-parallel size
+            that is not the process groups'; or a vocabulary that does not divide.
         ConfigError: a size below one, or an unknown kind of position embedding.
     """
 
@@ -93,16 +95,22 @@ class GPTModel(MegatronModule):
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        document_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The loss of each token, `[b, s]` in fp32, with labels; the logits without.
 
+        With context parallelism s is what a rank has of each sequence: the caller gives all tensors cut by
+        :func:`core.transformer.own_chunks`.
+
         Args:
             input_ids: `[b, s]`; every tensor-parallel rank is given the same.
-            position_ids: `[b, s]`; None is 0 to s - 1 in every row.
+            position_ids: `[b, s]`; None counts from 0 in every row.
             attention_mask: `[b or 1, 1, s, s]`, True where a token must not see another one, in addition to those
-                after it; None is causal alone, at less cost.
+                after it; None is causal alone, at less cost. Not with context parallelism.
             labels: `[b, s]`, the token after each; a token with label -100 has loss zero. Other tokens are left out
                 by a loss mask, as in Megatron-LM: the caller multiplies.
+            document_starts: `[b, s]`, for each token the position, in the whole sequence, at which its document
+                begins: no token sees one of another document. Costs no mask; read on the host, best given there.
 
         Returns:
             Losses `[b, s]`, or logits `[b, s, v / tp]` (`[b, s, v]` without `parallel_output`).
@@ -110,12 +118,16 @@ class GPTModel(MegatronModule):
         Raises:
             DataError: shapes that disagree, or a sequence beyond `max_sequence_length`.
         """
-        self._check_batch(input_ids, position_ids, attention_mask, labels)
+        self._check_batch(input_ids, position_ids, attention_mask, labels, document_starts)
+        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        pieces = None if document_starts is None else document_pieces(document_starts, rank, size)
+        if position_ids is None and size > 1:
+            position_ids = own_positions(input_ids.shape[1], input_ids.device).unsqueeze(0)  # [1, s]
         hidden_states = self.embedding(input_ids, position_ids)  # [s, b, h]
         rotation = None
         if self.rotary_pos_emb is not None:
             rotation = self.rotary_pos_emb(input_ids.shape[1], hidden_states.device, position_ids)
-        hidden_states = self.decoder(hidden_states, attention_mask, rotation)
+        hidden_states = self.decoder(hidden_states, attention_mask, rotation, pieces)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits: torch.Tensor = self.output_layer(hidden_states, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
@@ -137,16 +149,19 @@ class GPTModel(MegatronModule):
         position_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         labels: torch.Tensor | None,
+        document_starts: torch.Tensor | None,
     ) -> None:
         if input_ids.dim() != 2:
             raise DataError(f"input_ids has shape {list(input_ids.shape)}; it takes [batch, sequence]")
         batch, length = input_ids.shape
-        if length > self.max_sequence_length:
+        whole = length * parallel_state.get_context_parallel_world_size()
+        if whole > self.max_sequence_length:
             raise DataError(
-                f"a sequence of {length} tokens is longer than the model's max_sequence_length of "
+                f"a sequence of {whole} tokens is longer than the model's max_sequence_length of "
                 f"{self.max_sequence_length}; cut it, or build the model for longer ones"
             )
-        for name, tensor in (("position_ids", position_ids), ("labels", labels)):
+        given = {"position_ids": position_ids, "labels": labels, "document_starts": document_starts}
+        for name, tensor in given.items():
             if tensor is not None and tensor.shape != input_ids.shape:
                 raise DataError(
                     f"{name} has shape {list(tensor.shape)}, but input_ids {[batch, length]}; they must agree"
@@ -166,9 +181,14 @@ class GPTModel(MegatronModule):
 
 def _check_degrees(config: TransformerConfig) -> None:
     """Refuses what the model cannot do, in its config and in the process groups, which must not disagree with it."""
+    asked, cp = config.context_parallel_size, parallel_state.get_context_parallel_world_size()
+    if asked != cp:
+        raise ParallelConfigError(
+            f"config.context_parallel_size is {asked}, but core.parallel_state has context-parallel groups of {cp}; "
+            "call initialize_model_parallel with the same size first"
+        )
     found = {
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
     for name, group_size in found.items():

@@ -50,7 +50,11 @@ def test_end_of_document_resets_positions_and_masks_the_loss(tmp_path: Path):
     assert both["tokens"].tolist() == [9, 5, 6, 9, 9, 7, 8, 9]
     assert both["position_ids"].tolist() == [0, 0, 1, 2, 0, 0, 1, 2]
     assert both["loss_mask"].tolist() == [0, 1, 1, 0, 0, 1, 1, 0]
+    apart = GPTDataset(corpus, "train", GPTDatasetConfig(**options, reset_attention_mask=True))[0]
+    assert apart["document_starts"].tolist() == [0, 1, 1, 1, 4, 5, 5, 5]
+    assert apart["position_ids"].tolist() == list(range(8))
     neither = GPTDataset(corpus, "train", GPTDatasetConfig(**options))[0]
+    assert "document_starts" not in neither
     assert neither["position_ids"].tolist() == list(range(8))
     assert neither["loss_mask"].tolist() == [1] * 8
 
@@ -153,6 +157,7 @@ def test_splits_that_hold_no_sample_are_refused(tmp_path: Path):
         ({"random_seed": -1}, "random_seed is -1"),
         ({"eod_mask_loss": True}, "eod_mask_loss needs to know the end-of-document token"),
         ({"reset_position_ids": True}, "reset_position_ids needs"),
+        ({"reset_attention_mask": True}, "reset_attention_mask needs"),
     ],
 )
 def test_settings_that_cannot_be_honoured(fields: dict[str, object], message: str):

@@ -49,9 +49,14 @@ def test_batch_sizes_follow_from_the_number_of_ranks():
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 9},
             2,
-            "seq_length 9 is cut into 2 parts",
+            "seq_length 9 is cut into 2 parts .*; take 8 or 10",
         ),
-        ({"context_parallel_size": 2, "seq_length": 6}, 2, "seq_length 6 is cut into 4 parts"),
+        ({"context_parallel_size": 2, "seq_length": 6}, 2, "seq_length 6 is cut into 4 parts .*; take 4 or 8"),
+        (
+            {"tensor_model_parallel_size": 2, "vocab_size": 61, "make_vocab_size_divisible_by": 1},
+            2,
+            "pads the vocabulary of 61 to a size that tensor_model_parallel_size 2 does not divide; take 2",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide(changes, world_size, said):
@@ -85,3 +90,31 @@ def test_a_valid_run_passes():
     validate(small_config(), 1)
     validate(small_config(fp16=True, loss_scale=2.0, check_for_nan_in_grad=True), 1)
     validate(small_config(use_torch_fsdp2=True, fp16=True, loss_scale=2.0, global_batch_size=16), 2)
+
+
+def test_everything_that_ranks_do_not_divide_is_told_at_once():
+    with pytest.raises(ParallelConfigError) as caught:
+        small_config(
+            tensor_model_parallel_size=4,
+            context_parallel_size=2,
+            sequence_parallel=True,
+            num_attention_heads=6,
+            num_query_groups=3,
+            kv_channels=8,
+            ffn_hidden_size=30,
+            seq_length=30,
+            make_vocab_size_divisible_by=6,
+        )
+    for said in (
+        "num_attention_heads 6 cannot be split over tensor_model_parallel_size 4; take 4 or 8",
+        "num_query_groups 3 cannot be split over tensor_model_parallel_size 4, nor its ranks over the groups; take 2",
+        "ffn_hidden_size 30 cannot be split over tensor_model_parallel_size 4; take 28 or 32",
+        "seq_length 30 is cut into 8 parts by context_parallel_size 2 and sequence_parallel True; take 24 or 32",
+        "make_vocab_size_divisible_by 6 pads any vocabulary to a size that tensor_model_parallel_size 4 does not",
+    ):
+        assert said in str(caught.value)
+
+
+def test_a_hidden_size_that_heads_do_not_divide_is_told_with_the_rest():
+    with pytest.raises(ConfigError, match=r"(?s)hidden_size of 14 or 21, or give kv_channels.*take 4 or 8"):
+        small_config(num_attention_heads=7, context_parallel_size=2, seq_length=6)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from core import parallel_state
 from core.datasets.tokenizer import build_byte_tokenizer
 from core.errors import ConfigError, DataError
 from core.training.generation import SamplingConfig, draw, generate_tokens, stream_text
+from tests.unit._spawn import run_distributed
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0]).log_softmax(0)  # probabilities 0.64 0.24 0.09 0.03
 
@@ -61,6 +63,21 @@ def test_padding_behind_the_text_changes_nothing():
     model = Counter()
     assert generated(model, [1], length_multiple=4) == [2, 3, 4, 5, 6, 7]
     assert set(model.lengths) == {4}
+
+
+def test_a_window_whose_length_would_need_padding_is_shorter():
+    model = Counter()
+    assert generated(model, [1, 2, 3], length_multiple=3) == [4, 5, 6, 7, 8, 9]
+    assert set(model.lengths) == {3}
+
+
+def _generated_in_chunks() -> list[int]:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    return generated(Counter(), [1, 2, 3], length_multiple=4)
+
+
+def test_ranks_that_each_read_chunks_of_the_text_write_the_same():
+    assert run_distributed(_generated_in_chunks, 2) == [[4, 5, 6, 7, 8, 9]] * 2
 
 
 def test_an_empty_prompt_is_refused():

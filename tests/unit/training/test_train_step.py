@@ -44,7 +44,9 @@ def model_of(config) -> GPTModel:
 
 def step_on_ranks(changes: dict, stopping_rank: int | None) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
     config = small_config(**changes)
-    parallel_state.initialize_model_parallel(config.model.tensor_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        config.model.tensor_model_parallel_size, context_parallel_size=config.model.context_parallel_size
+    )
     model = wrap_model(model_of(config), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
     scheduler = build_scheduler(config, optimizer)
@@ -101,6 +103,20 @@ def test_a_step_on_two_ranks_is_the_step_of_one_process(fsdp2: bool, per_token: 
         assert before == pytest.approx(over_tokens, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
         assert result.updated and not result.stop
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "per token"])
+def test_a_step_over_cut_sequences_is_the_step_of_one_process(per_token: bool) -> None:
+    # The loss mask hides other tokens on one rank than on the other, which must not weigh more for that.
+    changes = {**SGD, "calculate_per_token_loss": per_token, "global_batch_size": 4}
+    loss, over_tokens, weights, norm = expected_step(changes, 1)
+    for result, before, found in run_distributed(step_on_ranks, 2, {**changes, "context_parallel_size": 2}, 1):
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+        assert before == pytest.approx(over_tokens, rel=1e-6)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert result.stop  # what one of the ranks of a sequence was asked
         for name, weight in weights.items():
             torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
 

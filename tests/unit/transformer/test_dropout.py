@@ -1,5 +1,6 @@
 """Hidden dropout: when it acts, and which random stream it draws from."""
 
+import pytest
 import torch
 
 from core import parallel_state
@@ -17,8 +18,8 @@ def test_it_acts_in_training_with_a_probability():
     assert set(dropped.tolist()) == {0.0, 2.0}
 
 
-def _drawn(sequence_parallel):
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+def _drawn(sequence_parallel, tp=2, cp=1):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
     model_parallel_manual_seed(5)
     try:
         return hidden_dropout(ONES, 0.5, training=True, sequence_parallel=sequence_parallel)
@@ -31,3 +32,16 @@ def test_ranks_share_a_mask_unless_they_hold_parts_of_the_sequence():
     assert torch.equal(first, second)
     first, second = run_distributed(_drawn, 2, True)
     assert not torch.equal(first, second)
+
+
+def test_context_parallel_ranks_share_no_mask():
+    first, second = run_distributed(_drawn, 2, False, 1, 2)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.long
+def test_each_pair_of_ranks_shares_a_mask_only_of_activations_that_both_hold():
+    whole = run_distributed(_drawn, 4, False, 2, 2)  # tp is the inner axis
+    assert torch.equal(whole[0], whole[1]) and torch.equal(whole[2], whole[3])
+    assert not torch.equal(whole[0], whole[2])
+    assert len({tuple(mask.tolist()) for mask in run_distributed(_drawn, 4, True, 2, 2)}) == 4

@@ -68,7 +68,7 @@ def test_a_setting_that_cannot_be_honoured(changes, message):
     ("changes", "message"),
     [
         ({}, "num_attention_heads 6 cannot be split over tensor_model_parallel_size 4; take 4 or 8"),
-        ({"num_attention_heads": 8, "num_query_groups": 2}, "num_query_groups 2 cannot be split over .* 4; take 4"),
+        ({"num_attention_heads": 12, "num_query_groups": 3}, "num_query_groups 3 .* over .* 4, nor .*; take 2 or 4"),
         (
             {"num_attention_heads": 8, "ffn_hidden_size": 30},
             "ffn_hidden_size 30 cannot be split over .*; take 28 or 32",

@@ -237,9 +237,7 @@ def test_arguments_that_cannot_be_honoured(arguments, message):
         GPTModel(config(), **({"vocab_size": VOCAB, "max_sequence_length": LENGTH} | arguments))
 
 
-@pytest.mark.parametrize(
-    "degree", ["pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"]
-)
+@pytest.mark.parametrize("degree", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
 def test_degrees_that_models_do_not_have_are_refused(degree):
     with pytest.raises(ParallelConfigError, match=f"{degree} is 2"):
         GPTModel(config(**{degree: 2}), VOCAB, LENGTH)
@@ -274,11 +272,17 @@ def test_without_initialization_nothing_is_filled_and_the_draw_is_the_same(monke
 
 
 def _refuses_groups_of_another_degree() -> None:
-    for sizes, named in (((1, 2, 1), "pipeline_model_parallel_size 2"), ((1, 1, 2), "context_parallel_size 2")):
+    small = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    for sizes, said in (
+        ((1, 2, 1), "initialised with pipeline_model_parallel_size 2, but GPTModel supports only 1"),
+        ((1, 1, 2), "config.context_parallel_size is 1, but .* groups of 2"),
+    ):
         parallel_state.initialize_model_parallel(*sizes)
-        with pytest.raises(ParallelConfigError, match=f"initialised with {named}, but GPTModel supports only 1"):
-            GPTModel(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2), 16, 8)
+        with pytest.raises(ParallelConfigError, match=said):
+            GPTModel(TransformerConfig(**small), 16, 8)
         parallel_state.destroy_model_parallel()
+    with pytest.raises(ParallelConfigError, match=r"config.context_parallel_size is 2, but .* groups of 1"):
+        GPTModel(TransformerConfig(**small, context_parallel_size=2), 16, 8)
 
 
 def test_process_groups_of_a_degree_that_the_model_lacks_are_refused():

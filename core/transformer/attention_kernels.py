@@ -1,0 +1,136 @@
+"""Fused attention kernels that also give the log-sum-exp of the scores, forward and backward.
+
+With it the attentions of one query to two sets of keys combine into the attention to both (:func:`combine`), and the
+backward of each set needs only the combined output and log-sum-exp (Dao et al., 2022; Liu et al., 2023). This is the
+one place that decides which of torch's kernels computes them. All tensors are `[b, n, s, d]`, with strides free but
+for a contiguous last dim; keys and values may have fewer heads than queries, each shared by consecutive ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+_ALIGNED_CHANNELS = 8
+"""CUDA's kernels take heads whose width is a multiple of this."""
+
+_ALIGNED_LOGSUMEXP = 32
+"""CUDA's kernel for fp32 pads the queries of its log-sum-exp to a multiple of this."""
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What queries found in one set of keys."""
+
+    output: torch.Tensor
+    """`[b, n, s, d]`, in the dtype of the queries."""
+    logsumexp: torch.Tensor
+    """`[b, n, s]`: log of the sum over the keys of exp(score), fp32 at least."""
+    random: tuple[torch.Tensor, ...] = ()
+    """Which weights were dropped, as the backward wants to be told."""
+
+
+def has_kernel(query: torch.Tensor, dropout: float) -> bool:
+    """Whether a fused kernel does this: on CPU without dropout, on CUDA up to fp32 and 256 channels a head."""
+    if query.device.type == "cpu":
+        return dropout == 0.0 and query.is_floating_point()
+    return query.is_cuda and query.dtype in (*_LOW_PRECISION, torch.float32) and query.shape[-1] <= 256
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
+) -> Attended:
+    """Attention to all keys, or with `causal`, of as many keys as queries, to those up to each query's own."""
+    if not query.is_cuda:
+        output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        return Attended(output, logsumexp)
+    channels, scale = query.shape[-1], 1.0 / math.sqrt(query.shape[-1])
+    query, key, value = (_aligned(tensor) for tensor in (query, key, value))
+    if query.dtype in _LOW_PRECISION:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, causal, False, scale=scale
+        )
+        output, logsumexp, random = found[0], found[1], (found[6], found[7])
+    else:
+        key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
+        output, logsumexp, *random = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, True, dropout, causal, scale=scale
+        )
+        logsumexp = logsumexp[..., : query.shape[2]]
+    return Attended(output[..., :channels], logsumexp, tuple(random))
+
+
+def attend_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attended: Attended,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value by way of these keys.
+
+    Args:
+        grad: of the combined output.
+        attended: the combined output and log-sum-exp, with what :func:`attend` said of these keys' `random`.
+    """
+    output, logsumexp = attended.output, attended.logsumexp
+    if not query.is_cuda:
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, query, key, value, output, logsumexp, 0.0, causal
+            )
+        )
+        return grads
+    channels, groups, scale = query.shape[-1], key.shape[1], 1.0 / math.sqrt(query.shape[-1])
+    grad, query, key, value, output = (_aligned(tensor) for tensor in (grad, query, key, value, output))
+    if query.dtype in _LOW_PRECISION:
+        found: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(grad, query, key, value, output, logsumexp.contiguous()),
+            *(None, None, query.shape[2], key.shape[2], dropout, causal, *attended.random),
+            scale=scale,
+        )
+    else:
+        key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
+        padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP))
+        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *(grad, query, key, value, None, output, padded, *attended.random),
+            *(dropout, [True, True, True, False], causal),
+            scale=scale,
+        )
+    grad_query, grad_key, grad_value = (tensor[..., :channels] for tensor in found[:3])
+    return grad_query, _summed(grad_key, groups), _summed(grad_value, groups)
+
+
+def combine(first: Attended, second: Attended) -> Attended:
+    """What the same queries find in both sets of keys together; `random` of neither."""
+    logsumexp = torch.logaddexp(first.logsumexp, second.logsumexp)
+    output = torch.zeros_like(first.output, dtype=logsumexp.dtype)
+    for part in (first, second):
+        output.addcmul_(part.output.to(output.dtype), (part.logsumexp - logsumexp).exp_().unsqueeze(-1))
+    return Attended(output.to(first.output.dtype), logsumexp)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """With channels of zeros behind, which change no score and no output."""
+    missing = -tensor.shape[-1] % _ALIGNED_CHANNELS
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _expanded(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[b, groups, s, d]` to `[b, heads, s, d]`."""
+    groups = tensor.shape[1]
+    return tensor if groups == heads else tensor.repeat_interleave(heads // groups, dim=1)
+
+
+def _summed(grad: torch.Tensor, groups: int) -> torch.Tensor:
+    """The gradient of what `_expanded` repeated."""
+    return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)

@@ -1,0 +1,240 @@
+"""Short training runs of a small GPT cut by tensor, sequence and context parallelism under any wrapper."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.dist_checkpointing import global_view
+from core.distributed import finalize_model_grads, wrap_model
+from core.models.gpt import GPTModel
+from core.optimizer import MegatronOptimizer
+from core.transformer import Float16Module, TransformerConfig, own_chunks
+from core.transformer.context_parallel import _Scattering
+from tests.functional import _runs
+from tests.functional._runs import MICRO_BATCHES, VOCABULARY, Curve, Training, ddp_config, gradients, micro_batches
+
+SEQUENCE = 16
+"""Divides into two chunks a rank, each cut once more by sequence parallelism."""
+
+ROWS_OF_EMBEDDING = VOCABULARY + 3  # which four ranks divide
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a world of ranks is cut."""
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.cp
+
+    def __str__(self) -> str:
+        return f"dp{self.dp}-tp{self.tp}-cp{self.cp}{'-sp' if self.sequence_parallel else ''}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a layout is to do as one process does."""
+
+    training: Training
+    packed: bool = False
+    """Sequences hold several documents, which do not see each other."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the config that differ from those of :func:`build`."""
+    fsdp2: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of this wrapper, where it is the one."""
+
+
+def build(trained: Trained, layout: Layout) -> GPTModel:
+    """A GPT with query-key norms and grouped queries whose weights a seed decides."""
+    torch.manual_seed(7)
+    low = trained.training.precision
+    fields = {
+        "num_layers": 2,
+        "hidden_size": 20,
+        "ffn_hidden_size": 28,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 6,
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.2,
+        "calculate_per_token_loss": trained.training.per_token,
+        "tensor_model_parallel_size": layout.tp,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+    if low != "fp32":
+        fields[low] = True
+    config = TransformerConfig(**{**fields, **trained.model})
+    tied = trained.training.tied
+    return GPTModel(config, ROWS_OF_EMBEDDING, SEQUENCE, share_embeddings_and_output_weights=tied)
+
+
+def run_layout(wrapper: str, layout: Layout, trained: Trained, fault: str | None = None) -> Curve:
+    """Trains on this rank's part of its replica's micro-batches; every rank calls it."""
+    with FAULTS[fault]() if fault is not None else nullcontext():
+        return _run_layout(wrapper, layout, trained)
+
+
+def _run_layout(wrapper: str, layout: Layout, trained: Trained) -> Curve:
+    training = trained.training
+    low = training.precision != "fp32"
+    config = ddp_config(wrapper, grad_reduce_in_fp32=low, **(trained.fsdp2 if "fsdp2" in wrapper else {}))
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        context_parallel_size=layout.cp,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
+    )
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    module = build(trained, layout)
+    for parameter in module.parameters() if low else ():
+        parameter.data = parameter.data.to(module.config.compute_dtype).float()
+    inner: nn.Module = Float16Module(module.config, module) if low and "fsdp2" not in wrapper else module
+    model = wrap_model(inner, module.config, config)
+    optimizer = _runs._optimizer(training, model)
+    scheduler = _runs._scheduler(training, optimizer)
+    curve = Curve()
+    for step in range(training.steps):
+        model.zero_grad_buffer()
+        totals = torch.zeros(2, dtype=torch.float64)
+        batches = micro_batches(step, parallel_state.get_data_parallel_rank(), training.per_token, SEQUENCE)
+        for index, batch in enumerate(batches):
+            with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
+                loss, reported = _loss(model, batch, trained)
+                optimizer.scale_loss(loss).backward()
+            totals += reported
+        finalize_model_grads([model], totals[1] if training.per_token else None)
+        if step == training.steps - 1:
+            curve.gradients = gradients(optimizer)
+        _runs._step(curve, step, optimizer, scheduler)
+        dist.all_reduce(totals, group=group)
+        curve.losses.append((totals[0] / totals[1]).item())
+    curve.masters = _masters(module, optimizer)
+    return curve
+
+
+def run_serial(trained: Trained, replicas: int) -> Curve:
+    """The same training in one process, without a wrapper, over the micro-batches of all replicas."""
+    training = trained.training
+    model: nn.Module = build(trained, Layout())
+    module = model
+    if training.precision != "fp32":
+        model = Float16Module(module.config, module)  # type: ignore[arg-type]
+    optimizer = _runs._optimizer(training, model)
+    scheduler = _runs._scheduler(training, optimizer)
+    curve = Curve()
+    for step in range(training.steps):
+        optimizer.zero_grad()
+        totals = torch.zeros(2, dtype=torch.float64)
+        for replica in range(replicas):
+            for batch in micro_batches(step, replica, training.per_token, SEQUENCE):
+                loss, reported = _loss(model, batch, trained)
+                (loss if training.per_token else loss / replicas).backward()
+                totals += reported
+        for parameter in model.parameters():
+            if training.per_token and parameter.grad is not None:
+                parameter.grad /= totals[1]
+        if step == training.steps - 1:
+            curve.gradients = gradients(optimizer)
+        _runs._step(curve, step, optimizer, scheduler)
+        curve.losses.append((totals[0] / totals[1]).item())
+    curve.masters = _masters(module, optimizer)
+    return curve
+
+
+def _loss(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], trained: Trained
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, labels = (own_chunks(tensor) for tensor in batch)
+    packed = {"document_starts": own_chunks(document_starts(len(tokens)))} if trained.packed else {}
+    losses = model(tokens, labels=labels, **packed)  # [b, s / cp]
+    reported = torch.stack([losses.detach().double().sum(), (labels != -100).sum()])
+    return (losses.sum() if trained.training.per_token else losses.mean() / MICRO_BATCHES), reported
+
+
+def document_starts(rows: int) -> torch.Tensor:
+    """`[b, s]` of documents that end in different chunks in each row."""
+    positions = torch.arange(SEQUENCE)
+    return torch.stack([positions - positions % (3 + 2 * row) for row in range(rows)])
+
+
+def _masters(module: nn.Module, optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
+    """The weights of the whole model, in fp32."""
+    tensors = module.state_dict(keep_vars=True)
+    state = {name.partition(".")[2]: t for name, t in optimizer.state_tensors().items() if name.startswith("master.")}
+    names = [name for name, _ in module.named_parameters()]
+    return _runs._whole({name: state.get(name, global_view(tensors[name])) for name in names})
+
+
+def _positions_of_the_first_rank() -> AbstractContextManager[Any]:
+    """Each context-parallel rank turns queries and keys as if its tokens were the first."""
+    return mock.patch(
+        "core.models.gpt.gpt_model.own_positions", lambda length, device: torch.arange(length, device=device)
+    )
+
+
+def _labels_in_whole_order() -> AbstractContextManager[Any]:
+    """Chunks are dealt out without balance, while attention counts on it."""
+    return mock.patch(
+        "tests.functional._parallel_runs.own_chunks",
+        lambda tensor: tensor.chunk(parallel_state.get_context_parallel_world_size(), 1)[
+            parallel_state.get_context_parallel_rank()
+        ],
+    )
+
+
+def _keys_keep_their_own_gradient() -> AbstractContextManager[Any]:
+    """What the other ranks' queries say of a rank's keys and values does not arrive."""
+
+    def wait(self: _Scattering) -> tuple[torch.Tensor, ...]:
+        assert self.work is not None
+        self.work.wait()
+        return self.both.zero_().unbind(1)
+
+    return mock.patch.object(_Scattering, "wait", wait)
+
+
+def _norms_stay_partial() -> AbstractContextManager[Any]:
+    """Gradients of what tensor-parallel ranks hold alike and use on different tokens or heads are not summed."""
+    import sys
+
+    module = sys.modules[finalize_model_grads.__module__]
+    return mock.patch.object(module, "_sum_over_sequence_parallel_ranks", lambda chunks: None)
+
+
+def _inputs_keep_their_own_gradient() -> AbstractContextManager[Any]:
+    """A column-parallel layer does not add the gradients of its input over ranks."""
+    silent = types.SimpleNamespace(all_reduce=lambda tensor, group, async_op: None, ProcessGroup=dist.ProcessGroup)
+    return mock.patch("core.tensor_parallel.column_linear.dist", silent)
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    function.__name__.strip("_"): function
+    for function in (
+        _positions_of_the_first_rank,
+        _labels_in_whole_order,
+        _keys_keep_their_own_gradient,
+        _norms_stay_partial,
+        _inputs_keep_their_own_gradient,
+    )
+}
+"""Faults planted in `core`, one at a time, that a comparison of runs has to see."""

@@ -1,0 +1,80 @@
+"""Attention to two sets of keys, put together, against torch's attention to both at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core.transformer.attention_kernels import Attended, attend, attend_backward, combine, has_kernel
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+BATCH, HEADS, GROUPS, LENGTH, BEFORE, CHANNELS = 2, 4, 2, 9, 14, 6
+
+
+def _tensors(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Query, key, value and the gradient of the output; keys are those before the queries, then the queries' own."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(HEADS, LENGTH), (GROUPS, BEFORE + LENGTH), (GROUPS, BEFORE + LENGTH), (HEADS, LENGTH)]
+    return [
+        torch.randn(length, BATCH, heads, CHANNELS, generator=generator).to(device, dtype).permute(1, 2, 0, 3)
+        for heads, length in shapes
+    ]
+
+
+def _in_two(device: str, dtype: torch.dtype, dropout: float = 0.0) -> list[torch.Tensor]:
+    query, key, value, grad = _tensors(device, dtype)
+    before, own = slice(0, BEFORE), slice(BEFORE, None)
+    parts = [
+        attend(query, key[:, :, keys], value[:, :, keys], causal=causal, dropout=dropout)
+        for keys, causal in ((before, False), (own, True))
+    ]
+    both = combine(*parts)
+    grads = [
+        attend_backward(
+            *(grad, query, key[:, :, keys], value[:, :, keys], Attended(both.output, both.logsumexp, part.random)),
+            causal=causal,
+            dropout=dropout,
+        )
+        for keys, causal, part in ((before, False, parts[0]), (own, True, parts[1]))
+    ]
+    key_and_value = [torch.cat((grads[0][i], grads[1][i]), 2) for i in (1, 2)]
+    return [both.output, grads[0][0] + grads[1][0], *key_and_value]
+
+
+def _at_once() -> list[torch.Tensor]:
+    query, key, value, grad = _tensors("cpu", torch.float64)
+    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    visible = torch.ones(LENGTH, BEFORE + LENGTH, dtype=torch.bool).tril(BEFORE)
+    output = F.scaled_dot_product_attention(*leaves, visible, enable_gqa=True)
+    output.backward(grad)
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [
+        ("cpu", torch.float32, 1e-6),
+        ("cpu", torch.bfloat16, 1e-2),
+        pytest.param("cuda", torch.float32, 2e-3, marks=ON_GPU),  # the kernel may use TF32
+        pytest.param("cuda", torch.bfloat16, 2e-2, marks=ON_GPU),
+        pytest.param("cuda", torch.float16, 2e-3, marks=ON_GPU),
+    ],
+)
+def test_two_sets_of_keys_together_are_one(device: str, dtype: torch.dtype, tolerance: float):
+    for found, expected in zip(_in_two(device, dtype), _at_once(), strict=True):
+        assert found.dtype == dtype and found.shape == expected.shape
+        assert (found.cpu().double() - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=ON_GPU) for dtype in (torch.float32, torch.bfloat16)])
+def test_the_backward_drops_what_the_forward_dropped(dtype: torch.dtype):
+    output, _, _, grad_value = _in_two("cuda", dtype, dropout=0.5)
+    assert not torch.allclose(output, _in_two("cuda", dtype)[0])
+    _, _, value, grad = _tensors("cuda", dtype)
+    # The output is linear in the values, with weights that are those of the backward only if the same were dropped.
+    found, expected = (grad_value.double() * value.double()).sum(), (output.double() * grad.double()).sum()
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.2)
+
+
+def test_dropout_has_no_kernel_on_cpu():
+    query = torch.zeros(1, 1, 1, 8)
+    assert has_kernel(query, 0.0) and not has_kernel(query, 0.1)

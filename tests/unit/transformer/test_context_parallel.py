@@ -1,0 +1,201 @@
+"""Attention over a cut sequence against the same attention over the whole one."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core import parallel_state
+from core.errors import ConfigError, DataError
+from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
+from core.transformer import TransformerConfig, attention_kernels
+from core.transformer.context_parallel import attend_in_pieces, gather_sequence, own_chunks, own_positions
+from core.transformer.dot_product_attention import DotProductAttention
+from core.transformer.sequence_pieces import causal_pieces, document_pieces
+from tests.unit._spawn import run_distributed
+
+LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 6
+DOCUMENTS = ((5, 12, 7), (1, 2, 17, 4))
+"""Lengths of the documents in each row."""
+
+
+def _tensors() -> list[torch.Tensor]:
+    """Query, key, value and the gradient of the output, `[s, b, n, d]`, of the whole sequence."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(LENGTH, BATCH, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def document_starts() -> torch.Tensor:
+    """`[b, s]` of the documents above."""
+    rows = []
+    for lengths in DOCUMENTS:
+        begins = [sum(lengths[:i]) for i in range(len(lengths))]
+        rows.append([begin for begin, length in zip(begins, lengths, strict=True) for _ in range(length)])
+    return torch.tensor(rows)
+
+
+@functools.cache
+def _whole(documents: bool) -> tuple[torch.Tensor, ...]:
+    """Output and gradients by torch's own attention with an explicit mask."""
+    query, key, value, grad = _tensors()
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, 1, LENGTH, LENGTH)
+    if documents:
+        starts = document_starts()
+        visible = visible & (starts[:, None, :, None] == starts[:, None, None, :])
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in leaves)
+    output = F.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True).permute(2, 0, 1, 3)
+    output.backward(grad)
+    return (output.detach(), *(leaf.grad for leaf in leaves))
+
+
+def _cut(documents: bool, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """The same of this rank's chunks."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size > 1:
+        parallel_state.initialize_model_parallel(context_parallel_size=size)
+    query, key, value, grad = (own_chunks(tensor, 0).to(dtype) for tensor in _tensors())
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    rank, group = (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_group(check_initialized=False),
+    )
+    if documents:
+        pieces = document_pieces(own_chunks(document_starts()), rank, size)
+    else:
+        pieces = causal_pieces(LENGTH // size, rank, size)
+    output = attend_in_pieces(*leaves, pieces, 0.0, group)
+    output.backward(grad)
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _of_rank(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    chunks = tensor.chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_alone_it_is_the_masked_attention(documents: bool):
+    for found, expected in zip(_cut(documents), _whole(documents), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_each_rank_has_its_part_of_the_attention_and_of_all_gradients(size: int, documents: bool):
+    for rank, tensors in enumerate(run_distributed(_cut, size, documents)):
+        for found, expected in zip(tensors, _whole(documents), strict=True):
+            torch.testing.assert_close(found, _of_rank(expected, rank, size), rtol=1e-12, atol=1e-12)
+
+
+def test_in_bf16_it_is_as_close_as_bf16_allows():
+    for rank, tensors in enumerate(run_distributed(_cut, 2, False, torch.bfloat16)):
+        for found, expected in zip(tensors, _whole(False), strict=True):
+            error = (found.double() - _of_rank(expected, rank, 2)).norm() / expected.norm()
+            assert found.dtype == torch.bfloat16 and error < 0.01
+
+
+def _cut_and_gathered() -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    size = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    leaf = own_chunks(torch.arange(LENGTH, dtype=torch.float32), 0).requires_grad_()
+    whole = gather_sequence(leaf, parallel_state.get_context_parallel_group())
+    (whole * torch.arange(LENGTH) * (dist.get_rank() + 1)).sum().backward()
+    return own_positions(LENGTH // size, torch.device("cpu")).tolist(), whole.detach(), leaf.grad
+
+
+def test_a_gathered_sequence_is_in_order_and_gradients_go_back_to_their_rank():
+    for rank, (positions, whole, grad) in enumerate(run_distributed(_cut_and_gathered, 2)):
+        assert positions == [[*range(6), *range(18, 24)], [*range(6, 18)]][rank]
+        assert torch.equal(whole, torch.arange(LENGTH, dtype=torch.float32))
+        assert grad.tolist() == [3.0 * position for position in positions]
+
+
+def _refuses_lengths() -> None:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    with pytest.raises(DataError, match=r"22 tokens .* 4 chunks of 2 context-parallel ranks; take 20 or 24"):
+        own_chunks(torch.zeros(1, 22))
+
+
+def test_a_sequence_that_does_not_divide_is_refused():
+    run_distributed(_refuses_lengths, 2)
+
+
+def _through_the_module(kernels: bool, documents: bool, dropout: float = 0.0) -> list[torch.Tensor]:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    model_parallel_manual_seed(3)
+    sizes = {"num_layers": 1, "hidden_size": HEADS * CHANNELS, "num_attention_heads": HEADS}
+    core = DotProductAttention(TransformerConfig(**sizes, context_parallel_size=2, attention_dropout=dropout))
+    query, key, value, grad = (own_chunks(tensor, 0) for tensor in _tensors())
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    pieces = document_pieces(own_chunks(document_starts()), dist.get_rank(), 2) if documents else None
+    has_kernel = attention_kernels.has_kernel if kernels else lambda *unused: False
+    with mock.patch("core.transformer.dot_product_attention.has_kernel", has_kernel):
+        output = core(*leaves, None, pieces)
+    output.backward(grad.flatten(2))
+    get_rng_tracker().reset()
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_where_there_is_no_kernel_a_mask_does_the_same(documents: bool):
+    found, expected = (run_distributed(_through_the_module, 2, kernels, documents) for kernels in (False, True))
+    for ours, theirs in zip(found, expected, strict=True):
+        for without, with_kernel in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(without, with_kernel, rtol=1e-12, atol=1e-12)
+
+
+def test_dropped_weights_are_dropped_on_cpu_too():
+    plain, dropped = (run_distributed(_through_the_module, 2, True, False, p)[0][0] for p in (0.0, 0.5))
+    assert not torch.allclose(plain, dropped)
+
+
+def _refuses_masks() -> None:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    core = DotProductAttention(
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, context_parallel_size=2)
+    )
+    tensor = torch.zeros(4, 1, 2, 4)
+    with pytest.raises(ConfigError, match=r"attention_mask .* context parallelism .* give document_starts"):
+        core(tensor, tensor, tensor, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
+
+
+def test_a_mask_over_cut_sequences_is_refused():
+    run_distributed(_refuses_masks, 2)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = func(*args, **(kwargs or {}))
+        for tensor in given if isinstance(given, (tuple, list)) else (given,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return given
+
+
+def _largest_of_cut_attention(length: int) -> int:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    leaves = [torch.randn(length // 2, 1, 2, 8, requires_grad=True) for _ in range(3)]
+    starts = (torch.arange(length) // 200 * 200).unsqueeze(0)
+    group = parallel_state.get_context_parallel_group()
+    with _LargestTensor() as largest:
+        for pieces in (
+            causal_pieces(length // 2, dist.get_rank(), 2),
+            document_pieces(own_chunks(starts), dist.get_rank(), 2),
+        ):
+            attend_in_pieces(*leaves, pieces, 0.0, group).sum().backward()
+    return largest.elements
+
+
+def test_no_tensor_grows_with_the_square_of_the_sequence():
+    keys_and_values = 2 * 512 * 2 * 8
+    assert run_distributed(_largest_of_cut_attention, 2, 512) == [keys_and_values] * 2
