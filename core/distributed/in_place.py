@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,20 +19,21 @@ from .initial_values import InitialValues
 from .mesh_axes import MeshAxes
 from .resharding import Reshard
 from .sharding import fsdp_modules, shard_model
-from .units import Unit, plan_units
+from .units import Unit, UnitChoice, plan_units
 from .warn import warn_once
 
 
 def shard_in_place(
     module: nn.Module,
     axes: MeshAxes,
-    unit_classes: Iterable[type[nn.Module]],
+    unit_classes: Iterable[UnitChoice],
     *,
     caller: str,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     activation_checkpointing: ActivationCheckpointing = "none",
     reshard_after_forward: Reshard = True,
+    reshard_overrides: Sequence[tuple[str, Reshard]] = (),
     sync_module_states: bool = True,
 ) -> list[Unit]:
     """What `TorchFullyShardedDataParallel` does to the model that it wraps, in the same order and by the same parts.
@@ -48,6 +49,7 @@ def shard_in_place(
         offload_policy: as torch's; memory is pinned only where there is an accelerator to pin it for.
         activation_checkpointing: as in `prepare_units`.
         reshard_after_forward: as in `shard_model`.
+        reshard_overrides: as in `shard_model`.
         sync_module_states: all start from the values of the first rank.
 
     Returns:
@@ -66,6 +68,7 @@ def shard_in_place(
             "offload_policy": type(offload_policy).__name__,
             "activation_checkpointing": activation_checkpointing,
             "reshard_after_forward": reshard_after_forward,
+            "reshard_overrides": list(reshard_overrides),
         },
     )
     start = InitialValues(module, axes.group, from_first_rank=sync_module_states)
@@ -76,6 +79,7 @@ def shard_in_place(
         axes.data,
         units,
         reshard_after_forward=reshard_after_forward,
+        reshard_overrides=reshard_overrides,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
     )

@@ -49,7 +49,7 @@ from .precision import as_dtype, cast_buffers, mixed_precision_policy
 from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .units import parameter_attributes_kept, plan_units
+from .units import UnitChoice, parameter_attributes_kept, plan_units
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -93,7 +93,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         config: Any,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
-        sub_modules_to_wrap: Iterable[type[nn.Module]] | None = None,
+        sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
         disable_bucketing: bool = False,
         process_group: Ranks | None = None,
     ) -> None:

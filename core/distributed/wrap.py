@@ -15,6 +15,7 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .instance_groups import Ranks
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from .units import UnitChoice
 
 
 def wrap_model(
@@ -23,7 +24,7 @@ def wrap_model(
     ddp_config: DistributedDataParallelConfig,
     *,
     process_group: Ranks | None = None,
-    sub_modules_to_wrap: Iterable[type[nn.Module]] | None = None,
+    sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
     disable_bucketing: bool = False,
 ) -> _BaseDataParallel:
     """Wraps a model as its settings ask: by the type of ``ddp_config``, then by its sharding strategy.

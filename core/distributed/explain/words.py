@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NUM_LISTED = 8
+_NUM_CHOICES = 20
 
 
 def readable_bytes(num_bytes: float) -> str:
@@ -35,4 +36,6 @@ def choices(value: str, known: Iterable[str]) -> str:
     names = list(dict.fromkeys(known))
     near = get_close_matches(value.lower(), {name.lower(): None for name in names}, n=1)
     nearest = next((f"did you mean {name!r}? " for name in names if near and name.lower() == near[0]), "")
-    return f"{nearest}it takes one of {', '.join(names)}" if names else "there is none to choose from"
+    shown = ", ".join(names[:_NUM_CHOICES])
+    more = f" and {len(names) - _NUM_CHOICES} more" if len(names) > _NUM_CHOICES else ""
+    return f"{nearest}it takes one of {shown}{more}" if names else "there is none to choose from"

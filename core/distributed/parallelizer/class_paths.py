@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
@@ -75,6 +76,5 @@ def _import_module(module_path: str, path: str) -> ModuleType:
 
 
 def _submodules(package: ModuleType) -> list[str]:
-    import pkgutil
-
-    return [info.name for info in pkgutil.iter_modules(getattr(package, "__path__", []))]
+    found = pkgutil.iter_modules(getattr(package, "__path__", []))
+    return [info.name for info in found if not info.name.startswith("_")]

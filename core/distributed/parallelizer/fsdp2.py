@@ -15,7 +15,7 @@ from ..explain.rewrapping import reject_wrapped
 from ..in_place import shard_in_place
 from ..mesh_axes import mesh_axes
 from ..resharding import Reshard
-from .tensor_parallel_plan import Plan, apply_plan
+from .tensor_parallel_plan import Plan, apply_plan, check_heads
 
 ITEMS_OF_CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 """What makes every item of these a unit; `plan_units` looks into nested ones."""
@@ -61,6 +61,7 @@ def fsdp2_strategy_parallelize(
     axes = mesh_axes(device_mesh)
     reject_wrapped(model)
     if axes.tensor is not None:
+        check_heads(model, axes.tensor.size())
         apply_plan(model, axes.tensor, tp_shard_plan, device_mesh)
     if isinstance(activation_checkpointing, bool):
         activation_checkpointing = "full" if activation_checkpointing else "none"

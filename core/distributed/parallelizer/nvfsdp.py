@@ -21,7 +21,7 @@ from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataPara
 from ..warn import warn_once
 from ..wrap import wrap_model
 from .class_paths import check_classes_are_in, import_classes_from_paths
-from .tensor_parallel_plan import Plan, apply_plan
+from .tensor_parallel_plan import Plan, apply_plan, check_heads
 
 HAVE_NVFSDP = any(importlib.util.find_spec(name) is not None for name in ("megatron_fsdp", "nvfsdp"))
 """Whether NVIDIA's own package can be imported; nothing here needs it."""
@@ -104,6 +104,7 @@ def nvfsdp_strategy_parallelize(
     keeps_fp32 = preserve_fp32_weights and strategy == "optim_grads_params"
     param_dtype = _with_fp32_shards(model) if keeps_fp32 else None
     if axes.tensor is not None:
+        check_heads(model, axes.tensor.size())
         apply_plan(model, axes.tensor, tp_shard_plan, device_mesh)
     if strategy == "optim_grads_params":
         if not overlap_grad_reduce:

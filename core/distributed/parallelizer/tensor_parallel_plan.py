@@ -84,6 +84,20 @@ def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, dev
         _tie(model, names)
 
 
+def check_heads(model: nn.Module, tp_size: int) -> None:
+    """Raises where attention heads, by the names of Hugging Face's configs, cannot be dealt out evenly.
+
+    Raises:
+        ParallelConfigError: naming the number of heads.
+    """
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(getattr(model, "config", None), name, None)
+        if isinstance(heads, int) and heads % tp_size:
+            raise ParallelConfigError(
+                f"{tp_size} tensor-parallel ranks do not divide the model's {name} {heads}; choose a divisor of it"
+            )
+
+
 def _check_plan(model: nn.Module, plan: Plan) -> None:
     names = [name for name, _ in model.named_modules()]
     for pattern, style in plan.items():

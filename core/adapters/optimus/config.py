@@ -1,0 +1,83 @@
+"""Settings of the transforms; fields and defaults are optimus-dl's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...distributed.explain.words import choices
+from ...distributed.precision import DTYPE_NAMES, as_dtype
+from ...errors import ConfigError, ParallelConfigError
+
+
+@dataclass
+class DDPTransformConfig:
+    """What torch's DDP is told; on this library's buffers each of these is always so."""
+
+    find_unused_parameters: bool = False
+    """A parameter that no backward reaches has a zero gradient here in any case."""
+
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buffers here in any case."""
+
+    static_graph: bool = False
+    """The graph may change from step to step here in any case."""
+
+
+@dataclass
+class MixedPrecisionConfig:
+    """Dtypes by name, as ``bfloat16``, ``bf16``, ``fp16``, ``float32`` or ``double``; None changes nothing.
+
+    Raises:
+        ConfigError: a name that there is none of.
+    """
+
+    param_dtype: str | None = None
+    """Of computation and of all-gathers."""
+
+    reduce_dtype: str | None = None
+    """Of gradient reduction."""
+
+    output_dtype: str | None = None
+    """Of the model's outputs."""
+
+    cast_forward_inputs: bool = True
+    """Cast inputs of the model and of each unit to `param_dtype`."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            try:
+                as_dtype(value, name)
+            except (ParallelConfigError, AttributeError) as error:
+                raise ConfigError(f"{name} is {value!r}; {choices(str(value), DTYPE_NAMES)}") from error
+
+
+@dataclass
+class OffloadConfig:
+    """Where shards are kept."""
+
+    cpu_offload: bool = False
+    """In the host's memory."""
+
+    pin_memory: bool = True
+    """Pin that memory; without an accelerator a warning says that there is nothing to pin for."""
+
+
+@dataclass
+class FullyShardTransformConfig:
+    """What is sharded, and when it is gathered."""
+
+    reshard_after_forward: bool | int = False
+    """Free gathered parameters between forward and backward; a number keeps them whole among so many ranks."""
+
+    mixed_precision: MixedPrecisionConfig | None = None
+    """None casts nothing."""
+
+    offload: OffloadConfig | None = None
+    """None keeps shards on the device."""
+
+    use_hybrid_sharding: bool = True
+    """Shard over the mesh's ``dp_shard`` and replicate over ``dp_replicate``; else shard over all."""
+
+    sync_grad_accum: bool = False
+    """Reduce the gradient of every micro-batch, not of the last alone."""
