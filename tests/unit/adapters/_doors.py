@@ -202,7 +202,7 @@ def train(
 ) -> tuple[list[float], list[dict[str, torch.Tensor]], Any]:
     """Ten steps: this rank's losses, the gradients of every step whole, and the weights after the last."""
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="sgd", lr=0.5, sgd_momentum=0.9, clip_grad=0.0), [model]
+        OptimizerConfig(optimizer="sgd", lr=0.5, sgd_momentum=0.9, weight_decay=0.0, clip_grad=0.0), [model]
     )
     losses, gradients = [], []
     for step in range(STEPS):
