@@ -26,7 +26,7 @@ from ..replicas import Replicas
 from ..units import units_by_class, units_by_size
 from .params import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType
 
-_WITHOUT_SHARDING = ("enable_fsdp", "state_dict_type")
+_ABOUT_SHARDS = ("backward_prefetch", "forward_prefetch", "auto_wrap_policy", "state_dict_type", "sync_module_states")
 
 
 def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMesh | None = None) -> _BaseDataParallel:
@@ -145,7 +145,7 @@ def _changed(params: FSDPParams) -> list[str]:
 
 
 def _say_what_is_ignored(params: FSDPParams) -> None:
-    ignored = [name for name in _changed(params) if name not in _WITHOUT_SHARDING]
+    ignored = _changed(params)
     if ignored:
         warn_once(f"enable_fsdp is False, so that {', '.join(ignored)} have no effect: the model is replicated")
 
@@ -171,8 +171,7 @@ def _say_what_fsdp2_does_instead(params: FSDPParams) -> None:
 
 
 def _warn_of_units_without_shards(params: FSDPParams) -> None:
-    about_shards = ("backward_prefetch", "forward_prefetch", "auto_wrap_policy", "sync_module_states")
-    ignored = [name for name in _changed(params) if name in about_shards]
+    ignored = [name for name in _changed(params) if name in _ABOUT_SHARDS]
     if ignored:
         warn_once(
             f"sharding_strategy is NO_SHARD, so that {', '.join(ignored)} have no effect: replicas hold the whole "

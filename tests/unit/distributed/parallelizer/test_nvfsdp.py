@@ -99,7 +99,7 @@ def _options() -> None:
         assert getattr(_wrapped(**buffered, **{name: False}).ddp_config, name) is False
     assert _wrapped(**buffered, average_in_collective=True).ddp_config.average_in_collective
     with torch.device("meta"):
-        on_meta = toy()
+        on_meta = torch.nn.Sequential(torch.nn.Linear(3, 3))
     assert not any(p.is_meta for p in _wrapped(on_meta, init_nvfsdp_with_meta_device=True).parameters())
 
     half = toy().bfloat16()
