@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
             + "; tensor parallelism is the axis tensor_parallel or tp"
         )
     shard = _with_context(device_mesh, shard, axis_names)
-    data = device_mesh[REPLICATE_AXIS, shard] if has_replicas else device_mesh[shard]
+    data = _sliced(device_mesh, (REPLICATE_AXIS, shard) if has_replicas else shard)
     return MeshAxes(data, whole_group(data), tensor if tensor is not None and tensor.size() > 1 else None)
 
 
@@ -85,6 +86,12 @@ def _with_context(device_mesh: DeviceMesh, shard: str, axis_names: tuple[str, ..
 
 def _axis(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     try:
-        return device_mesh[name]
+        return _sliced(device_mesh, name)
     except (KeyError, RuntimeError):  # torch has no public way to ask for the names of flattened axes
         return None
+
+
+def _sliced(device_mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+    with warnings.catch_warnings():  # torch would have flattened axes kept by who makes them: here that is the user
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
+        return device_mesh[names]

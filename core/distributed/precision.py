@@ -26,9 +26,6 @@ _DTYPES = {
     "float16": torch.float16,
     "fp64": torch.float64,
     "float64": torch.float64,
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
 }
 DTYPE_NAMES = tuple(_DTYPES)
 """The names that `as_dtype` knows."""

@@ -5,6 +5,8 @@ Nothing here talks to another rank: these functions read a module tree and retur
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -65,8 +67,9 @@ def plan_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
             holds trainable parameters of two dtypes.
     """
     choices = list(classes)
-    singled_out = {choice for choice in choices if isinstance(choice, nn.Module)}
-    outermost = _as_classes((c for c in choices if not isinstance(c, nn.Module)), "sub_modules_to_wrap")
+    singled_out = {choice for choice in choices if isinstance(choice, nn.Module)}.intersection(root.modules())
+    is_module = [isinstance(choice, nn.Module) and choice in singled_out for choice in choices]
+    outermost = _as_classes(itertools.compress(choices, map(operator.not_, is_module)), "sub_modules_to_wrap")
     chosen = list(_matching_modules(root, outermost, _declared_by_modules(root), singled_out))
     owners = _owners_of_parameters(root, chosen)
     while any(_is_read_outside(module, owners) for module in chosen):  # a parent may inherit the weight: look again

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ...distributed.explain.words import choices
 from ...distributed.precision import DTYPE_NAMES, as_dtype
 from ...errors import ConfigError, ParallelConfigError
+
+_OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
+
+
+def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
+    """The dtype of this name, torch's older names included.
+
+    Raises:
+        ConfigError: no such name.
+    """
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    try:
+        return as_dtype(_OTHER_NAMES.get(plain, plain) if isinstance(plain, str) else plain, field)
+    except (ParallelConfigError, AttributeError) as error:
+        raise ConfigError(f"{field} is {name!r}; {choices(str(name), (*DTYPE_NAMES, *_OTHER_NAMES))}") from error
 
 
 @dataclass
@@ -45,11 +62,7 @@ class MixedPrecisionConfig:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            value = getattr(self, name)
-            try:
-                as_dtype(value, name)
-            except (ParallelConfigError, AttributeError) as error:
-                raise ConfigError(f"{name} is {value!r}; {choices(str(value), DTYPE_NAMES)}") from error
+            dtype_of(getattr(self, name), name)
 
 
 @dataclass

@@ -16,14 +16,13 @@ from ..._torch_compat import fsdp_param_groups
 from ...distributed.in_place import set_gradient_sync, shard_in_place, usable_offload_policy
 from ...distributed.mesh_axes import MeshAxes, whole_group
 from ...distributed.parallelizer.fsdp2 import ITEMS_OF_CONTAINERS
-from ...distributed.precision import as_dtype
 from ...distributed.resharding import Reshard
 from ...distributed.units import UnitChoice
 from ...distributed.warn import warn_once
 from ...errors import ParallelConfigError
 from ..replicas import Replicas
 from .collective import Collective, MeshCollective
-from .config import DDPTransformConfig, FullyShardTransformConfig
+from .config import DDPTransformConfig, FullyShardTransformConfig, dtype_of
 
 _ALWAYS = {
     "find_unused_parameters": "parameters that no backward reaches have zero gradients",
@@ -163,7 +162,7 @@ class FullyShardTransform(BaseDistributedTransform):
         config = self.cfg.mixed_precision
         if config is None:
             return MixedPrecisionPolicy()
-        param, reduce, output = (as_dtype(d) for d in (config.param_dtype, config.reduce_dtype, config.output_dtype))
+        param, reduce, output = (dtype_of(d) for d in (config.param_dtype, config.reduce_dtype, config.output_dtype))
         return MixedPrecisionPolicy(param, reduce, output, cast_forward_inputs=config.cast_forward_inputs)
 
     def _offload_policy(self) -> CPUOffloadPolicy | None:
