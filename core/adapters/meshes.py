@@ -23,6 +23,7 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
     Raises:
         ParallelConfigError: ranks that ``LOCAL_WORLD_SIZE`` does not divide, or a mesh without axes for it.
     """
+    device.init_process_group()
     if device_mesh is None and parallel_state.model_parallel_is_initialized():
         data = parallel_state.get_data_parallel_mesh()
     elif device_mesh is not None:

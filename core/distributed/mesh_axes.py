@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ParallelConfigError
+from .explain.words import choices
 
 TENSOR_AXES = ("tensor_parallel", "tp")
 CONTEXT_AXES = ("context_parallel", "cp")
@@ -51,9 +52,10 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
     known = SHARD_AXES_OF_HYBRID if has_replicas else SHARD_AXES
     shard = next((name for name in known if _axis(device_mesh, name) is not None), None)
     if shard is None:
+        unknown = [name for name in axis_names if name not in (*TENSOR_AXES, *CONTEXT_AXES, REPLICATE_AXIS)]
         raise ParallelConfigError(
             f"the mesh has the axes {', '.join(axis_names) or '(without names)'}, none of which is a data-parallel "
-            f"one that parameters could be sharded over: name one {' or '.join(known)}"
+            f"one that parameters could be sharded over: {choices(unknown[0] if unknown else '', known)}"
             + (f", beside {REPLICATE_AXIS}" if has_replicas else "")
             + "; tensor parallelism is the axis tensor_parallel or tp"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..explain.rewrapping import reject_wrapped
 from ..in_place import shard_in_place
 from ..mesh_axes import mesh_axes
 from ..resharding import Reshard
-from .tensor_parallel_plan import Plan, apply_plan, check_heads
+from .tensor_parallel_plan import Plan, cut_as_planned
 
 ITEMS_OF_CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
 """What makes every item of these a unit; `plan_units` looks into nested ones."""
@@ -60,9 +61,7 @@ def fsdp2_strategy_parallelize(
     """
     axes = mesh_axes(device_mesh)
     reject_wrapped(model)
-    if axes.tensor is not None:
-        check_heads(model, axes.tensor.size())
-        apply_plan(model, axes.tensor, tp_shard_plan, device_mesh)
+    cut_as_planned(model, axes, tp_shard_plan, device_mesh)
     if isinstance(activation_checkpointing, bool):
         activation_checkpointing = "full" if activation_checkpointing else "none"
     if activation_checkpointing != "none":
@@ -85,10 +84,15 @@ def fsdp2_strategy_parallelize(
 
 def _keep_no_cache_in_training(model: nn.Module) -> None:
     """A layer that is computed twice would put its keys into Hugging Face's cache twice."""
-    if "use_cache" not in inspect.signature(model.forward).parameters:
-        return
+    for module in model.modules():  # what is around a model, as peft, may call its forward and none of its hooks
+        names = list(inspect.signature(module.forward).parameters)
+        if "use_cache" in names:
+            without_cache = functools.partial(_without_cache, names.index("use_cache"))
+            module.register_forward_pre_hook(without_cache, with_kwargs=True)
 
-    def without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {"use_cache": False, **kwargs} if torch.is_grad_enabled() else kwargs
 
-    model.register_forward_pre_hook(without_cache, with_kwargs=True)
+def _without_cache(
+    place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    is_chosen = len(args) > place or kwargs.get("use_cache") is not None
+    return args, kwargs if is_chosen or not torch.is_grad_enabled() else {**kwargs, "use_cache": False}

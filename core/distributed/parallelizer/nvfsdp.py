@@ -21,7 +21,7 @@ from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataPara
 from ..warn import warn_once
 from ..wrap import wrap_model
 from .class_paths import check_classes_are_in, import_classes_from_paths
-from .tensor_parallel_plan import Plan, apply_plan, check_heads
+from .tensor_parallel_plan import Plan, cut_as_planned
 
 HAVE_NVFSDP = any(importlib.util.find_spec(name) is not None for name in ("megatron_fsdp", "nvfsdp"))
 """Whether NVIDIA's own package can be imported; nothing here needs it."""
@@ -103,9 +103,7 @@ def nvfsdp_strategy_parallelize(
         )
     keeps_fp32 = preserve_fp32_weights and strategy == "optim_grads_params"
     param_dtype = _with_fp32_shards(model) if keeps_fp32 else None
-    if axes.tensor is not None:
-        check_heads(model, axes.tensor.size())
-        apply_plan(model, axes.tensor, tp_shard_plan, device_mesh)
+    cut_as_planned(model, axes, tp_shard_plan, device_mesh)
     if strategy == "optim_grads_params":
         if not overlap_grad_reduce:
             warn_once("overlap_grad_reduce=False: FSDP2 reduces gradients while backward runs. No number changes")
@@ -119,6 +117,11 @@ def nvfsdp_strategy_parallelize(
             backward_prefetch=int(overlap_param_gather),
         )
     else:
+        if unit_classes:
+            warn_once(
+                f"nvfsdp_unit_modules: under {strategy} parameters lie in buffers, which are cut into buckets and not "
+                "units. No number changes"
+            )
         if preserve_fp32_weights:
             warn_once(
                 f"preserve_fp32_weights: under {strategy} the optimizer of core.optimizer keeps fp32 weights of what "

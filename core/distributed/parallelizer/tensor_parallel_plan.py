@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from ...errors import ParallelConfigError, WrapError
 from ..broadcast import broadcast_tensors
 from ..explain.words import choices
-from ..mesh_axes import axis_sizes
+from ..mesh_axes import TENSOR_AXES, MeshAxes, axis_sizes
 from ..units import parameter_attributes_kept
+from ..warn import warn_once
 from .styles import translate_to_torch_parallel_style
 
 Plan = Mapping[str, ParallelStyle]
@@ -49,6 +50,21 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         for pattern, style in named.items()
         if any(_matches(pattern, name) for name in names)
     }
+
+
+def cut_as_planned(model: nn.Module, axes: MeshAxes, plan: Plan | None, device_mesh: DeviceMesh) -> None:
+    """Makes a model tensor parallel, in place, where its mesh has several ranks for it; see `apply_plan`.
+
+    Warns once of a plan for a mesh that has no such axis at all.
+    """
+    if axes.tensor is not None:
+        _check_heads(model, axes.tensor.size())
+        apply_plan(model, axes.tensor, plan, device_mesh)
+    elif plan and not any(name in (device_mesh.mesh_dim_names or ()) for name in TENSOR_AXES):
+        warn_once(
+            f"tp_shard_plan has no effect on a mesh ({axis_sizes(device_mesh)}) without one of the axes "
+            f"{', '.join(TENSOR_AXES)}"
+        )
 
 
 def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, device_mesh: DeviceMesh) -> None:
@@ -84,7 +100,7 @@ def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, dev
         _tie(model, names)
 
 
-def check_heads(model: nn.Module, tp_size: int) -> None:
+def _check_heads(model: nn.Module, tp_size: int) -> None:
     """Raises where attention heads, by the names of Hugging Face's configs, cannot be dealt out evenly.
 
     Raises:
