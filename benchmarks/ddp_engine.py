@@ -1,12 +1,12 @@
 """What the wrapper on flat buffers costs beside torch's own: time, wire bytes and peak memory of an optimizer step.
 
-    python benchmarks/ddp_engine.py [--rounds 15] [--launches 3] [--only time|memory|wire] [--ranks 1 2 4]
+    python benchmarks/ddp_engine.py [--rounds 15] [--launches 5] [--only time|memory|wire] [--ranks 1 2 4]
 
 A GPT of 8 layers, width 512, 8 heads, vocabulary 32k; a step is 4 micro-batches on gloo ranks with one thread each, of
 2 x 256 tokens, or 1 x 64 where bytes on the wire are counted, accumulated under `no_sync`. The replicated form
 stands beside `torch.nn.parallel.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW, the
 sharded ones beside torch's `ZeroRedundancyOptimizer` over it. Bytes stand beside those of an ideal ring, peaks beside
-the formula in `memory_formula`. Exits with 1 when a limit is exceeded.
+the formula in `memory_formula`, resident ones and those of live tensors. Exits with 1 when a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _gpt import MICRO_BATCHES, VOCABULARY, WIDTH, backward, build_model, micro_batches, parameter_bytes
+from _gpt import MICRO_BATCHES, backward, build_model, micro_batches, parameter_bytes
 from _measure import (
     CollectivePayload,
     PairedRatio,
     high_water_bytes,
     interleaved_seconds,
+    live_tensor_bytes,
     machine,
+    peak_allocation_above_start,
     reset_high_water,
     run_on_ranks,
     section,
@@ -45,12 +48,20 @@ REPLICATED_LIMIT, SHARDED_LIMIT = 1.00, 0.95
 WIRE_TOLERANCE, MEMORY_TOLERANCE = 0.02, 0.05
 MIB = 2**20
 
-Step = Callable[[], None]
 Shape = tuple[int, int]
 """Samples of a micro-batch, and tokens of a sample."""
 
 TIMED: Shape = (2, 256)
 COUNTED: Shape = (1, 64)  # bytes on the wire are those of parameters, whatever the tokens
+
+
+@dataclass(frozen=True)
+class Built:
+    """A step, and what lives between two of them."""
+
+    step: Callable[[], None]
+    model: nn.Module
+    live_tensors: Callable[[], list[torch.Tensor]]
 
 
 def accumulate(model: nn.Module, data: list[torch.Tensor]) -> None:
@@ -59,7 +70,7 @@ def accumulate(model: nn.Module, data: list[torch.Tensor]) -> None:
             backward(model, tokens)
 
 
-def torchs(shape: Shape, is_sharded: bool) -> Step:
+def torchs(shape: Shape, is_sharded: bool) -> Built:
     """torch DDP with AdamW, or with the optimizer that shards AdamW's state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
@@ -78,10 +89,14 @@ def torchs(shape: Shape, is_sharded: bool) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    def live_tensors() -> list[torch.Tensor]:
+        buckets = [bucket.buffer() for bucket in model.reducer._get_zeros_like_grad_buckets()]  # as large as its own
+        return [*model.parameters(), *model.buffers(), *buckets, *_state(getattr(optimizer, "optim", optimizer))]
+
+    return Built(step, model, live_tensors)
 
 
-def ours(shape: Shape, **fields: Any) -> Step:
+def ours(shape: Shape, **fields: Any) -> Built:
     from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -97,22 +112,29 @@ def ours(shape: Shape, **fields: Any) -> Step:
         finalize_model_grads([model])
         optimizer.step()
 
-    return step
+    def live_tensors() -> list[torch.Tensor]:
+        return [tensor for held in model.held_tensors().values() for tensor in held] + _state(optimizer.optimizer)
+
+    return Built(step, model, live_tensors)
 
 
-def alone(shape: Shape) -> Step:
+def alone(shape: Shape) -> Built:
     """Without wrapper and optimizer: forward and backward, each gradient dropped as soon as it is there."""
     model, data = build_model(), micro_batches(*shape)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    return lambda: accumulate(model, data)
+    return Built(lambda: accumulate(model, data), model, lambda: [*model.parameters(), *model.buffers()])
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One way to train, what it is compared with, and the largest ratio to that."""
 
-    build: Callable[[Shape], Step]
+    build: Callable[[Shape], Built]
     baseline: str | None = None
     limit: float = float("inf")
     is_ours: bool = True
@@ -139,7 +161,7 @@ CANDIDATES = {
 
 
 def measure_time(names: list[str], rounds: int) -> dict[str, list[float]]:
-    return interleaved_seconds({name: CANDIDATES[name].build(TIMED) for name in names}, rounds)
+    return interleaved_seconds({name: CANDIDATES[name].build(TIMED).step for name in names}, rounds)
 
 
 def report_time(rounds: int, names: list[str]) -> bool:
@@ -166,7 +188,7 @@ def ideal_wire_bytes(name: str, parameter_bytes: int, ranks: int) -> float:
 
 
 def measure_wire(name: str) -> tuple[float, int, int]:
-    step = CANDIDATES[name].build(COUNTED)
+    step = CANDIDATES[name].build(COUNTED).step
     step()
     with CollectivePayload() as payload:
         step()
@@ -195,62 +217,119 @@ def report_wire(names: list[str]) -> bool:
 def memory_formula(name: str, parameter_bytes: int, ranks: int, alone_bytes: int) -> float:
     """Bytes a rank: what the strategy keeps for each parameter, and what the model needs anyway, with its weights.
 
-    `alone_bytes` holds parameters, activations and gradients in passing. To these come whole gradients, one unit, and
-    Adam's moments, two; what is sharded counts for its part. ZeRO-2 holds whole gradients while micro-batches add up
-    in them, and the shards of two buckets that are under way; where each micro-batch is reduced by itself, two whole
-    buckets instead.
+    `alone_bytes` is the peak of the model without wrapper and optimizer: weights, activations, gradients in passing.
+    To it come, with parameters of `P` bytes on `n` ranks:
+
+    * Adam's two moments, `2 P`, or `2 P / n` where they are sharded;
+    * whole gradients, `P`, wherever micro-batches add up in them. That holds for ZeRO-2 too, whose peak is that of
+      ZeRO-1: what it frees it frees during the last micro-batch, and lacks until the next step's first backward;
+    * the shards of reduced gradients, `P / n`, in place of whole ones, where ZeRO-2 reduces every micro-batch.
+
+    Nothing else lives at the peak, which is in the backward of a micro-batch's loss, where logits and their gradient
+    lie beside all activations. (So say, at 2 and at 4 ranks, what the allocator reports, and what it has in use,
+    sampled every 2 ms of a step.) In particular:
+
+    * ZeRO-2's shards do not lie beside its whole gradients there. They come into being as buckets leave, later in the
+      last backward, in the room of the logits and their gradient, which two shards do not fill;
+    * where every micro-batch is reduced, no whole bucket lives there. Backward allocates them later, in the same room,
+      with two under way at most, and the last one is reduced while the next forward begins.
+
+    A rank also keeps 8 MiB to receive into (`collectives.CHUNK_BYTES`). What is resident beyond is memory that the C
+    allocator holds after it was freed; at the peak, 80 MiB with the model alone, which `alone_bytes` has, and with it
+    trained. (While inboxes were allocated for each reduction it was 20 more: the thread that runs collectives has an
+    arena of its own. With `MALLOC_ARENA_MAX=1` they were gone.)
     """
     shard = 1.0 / ranks
-    largest_bucket = max(BUCKET_ELEMENTS, VOCABULARY * WIDTH) * 4 / parameter_bytes
-    kept = {
-        "replicated": 1.0 + 2.0,
-        "replicated overlap": 1.0 + 2.0,
-        "ZeRO-1": 1.0 + 2.0 * shard,
-        "ZeRO-1 overlap": 1.0 + 2.0 * shard,
-        "ZeRO-2": 1.0 + (2 * largest_bucket * shard if ranks > 1 else 0.0) + 2.0 * shard,
-        "ZeRO-2 every": (2 * largest_bucket + shard if ranks > 1 else 1.0) + 2.0 * shard,
-    }[name]
-    return kept * parameter_bytes + alone_bytes
+    gradients = shard if name == "ZeRO-2 every" else 1.0
+    moments = 2.0 if name.startswith("replicated") else 2.0 * shard
+    return (gradients + moments) * parameter_bytes + alone_bytes
 
 
-def measure_memory(name: str) -> tuple[int, int]:
+def measure_resident(name: str) -> int:
     import core.distributed  # imports belong to the base, not to the peak
 
     del core
     reset_high_water()
     base = high_water_bytes()
-    step = alone(TIMED) if name == "alone" else CANDIDATES[name].build(TIMED)
+    step = _build(name).step
     for _ in range(3):
         step()
-    return high_water_bytes() - base, parameter_bytes()
+    return high_water_bytes() - base
+
+
+def measure_live(name: str) -> int:
+    """With collectives in this thread, for the allocator reports what one thread does; none lives longer elsewhere."""
+    from core.distributed import _BaseDataParallel
+
+    lane = _late_lane()
+    with mock.patch("core.distributed.distributed_data_parallel.comm_lane", lambda device: lane):
+        built = _build(name)
+    built.model.register_forward_pre_hook(lambda *unused: lane.catch_up())
+    for _ in range(2):  # the first makes the optimizer's state
+        built.step()
+    if isinstance(built.model, _BaseDataParallel):
+        built.model.zero_grad_buffer()  # what lives before it is reported is not reported when it goes
+    return live_tensor_bytes(built.live_tensors()) + peak_allocation_above_start(built.step)
+
+
+def _build(name: str) -> Built:
+    return alone(TIMED) if name == "alone" else CANDIDATES[name].build(TIMED)
+
+
+def _late_lane() -> Any:
+    from core.distributed.comm_lane import CommLane, Handle
+
+    class LateLane(CommLane):
+        """Runs what it was given when that is waited for, or at the next forward."""
+
+        def __init__(self) -> None:
+            self.waiting: dict[Handle, Callable[[], None]] = {}
+
+        def submit(self, run: Callable[[], None]) -> Handle:
+            handle = Late()
+            self.waiting[handle] = run
+            return handle
+
+        def catch_up(self, until: Handle | None = None) -> None:
+            while self.waiting and (until is None or until in self.waiting):
+                self.waiting.pop(next(iter(self.waiting)))()
+
+    class Late(Handle):
+        def wait(self) -> None:
+            lane.catch_up(self)
+
+    lane = LateLane()
+    return lane
 
 
 def report_memory(launches: int, all_ranks: list[int], names: list[str]) -> bool:
-    within = True
+    within, size = True, parameter_bytes()
     for ranks in all_ranks:
-        alone_bytes = _median_peak("alone", ranks, launches)[0]
-        print(f"{ranks} rank(s), model alone {alone_bytes / MIB:8.1f} MiB", flush=True)
-        for name in names:
-            found, size = _median_peak(name, ranks, launches)
-            line = f"  {name:19} {found / MIB:8.1f} MiB"
-            if CANDIDATES[name].is_ours:
-                formula = memory_formula(name, size, ranks, alone_bytes)
+        resident: dict[str, list[int]] = {name: [] for name in ("alone", *names)}
+        for index in range(launches):
+            for name in resident if index % 2 == 0 else reversed(resident):
+                resident[name].append(max(run_on_ranks(measure_resident, ranks, name)))
+        live = {name: max(run_on_ranks(measure_live, ranks, name)) for name in resident}
+        print(f"{ranks} rank(s), MiB", flush=True)
+        for name, peaks in resident.items():
+            found, least, most = statistics.median(peaks), min(peaks), max(peaks)
+            line = f"  {name:19} median {found / MIB:7.1f}   {least / MIB:.1f} to {most / MIB:.1f}"
+            line += f"   live tensors {live[name] / MIB:7.1f}"
+            if name != "alone" and CANDIDATES[name].is_ours:
+                formula = memory_formula(name, size, ranks, int(statistics.median(resident["alone"])))
+                of_live = memory_formula(name, size, ranks, live["alone"])
                 holds = abs(found / formula - 1) <= MEMORY_TOLERANCE
                 within &= holds
-                line += f"   formula {formula / MIB:8.1f}   {found / formula:.3f} x{'' if holds else '   OFF'}"
+                line += f"   formula {formula / MIB:7.1f}, {found / formula:.3f} x{'' if holds else '   OFF'}"
+                line += f"   of live tensors {of_live / MIB:7.1f}, {live[name] / of_live:.3f} x"
             print(line, flush=True)
     return within
-
-
-def _median_peak(name: str, ranks: int, launches: int) -> tuple[float, int]:
-    runs = [run_on_ranks(measure_memory, ranks, name) for _ in range(launches)]
-    return statistics.median(max(peak for peak, _ in run) for run in runs), runs[0][0][1]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
-    parser.add_argument("--launches", type=int, default=3, help="processes a candidate for the memory peak")
+    parser.add_argument("--launches", type=int, default=5, help="interleaved launches for the memory peak")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes for the memory peak")
     parser.add_argument("--only", choices=("time", "memory", "wire"), help="measure one of the three")
     parser.add_argument("--candidates", nargs="+", choices=tuple(CANDIDATES), default=list(CANDIDATES), metavar="NAME")
@@ -264,7 +343,7 @@ def main() -> int:
         with section(f"Wire bytes a step, all of {RANKS} ranks"):
             within &= report_wire(asked.candidates)
     if asked.only in (None, "memory"):
-        with section(f"Peak memory of the larger rank, median of {asked.launches} launches"):
+        with section(f"Peak memory of the larger rank, {asked.launches} interleaved launches"):
             within &= report_memory(asked.launches, asked.ranks, asked.candidates)
     print("\nwithin limits" if within else "\nABOVE A LIMIT")
     return 0 if within else 1

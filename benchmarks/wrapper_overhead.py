@@ -41,7 +41,12 @@ from _measure import (
 )
 
 MIB = 2**20
-TORCHS = {"collectives": "torch", "forward_prefetch": 0, "backward_prefetch": 0}
+TORCHS = {
+    "collectives": "torch",
+    "forward_prefetch": 0,
+    "backward_prefetch": 0,
+    "keep_gathered_between_micro_batches": "none",
+}
 """The wrapper with what bare `fully_shard` does by itself."""
 
 

@@ -3,7 +3,7 @@
 NCCL has them. gloo has them too, but its reduce-scatter is an all-reduce inside, twice the bytes, and its all-gather
 goes through a copy of the whole result. Under gloo ranks therefore send their pieces directly to whom they belong,
 from and into the buffers where they lie, and add what they receive in rank order, a piece of a few megabytes at a
-time: ``(n - 1) / n`` of the buffer leaves each rank, as in an ideal ring, with no scratch memory to speak of.
+time: ``(n - 1) / n`` of the buffer leaves each rank, as in an ideal ring, with 8 MiB of scratch memory, which is kept.
 
 Every function returns when the result may be used: on CPU when it is there, on CUDA when the current stream is
 ordered behind it. `comm_lane` makes any of them run beside the computation. Buffers are 1-D and contiguous.
@@ -11,7 +11,8 @@ ordered behind it. `comm_lane` makes any of them run beside the computation. Buf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -136,10 +137,47 @@ def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
 def _exchange_and_add(
     output: Tensor, input_: Tensor, group: ProcessGroup, scale: float, fp32_accumulation: bool, accumulate: bool
 ) -> None:
-    own, parts, peers = group.rank(), input_.chunk(group.size()), _peers(group)
+    peers = _peers(group)
     message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
     chunk = min(len(output), message_bytes // input_.element_size())
-    inboxes = [input_.new_empty(len(peers), chunk) for _ in range(2)]  # one fills while the other is added
+    with _inbox_memory(2 * len(peers) * chunk * input_.element_size()) as memory:
+        inboxes = memory.view(input_.dtype).view(2, len(peers), chunk)  # one fills while the other is added
+        _exchange_through(inboxes, output, input_, group, scale, fp32_accumulation, accumulate)
+
+
+_idle_inboxes: list[Tensor] = []
+"""Memory of the last exchange, for the next; empty while one is under way."""
+
+
+@contextmanager
+def _inbox_memory(num_bytes: int) -> Iterator[Tensor]:
+    """Bytes to receive into, `[num_bytes]`, the same ones each time.
+
+    Allocated anew for each exchange they would come from the arena that the C allocator keeps for the lane's thread,
+    and cost more memory than they have: it grows beside what the main thread has freed.
+    """
+    try:
+        memory = _idle_inboxes.pop()
+    except IndexError:  # the first, or another thread has it
+        memory = torch.empty(0, dtype=torch.uint8)
+    if len(memory) < num_bytes:
+        with torch.inference_mode(False):  # else it could be used in no other mode
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+    yield memory[:num_bytes]
+    _idle_inboxes[:] = [memory]  # not after an error, when messages may still arrive in it
+
+
+def _exchange_through(
+    inboxes: Tensor,
+    output: Tensor,
+    input_: Tensor,
+    group: ProcessGroup,
+    scale: float,
+    fp32_accumulation: bool,
+    accumulate: bool,
+) -> None:
+    """Sends the others their parts and adds what they send, through `inboxes` `[2, n - 1, elements of a message]`."""
+    own, parts, peers, chunk = group.rank(), input_.chunk(group.size()), _peers(group), inboxes.size(-1)
     in_fp32 = fp32_accumulation and input_.dtype in _LOW_PRECISION
     totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None
     sends: list[dist.Work] = []

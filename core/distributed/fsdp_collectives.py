@@ -6,7 +6,8 @@ gloo's reduce-scatter is an all-reduce inside, twice the bytes, and its all-gath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from . import collectives
+
+_LEAST_BYTES_ALONE = 64 * 2**10
+"""Smaller shards, such as those of norms, share a message: what each costs is then more than a copy."""
 
 
 class _Allocation:
@@ -33,12 +37,30 @@ class DirectAllGather(_Allocation, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        messages = collectives.start_all_gather(output_tensor, input_tensor, group)
-        work = _Messages(messages, output_tensor)
+        work = self.gather_each([output_tensor], [input_tensor], group)
         if async_op:
             return work
         work.wait()
         return None
+
+    def gather_each(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> dist.Work:
+        """`collectives.start_all_gather` of several tensors, the small ones in one message."""
+        messages: list[dist.Work] = []
+        small: list[int] = []
+        for index, (output, input_) in enumerate(zip(outputs, inputs, strict=True)):
+            if input_.nbytes < _LEAST_BYTES_ALONE and len(outputs) > 1:
+                small.append(index)
+            else:
+                messages += collectives.start_all_gather(output, input_, group)
+        if not small:
+            return _Messages(messages, inputs)
+        own = torch.cat([inputs[index].view(torch.uint8) for index in small])
+        together = own.new_empty(group.size(), len(own))
+        messages += collectives.start_all_gather(together.view(-1), own, group)
+        parts = [outputs[index].view(torch.uint8).view(group.size(), -1) for index in small]
+        return _Messages(messages, inputs, together, parts)
 
 
 class DirectReduceScatter(_Allocation, ReduceScatter):
@@ -56,16 +78,40 @@ class DirectReduceScatter(_Allocation, ReduceScatter):
         return None
 
 
-class _Messages(dist.Work):
-    """Messages under way, as one piece of work; `tensor`, into which they arrive, lives as long."""
+@contextmanager
+def writing_beneath_autograd(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Writes that bring back what the tensors held when a backward's operations saved them."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):  # type: ignore[attr-defined]
+        yield
 
-    def __init__(self, messages: Sequence[dist.Work], tensor: torch.Tensor) -> None:
+
+class _Messages(dist.Work):
+    """Messages under way, as one piece of work.
+
+    Args:
+        messages: what is waited for.
+        sent: tensors that live as long.
+        together: `[ranks, bytes]`, into which small tensors arrive side by side.
+        parts: `[ranks, bytes of one]` each, where they go then.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[dist.Work],
+        sent: Sequence[torch.Tensor],
+        together: torch.Tensor | None = None,
+        parts: Sequence[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
-        self._messages = messages
-        self._tensor = tensor
+        self._messages, self._sent, self._together, self._parts = messages, sent, together, parts
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         for message in self._messages:
             message.wait()
-        self._messages = ()
+        if self._together is not None:
+            sizes = [part.shape[1] for part in self._parts]
+            with writing_beneath_autograd(self._parts):
+                torch.split_with_sizes_copy(self._together, sizes, dim=1, out=list(self._parts))
+        self._messages, self._sent, self._together, self._parts = (), (), None, ()
         return True

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from .._torch_compat import fsdp_param_groups
+from .in_place_gathers import drop_gather_in_place
 
 
 def reduce_unsharded_gradients(root: nn.Module) -> None:
@@ -92,6 +93,7 @@ def drop_pending_gathers(root: nn.Module) -> None:
     does so itself at the end of a backward, but no backward follows an evaluation.
     """
     for group in _param_groups(root):
+        drop_gather_in_place(group)
         result, group._all_gather_result = group._all_gather_result, None
         if result is not None and result.all_gather_event is not None:  # else its memory is reused while it fills
             group.device_handle.current_stream().wait_event(result.all_gather_event)

@@ -18,6 +18,7 @@ from .explain.rewrapping import note_sharded, reject_wrapped
 from .explain.stale_optimizers import replaced_parameters_marked
 from .fsdp_collectives import DirectAllGather, DirectReduceScatter
 from .fsdp_state import PartialReshard, tolerate_units_never_gathered
+from .in_place_gathers import gather_in_place
 from .prefetch import Prefetcher
 from .resharding import Reshard, check_reshard, reshard_of
 from .units import Unit, parameter_attributes_kept
@@ -86,6 +87,7 @@ def shard_model(
             submodule.set_force_sum_reduction_for_comms(True)
         if has_direct_exchange:
             submodule.set_custom_all_gather(DirectAllGather())
+            gather_in_place(submodule)
             submodule.set_custom_reduce_scatter(DirectReduceScatter())
         if mesh.device_type == "cpu" and forward_prefetch + backward_prefetch:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous

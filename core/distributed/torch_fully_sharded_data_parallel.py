@@ -20,8 +20,10 @@ from .. import device, parallel_state
 from ..errors import ParallelConfigError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from ..tensor_parallel import VocabParallelEmbedding
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
+from .between_micro_batches import KeptBetweenMicroBatches
 from .broadcast import broadcast_tensors
 from .composition import prepare_units
 from .data_parallel_base import _BaseDataParallel, local_gradient
@@ -46,7 +48,7 @@ from .initial_values import InitialValues
 from .instance_groups import Ranks, check_instances_of_mesh
 from .mesh_axes import whole_group
 from .precision import as_dtype, cast_buffers, mixed_precision_policy
-from .resharding import parse_overrides
+from .resharding import Reshard, parse_overrides
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .units import UnitChoice, parameter_attributes_kept, plan_units
@@ -111,12 +113,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             compile_units=settings.compile_units,
         )
         self._mesh, self._settings = mesh, settings
-        keeps_gathered = settings.keep_gathered_between_micro_batches
         self.units = shard_model(
             module,
             mesh,
             units,
-            reshard_after_forward=False if keeps_gathered else settings.reshard_after_forward,
+            reshard_after_forward=_reshard_after_forward(settings),
             reshard_overrides=parse_overrides(settings.reshard_overrides),
             forward_prefetch=settings.forward_prefetch,
             backward_prefetch=settings.backward_prefetch,
@@ -126,6 +127,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             averages_gradients=not self.sums_gradients,
         )
         self._fsdp_modules = fsdp_modules(module)
+        self._kept = KeptBetweenMicroBatches(module, self.units, _kept_between_micro_batches(settings))
+        for submodule in module.modules():
+            if isinstance(submodule, VocabParallelEmbedding):
+                submodule.adds_gradient_rows = getattr(config, "gradient_accumulation_fusion", True)
         register_forward_methods(module, self.units, settings.forward_methods, free=self._reshard)
         start.fill("cpu" if settings.cpu_offload else None)
         if (buffer_dtype := as_dtype(settings.buffer_dtype)) is not None:
@@ -159,8 +164,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for module in self._fsdp_modules:
             if not self._settings.reduce_every_micro_batch:
                 module.set_requires_gradient_sync(enabled, recurse=False)
-            if self._settings.keep_gathered_between_micro_batches:
-                module.set_reshard_after_backward(enabled, recurse=False)
+        self._kept.expect(another_micro_batch=not enabled)
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
         if force_all_reduce:
@@ -215,7 +219,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         return _IncompatibleKeys([], [])
 
     def _facts(self, num_microbatches: int) -> ModelFacts:
-        return sharded_facts(self, num_microbatches)
+        return sharded_facts(self, num_microbatches, self._kept.modules)
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
@@ -303,6 +307,15 @@ def _compute_dtype(config: Any) -> torch.dtype:
     if getattr(config, "bf16", False):
         return torch.bfloat16
     return torch.float16 if getattr(config, "fp16", False) else torch.float32
+
+
+def _reshard_after_forward(settings: TorchFullyShardedDataParallelConfig) -> Reshard:
+    return False if settings.keep_gathered_between_micro_batches == "all" else settings.reshard_after_forward
+
+
+def _kept_between_micro_batches(settings: TorchFullyShardedDataParallelConfig) -> str:
+    asked = settings.keep_gathered_between_micro_batches
+    return "none" if asked == "ends" and settings.reduce_every_micro_batch else asked
 
 
 def _offload_policy(settings: TorchFullyShardedDataParallelConfig) -> OffloadPolicy | None:

@@ -47,9 +47,14 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
     backward_prefetch: int = 1
     """The same for backward."""
 
-    keep_gathered_between_micro_batches: bool = False
-    """Gather each parameter once a step and free it after the last micro-batch: memory of the whole model's
-    parameters, for fewer all-gathers. Parameters then stay gathered after forward too."""
+    keep_gathered_between_micro_batches: Literal["none", "ends", "all"] = "ends"
+    """What stays gathered from one micro-batch of a step to the next, while gradients accumulate whole.
+
+    ``ends``: what a micro-batch begins and ends with, that is the root, the first and the last unit, and units that
+    are gathered for their forward alone, as an embedding. ``all``: every unit, after its forward too, so that each
+    parameter is gathered once a step, for memory of the whole model's parameters. ``none``: nothing. With
+    `reduce_every_micro_batch`, which is there to save memory, ``ends`` is ``none``.
+    """
 
     # ---- how they travel
 
@@ -131,11 +136,16 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
             )
         self._check_units()
-        if self.keep_gathered_between_micro_batches and (
+        if self.keep_gathered_between_micro_batches not in ("none", "ends", "all"):
+            raise ParallelConfigError(
+                f"keep_gathered_between_micro_batches is {self.keep_gathered_between_micro_batches!r}; it takes none, "
+                "ends or all"
+            )
+        if self.keep_gathered_between_micro_batches == "all" and (
             self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
         ):
             raise ParallelConfigError(
-                "keep_gathered_between_micro_batches keeps every unit gathered for a whole step, and "
+                "keep_gathered_between_micro_batches='all' keeps every unit gathered for a whole step, and "
                 f"reshard_after_forward is {self.reshard_after_forward} with reshard_overrides "
                 f"{list(self.reshard_overrides)}; drop one of the two"
             )

@@ -204,9 +204,13 @@ class VocabParallelEmbedding(ParameterOwner):
 
     Raises:
         ParallelConfigError: tp does not divide `num_embeddings`, or is not the group's size.
+
+    Attributes:
+        adds_gradient_rows: a wrapper that accumulates in ``weight.grad`` lets only the rows in use be added to it.
     """
 
     weight: nn.Parameter
+    adds_gradient_rows = False
 
     def __init__(
         self,
@@ -238,11 +242,11 @@ class VocabParallelEmbedding(ParameterOwner):
         """
         check_ids(input_, self.num_embeddings, "token")
         if group_size(self.tp_group) == 1:
-            whole = embedding(input_, self.weight)
+            whole = embedding(input_, self.weight, self.adds_gradient_rows)
             return whole.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else whole
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
-        output = embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        output = embedding(local, self.weight, self.adds_gradient_rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.reduce_scatter_embeddings:  # the sequence goes first, to be cut
             return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), self.tp_group)
         return reduce_from_tensor_model_parallel_region(output, self.tp_group)

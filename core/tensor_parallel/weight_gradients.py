@@ -33,13 +33,16 @@ def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return F.linear(input_, weight, bias)
 
 
-def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def embedding(ids: torch.Tensor, weight: torch.Tensor, adds_rows: bool = False) -> torch.Tensor:
     """torch's look-up of rows: ids `[...]` to `[..., h]`.
 
     On CPU a wrapper that lends memory is given a sparse gradient: the rows that were looked up, each summed in the
     order of torch's dense one, most of which would be zeros. (On a GPU one would have to wait for their number.)
+
+    Args:
+        adds_rows: where ``weight.grad`` holds a dense sum already, add such rows to it; it stays dense.
     """
-    if _has_lender(weight) and weight.device.type == "cpu":
+    if weight.device.type == "cpu" and (_has_lender(weight) or (adds_rows and _may_be_added_to(weight))):
         output: torch.Tensor = _Embedding.apply(ids, weight)
         return output
     return F.embedding(ids, weight)
@@ -62,17 +65,25 @@ def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> torch.Tensor | No
 
 
 def _has_lender(weight: torch.Tensor) -> bool:
-    return (
-        lender_of(weight) is not None
-        and torch.is_grad_enabled()
-        and weight.requires_grad
-        and not torch.compiler.is_compiling()
-    )
+    return lender_of(weight) is not None and _is_trained(weight)
+
+
+def _may_be_added_to(weight: torch.Tensor) -> bool:
+    return type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight._backward_hooks and _is_trained(weight)
+
+
+def _is_trained(weight: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_compiling()
 
 
 def _is_accumulated(ctx: Any) -> bool:
     """Whether the wrapper is given the gradient: not if `torch.autograd.grad` asks for it, or a gradient of it."""
     return not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[-1][0])
+
+
+def _holds_dense_sum(ctx: Any) -> bool:
+    total = ctx.next_functions[-1][0].variable.grad
+    return total is not None and total.layout == torch.strided
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +113,7 @@ class _Linear(torch.autograd.Function):
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.shape = weight.shape
+        ctx.shape, ctx.has_lender = weight.shape, lender_of(weight) is not None
         ctx.save_for_backward(ids)
         return F.embedding(ids, weight)
 
@@ -110,7 +121,7 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         (ids,) = ctx.saved_tensors
         sum_rows = torch.ops.aten.embedding_dense_backward
-        if not _is_accumulated(ctx):
+        if not (_is_accumulated(ctx) and (ctx.has_lender or _holds_dense_sum(ctx))):
             return None, sum_rows(grad, ids, ctx.shape[0], -1, False)
         used, place = torch.unique(ids, return_inverse=True)
         rows = sum_rows(grad, place, len(used), -1, False)  # [used, h]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -14,139 +16,263 @@ import torch.distributed as dist
 import core.optimizer.optimizer
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
 from core.distributed.bucket_group import BucketGroup, GradReduction
+from core.distributed.explain.recorded_fsdp_collectives import (
+    _RecordedAllGather,
+    _RecordedGatherOfEach,
+    _RecordedReduceScatter,
+)
 from core.optimizer.distrib_optimizer import MainRange
+from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam
 from tests.functional._runs import Curve, Training, run_wrapped
 
-PATCHED_BUCKET = 1
-"""Which of the model's buckets, in their order, is treated badly."""
+SKIPPED, DOUBLED, STALE, OTHER = "skipped reduction", "doubled scale", "stale parameter", "other"
+
+Reached = Callable[[], None]
+"""Called by what is planted whenever it does wrong."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something wrong put in the place of functions of `core`."""
+
+    kind: str
+    places: tuple[tuple[Any, str], ...]
+    """Classes or modules, and the names in them that are patched."""
+
+    corrupt: Callable[[Callable[..., Any], Reached], Callable[..., Any]]
+    """Makes of the function that is there the one that is planted."""
+
+    @contextmanager
+    def planted(self) -> Iterator[list[None]]:
+        """Yields a list that grows whenever the fault does wrong; a name that is not there is an AttributeError."""
+        times: list[None] = []
+        with ExitStack() as stack:
+            for owner, name in self.places:
+                planted = self.corrupt(getattr(owner, name), lambda: times.append(None))
+                stack.enter_context(mock.patch.object(owner, name, planted))
+            yield times
+
+
+FAULTS: dict[str, Fault] = {}
 
 
 def run_with_fault(fault: str, wrapper: str, training: Training) -> Curve:
-    """`run_wrapped` with the named function below at work; every rank calls it."""
-    with FAULTS[fault]():
-        return run_wrapped(wrapper, training)
+    """`run_wrapped` with the named fault planted; every rank calls it.
+
+    Raises:
+        RuntimeError: the fault did nothing on this rank, so that nothing is shown whatever the comparison says.
+    """
+    with FAULTS[fault].planted() as times:
+        curve = run_wrapped(wrapper, training)
+    if not times:
+        raise RuntimeError(f"the fault {fault!r} was planted and not reached under {wrapper!r}")
+    return curve
 
 
-def _skipped_bucket() -> AbstractContextManager[Any]:
-    """The second gradient to leave, and every third after it, is not reduced."""
-    reduce, calls = GradReduction.reduce, itertools.count()
+def _fault(kind: str, *places: tuple[Any, str]) -> Callable[[Any], Any]:
+    def name(corrupt: Any) -> Any:
+        FAULTS[corrupt.__name__.strip("_")] = Fault(kind, places, corrupt)
+        return corrupt
+
+    return name
+
+
+# ---- a skipped reduction
+
+
+@_fault(SKIPPED, (GradReduction, "reduce"))
+def _skipped_bucket(reduce: Any, reached: Reached) -> Any:
+    """Flat buffers: the second gradient to leave, and every third after it, is not reduced."""
+    calls = itertools.count()
 
     def patched(self: GradReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str) -> None:
-        if next(calls) % 3 != PATCHED_BUCKET:
+        if next(calls) % 3 != 1:
             reduce(self, whole, kept, accumulate, subject)
-        elif self.shard_group is not None and not accumulate:
+            return
+        reached()
+        if self.shard_group is not None and not accumulate:
             kept.copy_(whole.chunk(self.shard_group.size())[self.shard_group.rank()])
 
-    return mock.patch.object(GradReduction, "reduce", patched)
+    return patched
 
 
-def _one_instance_only() -> AbstractContextManager[Any]:
-    """Hybrid: what the instances reduced is not added up."""
-    reduce = GradReduction.reduce
+@_fault(SKIPPED, (GradReduction, "reduce"))
+def _one_instance_only(reduce: Any, reached: Reached) -> Any:
+    """Flat buffers, hybrid: what the instances reduced is not added up."""
 
-    def patched(self: GradReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str) -> None:
-        object.__setattr__(self, "replica_group", None)
-        reduce(self, whole, kept, accumulate, subject)
+    def patched(self: GradReduction, *args: Any) -> None:
+        if self.replica_group is not None:
+            reached()
+        reduce(replace(self, replica_group=None), *args)
 
-    return mock.patch.object(GradReduction, "reduce", patched)
-
-
-def _scaled_gradients() -> AbstractContextManager[Any]:
-    """Gradients are off by one part in a million."""
-    finish = _BaseDataParallel.finish_grad_sync
-
-    def patched(self: _BaseDataParallel, force_all_reduce: bool = False) -> None:
-        finish(self, force_all_reduce)
-        self.scale_gradients(1.0 + 1e-6)
-
-    return mock.patch.object(_BaseDataParallel, "finish_grad_sync", patched)
+    return patched
 
 
-def _doubled_gradients() -> AbstractContextManager[Any]:
-    finish = _BaseDataParallel.finish_grad_sync
+@_fault(SKIPPED, (_RecordedReduceScatter, "__call__"))
+def _skipped_unit(reduce: Any, reached: Reached) -> Any:
+    """FSDP2: the second unit to be reduced, and every third after it, keeps this rank's own gradient."""
+    calls = itertools.count()
 
-    def patched(self: _BaseDataParallel, force_all_reduce: bool = False) -> None:
-        finish(self, force_all_reduce)
-        self.scale_gradients(2.0)
+    def patched(
+        self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
+    ) -> Any:
+        if next(calls) % 3 != 1:
+            return reduce(self, output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
+        reached()
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        return None
 
-    return mock.patch.object(_BaseDataParallel, "finish_grad_sync", patched)
-
-
-def _own_tokens() -> AbstractContextManager[Any]:
-    """Per-token loss: each rank divides by its own count."""
-
-    def patched(num_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return 1.0 / num_tokens / group.size()
-
-    module = sys.modules[finalize_model_grads.__module__]  # whose name in the package is the function's
-    return mock.patch.object(module, "_one_over_global_tokens", patched)
+    return patched
 
 
-def _stale_parameter() -> AbstractContextManager[Any]:
-    """One bucket's parameters are not gathered after an update."""
-    start = BucketGroup.start_param_sync
+# ---- a doubled scale
+
+
+def _scaled_by(factor: float) -> Callable[[Any, Reached], Any]:
+    def corrupt(finish: Any, reached: Reached) -> Any:
+        def patched(self: _BaseDataParallel, *args: Any) -> None:
+            finish(self, *args)
+            self.scale_gradients(factor)
+            reached()
+
+        return patched
+
+    return corrupt
+
+
+FAULTS["doubled_gradients"] = Fault(DOUBLED, ((_BaseDataParallel, "finish_grad_sync"),), _scaled_by(2.0))
+FAULTS["gradients_off_by_a_millionth"] = Fault(
+    OTHER, ((_BaseDataParallel, "finish_grad_sync"),), _scaled_by(1.0 + 1e-6)
+)
+
+
+# ---- a stale parameter
+
+
+@_fault(STALE, (core.optimizer.optimizer.MegatronOptimizer, "step"))
+def _stale_replica(step: Any, reached: Reached) -> Any:
+    """Replicas: the model does not get what the optimizer made of its first parameter."""
+
+    def patched(self: core.optimizer.optimizer.MegatronOptimizer) -> Any:
+        parameter = self._params[0].local()
+        before = parameter.clone()
+        result = step(self)
+        if not torch.equal(parameter, before):
+            reached()
+            parameter.copy_(before)
+        return result
+
+    return patched
+
+
+@_fault(STALE, (core.optimizer.optimizer, "refresh_parameters"))
+def _stale_low_precision(refresh: Any, reached: Reached) -> Any:
+    """Flat buffers: masters are updated, the parameters that the model computes with are not."""
+
+    def patched(params: list[MainParam]) -> None:
+        if any(p.is_low_precision and not torch.equal(p.main.to(p.param.dtype), p.local()) for p in params):
+            reached()
+
+    return patched
+
+
+@_fault(STALE, (BucketGroup, "start_param_sync"))
+def _stale_parameter(start: Any, reached: Reached) -> Any:
+    """Flat buffers, sharded: one bucket's parameters are not gathered after an update."""
 
     def patched(self: BucketGroup, force_sync: bool = False) -> None:
         if self.bucket.offset != 0:
             start(self, force_sync)
+        elif self.bucket.param_data is not None:
+            reached()
 
-    return mock.patch.object(BucketGroup, "start_param_sync", patched)
-
-
-def _stale_low_precision() -> AbstractContextManager[Any]:
-    """Masters are updated, the parameters that the model computes with are not."""
-    return mock.patch.object(core.optimizer.optimizer, "refresh_parameters", lambda params: None)
+    return patched
 
 
-def _norm_of_one_shard() -> AbstractContextManager[Any]:
+@_fault(STALE, (_RecordedAllGather, "__call__"), (_RecordedGatherOfEach, "gather_each"))
+def _stale_unit(gather: Any, reached: Reached) -> Any:
+    """FSDP2: one unit is gathered as it was when it was first used, whatever its shards have become."""
+    first: dict[str, list[torch.Tensor]] = {}
+
+    def at_first(unit: str, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not first:
+            first[unit] = [shard.clone() for shard in shards]
+        if unit not in first or all(map(torch.equal, first[unit], shards)):
+            return shards
+        reached()
+        return first[unit]
+
+    def gather_flat(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
+        (shard,) = at_first(self._subject, [input_tensor])
+        return gather(self, output_tensor=output_tensor, input_tensor=shard, **options)
+
+    def gather_each(
+        self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> Any:
+        return gather(self, outputs, at_first(self._subject, inputs), group)
+
+    return gather_each if gather.__name__ == "gather_each" else gather_flat
+
+
+# ---- what only some trainings or wrappers have
+
+
+_finalize_module = sys.modules[finalize_model_grads.__module__]  # whose name in the package is its function's
+
+
+@_fault(OTHER, (_finalize_module, "_one_over_global_tokens"))
+def _own_tokens(unused: Any, reached: Reached) -> Any:
+    """Per-token loss: each rank divides by its own count."""
+
+    def patched(num_tokens: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        reached()
+        return 1.0 / num_tokens / group.size()
+
+    return patched
+
+
+@_fault(OTHER, (MainParam, "shard_groups"), (MainRange, "shard_groups"))
+def _norm_of_one_shard(groups: Any, reached: Reached) -> Any:
     """Each rank clips by the norm of what it updates itself."""
-    patches = [mock.patch.object(kind, "shard_groups", lambda self: ()) for kind in (MainParam, MainRange)]
-    return _All(patches)
+
+    def patched(self: MainParam) -> tuple[()]:
+        if groups(self):
+            reached()
+        return ()
+
+    return patched
 
 
-def _clip_of_its_own() -> AbstractContextManager[Any]:
-    coefficient = core.optimizer.optimizer.clip_coefficient
-    return mock.patch("core.optimizer.optimizer.clip_coefficient", lambda norm, clip: coefficient(norm * 1.0001, clip))
+@_fault(OTHER, (core.optimizer.optimizer, "clip_coefficient"))
+def _clip_of_its_own(coefficient: Any, reached: Reached) -> Any:
+    """Clipping by a norm that is off by one part in ten thousand."""
+
+    def patched(norm: float, max_norm: float) -> float:
+        wrong: float = coefficient(norm * 1.0001, max_norm)
+        if wrong != coefficient(norm, max_norm):
+            reached()
+        return wrong
+
+    return patched
 
 
-def _without_no_sync() -> AbstractContextManager[Any]:
+@_fault(OTHER, (TorchFullyShardedDataParallel, "_set_gradient_sync"))
+def _without_no_sync(unused: Any, reached: Reached) -> Any:
     """FSDP2 reduces every micro-batch, as Megatron-LM's wrapper of it does."""
-    return mock.patch.object(TorchFullyShardedDataParallel, "_set_gradient_sync", lambda self, enabled: None)
+
+    def patched(self: TorchFullyShardedDataParallel, enabled: bool) -> None:
+        reached()
+
+    return patched
 
 
-def _overflow_forgiven() -> AbstractContextManager[Any]:
+@_fault(OTHER, (DynamicGradScaler, "update"))
+def _overflow_forgiven(update: Any, reached: Reached) -> Any:
     """The loss scale does not answer to an overflow."""
-    return mock.patch("core.optimizer.grad_scaler.DynamicGradScaler.update", lambda self, found_inf: None)
 
+    def patched(self: DynamicGradScaler, found_inf: bool) -> None:
+        if found_inf:
+            reached()
 
-class _All(AbstractContextManager["_All"]):
-    def __init__(self, patches: list[Any]) -> None:
-        self.patches = patches
-
-    def __enter__(self) -> _All:
-        for patch in self.patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *unused: Any) -> None:
-        for patch in self.patches:
-            patch.stop()
-
-
-FAULTS = {
-    function.__name__.strip("_"): function
-    for function in (
-        _skipped_bucket,
-        _one_instance_only,
-        _scaled_gradients,
-        _doubled_gradients,
-        _own_tokens,
-        _stale_parameter,
-        _stale_low_precision,
-        _norm_of_one_shard,
-        _clip_of_its_own,
-        _without_no_sync,
-        _overflow_forgiven,
-    )
-}
+    return patched

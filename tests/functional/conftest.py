@@ -10,6 +10,8 @@ import pytest
 from core.datasets.prepare import prepare
 from tests.functional._program import ProgramServer
 
+pytest.register_assert_rewrite("tests.functional._equality")  # whose comparisons shall say what differs
+
 
 @pytest.fixture(scope="session")
 def programs() -> Iterator[ProgramServer]:

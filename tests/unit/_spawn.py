@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import multiprocessing as mp
 import os
 import random
@@ -141,12 +142,26 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
         except EOFError:
             return
         try:
+            _name_groups_anew()
             _seed_everything()
             answer = (True, fn(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)  # before ranks wait for each other: after a failure there is nobody to wait for
         _tear_down()
+
+
+_hash_ranks_to_str = dist.distributed_c10d._hash_ranks_to_str
+_jobs = itertools.count()
+
+
+def _name_groups_anew() -> None:
+    """Gives groups that torch names after their ranks (local synchronisation) names that no earlier job used.
+
+    Under an old name a rank would find the addresses of the old group in the store, where nobody listens anymore.
+    """
+    job = next(_jobs)
+    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: f"{_hash_ranks_to_str(ranks)}-{job}"
 
 
 def _seed_everything() -> None:

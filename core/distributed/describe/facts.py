@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
@@ -122,13 +122,22 @@ class Names:
         return Names(of, {name: place for place, name in enumerate([*names, *borrowers])})
 
 
-def sharded_units(model: nn.Module, step: StepPlan) -> tuple[list[UnitFacts], list[Tie], int]:
-    """Units, tied weights and ranks that share a parameter, of a model that FSDP2 has sharded."""
+def sharded_units(
+    model: nn.Module, step: StepPlan, kept: Container[nn.Module]
+) -> tuple[list[UnitFacts], list[Tie], int]:
+    """Units, tied weights and ranks that share a parameter, of a model that FSDP2 has sharded.
+
+    Args:
+        kept: modules that stay gathered between micro-batches.
+    """
     names = Names.within(model)
     groups = sharded_groups(model)
     module_names = {module: name for name, module in model.named_modules()}
     in_backward = _gathered_in_backward(model, groups, names)
-    units = [_sharded_unit(group, step, names, module_names, i in in_backward) for i, group in enumerate(groups)]
+    units = [
+        _sharded_unit(group, step, names, module_names, index in in_backward, group.modules[0] in kept)
+        for index, group in enumerate(groups)
+    ]
     order = sorted(range(len(units)), key=lambda index: units[index].place)
     # While a unit is gathered the model holds other parameters under the same names: compare these.
     marked = {all_names[0]: all_names for all_names in names.of.values()}
@@ -159,7 +168,12 @@ def _gathered_in_backward(root: nn.Module, groups: Sequence[ShardedGroup], names
 
 
 def _sharded_unit(
-    group: ShardedGroup, step: StepPlan, names: Names, module_names: Mapping[nn.Module, str], in_backward: bool
+    group: ShardedGroup,
+    step: StepPlan,
+    names: Names,
+    module_names: Mapping[nn.Module, str],
+    in_backward: bool,
+    is_kept: bool,
 ) -> UnitFacts:
     trained = [p for p in group.parameters if p.parameter.requires_grad]
     places = [names.place[p.names[0]] for p in group.parameters]
@@ -172,6 +186,7 @@ def _sharded_unit(
         if p.parameter.requires_grad
     )
     reshard = group.reshard_after_forward
+    stays = reshard is False or (is_kept and not group.is_read_in_backward)
     return UnitFacts(
         name=" + ".join(module_names[module] for module in group.modules),
         kind=" + ".join(dict.fromkeys(_class_name(module) for module in group.modules)),
@@ -184,11 +199,7 @@ def _sharded_unit(
         ),
         gathered=Held(gathered_bytes, _distinct(compute)),
         gradient=Held(sum(p.shard_numel * p.dtype.itemsize for p in trained), _distinct(p.dtype for p in trained)),
-        after_forward="stays"
-        if step.keeps_gathered or reshard is False
-        else "freed"
-        if reshard is True
-        else f"1/{reshard}",
+        after_forward="stays" if stays else "freed" if reshard is True else f"1/{reshard}",
         traffic=sharded_traffic(
             step,
             gathered_bytes=gathered_bytes,
@@ -197,6 +208,7 @@ def _sharded_unit(
             num_replicas=group.num_replicas,
             reshard_after_forward=reshard,
             is_gathered_in_backward=in_backward,
+            is_kept=is_kept and (stays or in_backward),
         ),
         is_offloaded=group.is_offloaded,
     )
@@ -274,16 +286,11 @@ def _count(things: Sequence[object]) -> str:
     return f"{len(things)} parameter{'s' if len(things) != 1 else ''}"
 
 
-def sharded_facts(wrapper: _BaseDataParallel, num_microbatches: int) -> ModelFacts:
-    """Of a wrapper whose module FSDP2 has sharded."""
-    settings, model = wrapper.ddp_config, wrapper.module
-    step = StepPlan(
-        num_microbatches,
-        # A plain config takes FSDP2's defaults.
-        getattr(settings, "keep_gathered_between_micro_batches", False),
-        settings.reduce_every_micro_batch,
-    )
-    units, ties, shard_size = sharded_units(model, step)
+def sharded_facts(wrapper: _BaseDataParallel, num_microbatches: int, kept: Container[nn.Module]) -> ModelFacts:
+    """Of a wrapper whose module FSDP2 has sharded, of which `kept` stay gathered between micro-batches."""
+    model = wrapper.module
+    step = StepPlan(num_microbatches, wrapper.ddp_config.reduce_every_micro_batch)
+    units, ties, shard_size = sharded_units(model, step, kept)
     return _model_facts(wrapper, model, step, units, ties, [], shard_size, wrapper.process_group.size() // shard_size)
 
 
@@ -291,7 +298,7 @@ def bucket_facts(wrapper: DistributedDataParallel, model: nn.Module, num_microba
     """Of a wrapper of `model` on flat buffers."""
     shard_size, num_ranks = wrapper.intra_instance_group.size(), wrapper.process_group.size()
     is_sharded = wrapper.ddp_config.sharding_strategy != "no_shard"
-    step = StepPlan(num_microbatches, False, wrapper.ddp_config.reduce_every_micro_batch and shard_size > 1)
+    step = StepPlan(num_microbatches, wrapper.ddp_config.reduce_every_micro_batch and shard_size > 1)
     units, ties, frozen = bucket_units(
         model,
         [group.bucket for group in wrapper.bucket_groups],

@@ -17,8 +17,6 @@ class StepPlan:
     """What of a step decides its traffic."""
 
     num_microbatches: int = 1
-    keeps_gathered: bool = False
-    """Parameters stay gathered from the first micro-batch's forward to the last one's backward."""
     reduces_every_micro_batch: bool = False
 
 
@@ -51,6 +49,7 @@ def sharded_traffic(
     num_replicas: int = 1,
     reshard_after_forward: bool | int = True,
     is_gathered_in_backward: bool = True,
+    is_kept: bool = False,
 ) -> tuple[Traffic, ...]:
     """Collectives of a unit whose parameters are sharded (ZeRO-3).
 
@@ -59,13 +58,10 @@ def sharded_traffic(
         reduced_bytes: all gradients whole, likewise; 0 where nothing is trained.
         reshard_after_forward: a number of ranks, fewer than `shard_size`, is gathered from in backward.
         is_gathered_in_backward: backward runs through the unit and reads its weights.
+        is_kept: what is gathered when a micro-batch ends stays so for the next one.
     """
-    gathers, reductions = step.num_microbatches, _num_reductions(step) if reduced_bytes else 0
-    again = 0
-    if step.keeps_gathered:
-        gathers = 1
-    elif reshard_after_forward is not False and is_gathered_in_backward:
-        again = step.num_microbatches
+    gathers, reductions = 1 if is_kept else step.num_microbatches, _num_reductions(step) if reduced_bytes else 0
+    again = step.num_microbatches if reshard_after_forward is not False and is_gathered_in_backward else 0
     if reshard_after_forward is True:
         gathers, again = gathers + again, 0
     return _without_the_silent(

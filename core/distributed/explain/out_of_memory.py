@@ -113,13 +113,14 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
                 spared * sum(table[name] for name in sharded.get(ddp_config.sharding_strategy, (PARAMETERS,))),
             )
         )
-    elif getattr(ddp_config, "reshard_after_forward", True) is not True or getattr(
-        ddp_config, "keep_gathered_between_micro_batches", False
+    elif (
+        getattr(ddp_config, "reshard_after_forward", True) is not True
+        or getattr(ddp_config, "keep_gathered_between_micro_batches", "") == "all"
     ):
         candidates.append(
             (
                 "freeing gathered parameters after forward (reshard_after_forward=True, "
-                "keep_gathered_between_micro_batches=False)",
+                "keep_gathered_between_micro_batches='none')",
                 table[GATHERED] * max(0.0, 1 - 2 / num_units),
             )
         )

@@ -25,8 +25,10 @@ def record_fsdp_collectives(root: nn.Module) -> None:
         if communication is None or isinstance(communication[0], _RecordedAllGather):
             continue  # without parameters of its own, or in one unit with a module before it
         subject = f"unit {name}" if name else "the root unit"
-        module.set_custom_all_gather(_RecordedAllGather(communication[0], subject))
-        module.set_custom_reduce_scatter(_RecordedReduceScatter(communication[1], subject))
+        gather, reduce = communication
+        with_record = _RecordedGatherOfEach if hasattr(gather, "gather_each") else _RecordedAllGather
+        module.set_custom_all_gather(with_record(gather, subject))
+        module.set_custom_reduce_scatter(_RecordedReduceScatter(reduce, subject))
 
 
 class _Recorded:
@@ -52,6 +54,17 @@ class _RecordedAllGather(_Recorded, AllGather):
         with call:
             work = self._inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         return work if work is None else _RecordedWork(work, call)
+
+
+class _RecordedGatherOfEach(_RecordedAllGather):
+    def gather_each(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> dist.Work:
+        num_bytes = sum(output.nbytes for output in outputs)
+        call = recorded("all-gather", f"the parameters of {self._subject}", num_bytes, group)
+        with call:
+            work: dist.Work = self._inner.gather_each(outputs, inputs, group)
+        return _RecordedWork(work, call)
 
 
 class _RecordedReduceScatter(_Recorded, ReduceScatter):

@@ -54,6 +54,36 @@ def test_reduce_scatter_adds_in_rank_order(dtype, fp32_accumulation, in_place, w
     run_distributed(_scatters, world_size, dtype, fp32_accumulation, in_place, chunk_bytes)
 
 
+def _inboxes_of_reductions() -> list[tuple[int, int]]:
+    """Address and bytes of what each of several reductions received into, the largest first."""
+    collectives._idle_inboxes.clear()
+    found = []
+    for numel, dtype in ((2**22, torch.float32), (2**10, torch.float64), (2**21, torch.bfloat16)):
+        whole = torch.ones(numel, dtype=dtype)
+        collectives.reduce_scatter(whole.chunk(2)[dist.get_rank()], whole, dist.group.WORLD)
+        (kept,) = collectives._idle_inboxes
+        found.append((kept.data_ptr(), kept.numel()))
+    return found
+
+
+def test_reductions_of_any_size_and_dtype_receive_into_the_same_memory():
+    for inboxes in run_distributed(_inboxes_of_reductions, 2):
+        assert len(set(inboxes)) == 1
+        assert inboxes[0][1] == 2 * collectives.CHUNK_BYTES
+
+
+def test_the_memory_to_receive_into_is_nobody_elses_meanwhile_and_not_used_again_after_an_error():
+    collectives._idle_inboxes.clear()
+    with torch.inference_mode(), collectives._inbox_memory(64) as first, collectives._inbox_memory(64) as second:
+        assert first.data_ptr() != second.data_ptr()
+    (kept,) = collectives._idle_inboxes
+    assert not kept.is_inference()
+    with pytest.raises(RuntimeError, match="a rank has gone"), collectives._inbox_memory(32) as third:
+        assert third.data_ptr() == kept.data_ptr()
+        raise RuntimeError("a rank has gone")
+    assert collectives._idle_inboxes == []
+
+
 def test_the_order_and_the_precision_of_additions_can_be_seen_in_these_numbers():
     exact = _sum_in_rank_order(4, torch.float32, torch.float64)
     assert not torch.equal(_sum_in_rank_order(4, torch.float32, torch.float32), exact)

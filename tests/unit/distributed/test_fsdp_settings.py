@@ -46,8 +46,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"forward_prefetch": 3, "backward_prefetch": 2},
     {"collectives": "torch"},
     {"collectives": "torch", "forward_prefetch": 0, "backward_prefetch": 0},
-    {"keep_gathered_between_micro_batches": True},
-    {"keep_gathered_between_micro_batches": True, "reduce_every_micro_batch": True},
+    {"keep_gathered_between_micro_batches": "none"},
+    {"keep_gathered_between_micro_batches": "all"},
+    {"keep_gathered_between_micro_batches": "all", "reduce_every_micro_batch": True},
+    {"reduce_every_micro_batch": True},
     {"cpu_offload": True},
 ]
 
@@ -102,12 +104,15 @@ def _gathers_of_a_step(settings: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, 4 * (1 + 8 + 7)),  # root and layers, and all layers but the last again for backward
-        ({"reshard_overrides": ("=True", "layers.7=True")}, 4 * (1 + 8 + 1 + 8)),
-        ({"reshard_after_forward": False}, 4 * (1 + 8)),
-        ({"keep_gathered_between_micro_batches": True}, 1 + 8),
-        ({"forward_prefetch": 0, "backward_prefetch": 0}, 4 * (1 + 8 + 7)),
-        ({"forward_prefetch": 2, "backward_prefetch": 3, "collectives": "torch"}, 4 * (1 + 8 + 7)),
+        # root and layers, and all layers but the last again for backward
+        ({"keep_gathered_between_micro_batches": "none"}, 4 * (1 + 8 + 7)),
+        ({"keep_gathered_between_micro_batches": "none", "reshard_overrides": ("=True", "layers.7=True")}, 4 * 18),
+        ({"keep_gathered_between_micro_batches": "none", "reshard_after_forward": False}, 4 * (1 + 8)),
+        ({"keep_gathered_between_micro_batches": "all"}, 1 + 8),
+        ({}, (1 + 1 + 1) + 4 * (6 + 7)),  # root, first and last layer once; then as above
+        ({"reduce_every_micro_batch": True}, 4 * (1 + 8 + 7)),
+        ({"forward_prefetch": 0, "backward_prefetch": 0}, (1 + 1 + 1) + 4 * (6 + 7)),
+        ({"forward_prefetch": 2, "backward_prefetch": 3, "collectives": "torch"}, (1 + 1 + 1) + 4 * (6 + 7)),
     ],
 )
 def test_settings_decide_how_often_parameters_are_gathered(settings, expected):
@@ -116,7 +121,7 @@ def test_settings_decide_how_often_parameters_are_gathered(settings, expected):
 
 def _keeps_parameters_whole_among_neighbours(reshard: Any) -> list[list[int]]:
     gathered_from: list[int] = []
-    model = stacked(reshard_after_forward=reshard, collectives="torch")
+    model = stacked(reshard_after_forward=reshard, collectives="torch", keep_gathered_between_micro_batches="none")
     gather = dist.all_gather_single
 
     def record(output: Any, input_: Any, group: Any, async_op: bool) -> Any:

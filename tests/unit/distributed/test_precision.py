@@ -68,14 +68,15 @@ def test_buffers_are_cast_and_integers_stay():
         ({"forward_prefetch": -1}, ("forward_prefetch is -1",)),
         ({"grad_reduce_in_fp32": True, "reduce_dtype": "bf16"}, ("grad_reduce_in_fp32", "reduce_dtype is bf16")),
         (
-            {"keep_gathered_between_micro_batches": True, "reshard_after_forward": 2},
+            {"keep_gathered_between_micro_batches": "all", "reshard_after_forward": 2},
             ("keep_gathered_between_micro_batches", "reshard_after_forward is 2"),
         ),
         (
-            {"keep_gathered_between_micro_batches": True, "reshard_overrides": ("head=True",)},
+            {"keep_gathered_between_micro_batches": "all", "reshard_overrides": ("head=True",)},
             ("keep_gathered_between_micro_batches", "reshard_overrides ['head=True']"),
         ),
         ({"reshard_overrides": ("head",)}, ("reshard_overrides holds 'head'",)),
+        ({"keep_gathered_between_micro_batches": "some"}, ("keep_gathered_between_micro_batches is 'some'", "ends")),
     ],
 )
 def test_contradictory_settings_name_both(settings, said):

@@ -125,6 +125,22 @@ def test_who_is_not_the_wrapper_gets_memory_of_his_own(use):
     assert torch.equal(*results)
 
 
+def test_rows_are_added_to_a_dense_sum_and_to_nothing_else(monkeypatch):
+    ids, weight, expected = torch.tensor([[1, 4, 1]]), nn.Parameter(_numbers(50, K)), nn.Parameter(_numbers(50, K))
+    given = []
+    make = torch.sparse_coo_tensor
+    monkeypatch.setattr(torch, "sparse_coo_tensor", lambda *args, **options: given.append(1) or make(*args, **options))
+    for micro_batch in range(3):
+        grad = _numbers(1, 3, K, seed=micro_batch)
+        embedding(ids + micro_batch, weight, True).backward(grad)
+        F.embedding(ids + micro_batch, expected).backward(grad)
+        assert len(given) == micro_batch
+        assert weight.grad.layout == torch.strided and torch.equal(weight.grad, expected.grad)
+    weight.register_hook(lambda gradient: None)
+    embedding(ids, weight, True).backward(grad)
+    assert len(given) == 2
+
+
 def test_what_is_asked_of_an_embedding_by_its_caller_is_dense():
     ids, weight = torch.tensor([1, 1, 3]), nn.Parameter(_numbers(5, K))
     Memory(weight)

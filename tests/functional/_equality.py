@@ -1,0 +1,128 @@
+"""The cases of the equality contract: what each wrapper's training is compared with, and how exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tests.functional._runs import HYBRIDS, WRAPPERS, Curve, Training, run_serial, run_wrapped
+from tests.unit._spawn import run_distributed
+
+ADAMW = {"optimizer": "adam", "lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0}
+SGD = {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": 0.9, "weight_decay": 0.01, "clip_grad": 1.0}
+STEPS = 50
+TRAININGS = {
+    "adamw": Training(ADAMW),
+    "sgd, untied": Training(SGD, tied=False),
+    "bf16": Training(ADAMW, precision="bf16"),
+    "fp16": Training(ADAMW, precision="fp16"),
+    "per token": Training(ADAMW, tied=False, per_token=True),
+}
+# SGD: AdamW would turn rounding noise in a tiny gradient into a step of the size of the learning rate.
+SERIAL_TRAININGS = {
+    "sgd, tied": Training(SGD),
+    "sgd, untied": TRAININGS["sgd, untied"],
+    "sgd, per token": Training(SGD, tied=False, per_token=True),
+}
+BRIEF = ("zero1, overlapped", "zero2", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training under one wrapper, compared with replicas without overlap, or with one process."""
+
+    training: str
+    wrapper: str
+    ranks: int = 2
+    is_serial: bool = False
+    """Compared with one process that goes through the micro-batches of all ranks."""
+
+    def __str__(self) -> str:
+        return f"{self.training}-{self.wrapper}-{'serial' if self.is_serial else self.ranks}"
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it belongs to the long set."""
+        if self.ranks > 2:
+            return not (self.training == "adamw" and self.wrapper in HYBRIDS)
+        return not (self.is_serial or self.training == "adamw" or self.wrapper in BRIEF)
+
+    @property
+    def settings(self) -> Training:
+        return (TRAININGS | SERIAL_TRAININGS)[self.training]
+
+    def expected(self, steps: int = STEPS) -> Curve:
+        """What the wrapper has to reach."""
+        of = serial if self.is_serial else replicated
+        return of(self.training, self.ranks, steps)
+
+    def compare(self, curves: Sequence[Curve], expected: Curve) -> None:
+        """Raises AssertionError unless every rank's curve is as expected."""
+        for curve in curves[:1] if self.is_serial else curves:
+            (assert_bitwise if self._adds_in_one_order else assert_close)(curve, expected)
+
+    @property
+    def _adds_in_one_order(self) -> bool:
+        """Two ranks have one order. At four our own collectives add in rank order; torch's, and sums of sums, do not.
+
+        Micro-batches that are reduced one by one are added after ranks; else ranks after micro-batches.
+        """
+        if self.is_serial or "every micro-batch" in self.wrapper:
+            return False
+        return self.ranks == 2 or not ("torch's" in self.wrapper or self.wrapper in HYBRIDS)
+
+
+TWO_RANKS = [Case(training, wrapper) for training in TRAININGS for wrapper in WRAPPERS if wrapper != "ddp"]
+FOUR_RANKS = [
+    Case(training, wrapper, 4) for training in TRAININGS for wrapper in WRAPPERS | HYBRIDS if wrapper != "ddp"
+]
+SERIAL = [
+    Case(training, wrapper, is_serial=True) for training in SERIAL_TRAININGS for wrapper in ("ddp", "zero2", "fsdp2")
+]
+
+
+@functools.cache
+def replicated(training: str, ranks: int, steps: int) -> Curve:
+    """Replicas, all of which have to agree."""
+    curves = run_distributed(run_wrapped, ranks, "ddp", dataclasses.replace(TRAININGS[training], steps=steps))
+    for curve in curves[1:]:
+        assert_bitwise(curve, curves[0])
+    return curves[0]
+
+
+@functools.cache
+def serial(training: str, ranks: int, steps: int) -> Curve:
+    """One process."""
+    return run_serial(dataclasses.replace(SERIAL_TRAININGS[training], steps=steps), ranks)
+
+
+def assert_bitwise(found: Curve, expected: Curve) -> None:
+    assert found.losses == expected.losses
+    assert found.grad_norms == expected.grad_norms
+    assert found.skipped == expected.skipped
+    for kind in ("gradients", "weights", "masters"):
+        ours, theirs = getattr(found, kind), getattr(expected, kind)
+        assert ours.keys() == theirs.keys()
+        wrong = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+        assert not wrong, f"{kind} differ: {wrong}"
+
+
+def assert_close(found: Curve, expected: Curve, loss: float = 1e-6, gradient: float = 1e-5) -> None:
+    assert found.skipped == expected.skipped
+    for what, tolerance in (("losses", loss), ("grad_norms", gradient)):
+        for step, (ours, theirs) in enumerate(zip(getattr(found, what), getattr(expected, what), strict=True)):
+            assert abs(ours - theirs) <= tolerance * abs(theirs), f"{what} of step {step}: {ours} against {theirs}"
+    for kind in ("gradients", "masters"):
+        off = _distance(getattr(found, kind), getattr(expected, kind))
+        assert off <= gradient, f"{kind} are off by {off:.1e} of their norm"
+
+
+def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    difference = sum((found[name] - value).double().square().sum().item() for name, value in expected.items())
+    return math.sqrt(difference / sum(value.double().square().sum().item() for value in expected.values()))
