@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from core.adapters import oumi
 from core.adapters.oumi import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType
-from core.adapters.units import units_by_class, units_by_size
 from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
 from core.distributed.warn import warn_once
-from core.errors import CheckpointError, ConfigError, WrapError
+from core.errors import CheckpointError, ConfigError
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters._doors import Net, batch
+from tests.unit.adapters._doors import Net
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model, loss_of
 from tests.unit.distributed._toys import full
 
@@ -206,48 +205,6 @@ def test_state_dict_types_go_out_and_in():
     run_distributed(_state_dicts, 2)
 
 
-def test_units_by_size_are_found_from_the_inside_out():
-    model = Net()
-    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in model.named_modules()}
-    assert sizes["layers.0"] == 83 and sizes["layers"] == 166
-    named = {module: name for name, module in model.named_modules()}
-    assert [named[m] for m in units_by_size(model, 70)] == ["embedding", "layers.0", "layers.1", "head"]
-    assert [named[m] for m in units_by_size(model, 78)] == ["layers.0", "layers.1"]
-    assert units_by_size(model, 100) == []  # no container is a unit, and the model itself is one anyway
-
-
-def test_units_by_class():
-    model = Net()
-    assert [c.__name__ for c in units_by_class(model, "Block, torch.nn.Embedding", "x")] == ["Block", "Embedding"]
-    assert [c.__name__ for c in units_by_class(model, None, "x")] == ["Block"]
-    with pytest.raises(WrapError, match=r"x names the class 'Blok'.*did you mean 'Block'"):
-        units_by_class(model, "Blok", "x")
-    with pytest.raises(WrapError, match="has no list of layers"):
-        units_by_class(nn.Linear(2, 2), None, "x")
-
-
-def _accumulates_without_no_sync() -> None:
-    wrapped = oumi.prepare_model(Net(), FSDPParams())
-    serial = Net()
-    for step in range(3):
-        for micro in range(2):
-            wrapped(batch(step, micro, dist.get_rank())).backward()  # each reduced, and added to the one before
-            for rank in range(2):
-                (serial(batch(step, micro, rank)) / 2).backward()
-        for found, expected in zip(wrapped.parameters(), serial.parameters(), strict=True):
-            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-7)
-        in_place = step == 1
-        for parameter in (*wrapped.parameters(), *serial.parameters()):
-            if in_place:
-                parameter.grad.zero_()
-            else:
-                parameter.grad = None
-
-
-def test_replicas_accumulate_as_torchs_do():
-    run_distributed(_accumulates_without_no_sync, 2)
-
-
 @pytest.mark.parametrize(
     ("block", "words"),
     [
@@ -272,3 +229,17 @@ def test_a_file_and_a_text_are_read(tmp_path):
     assert FSDPParams.from_yaml(str(tmp_path / "train.yaml")).transformer_layer_cls == LLAMA_LAYER
     with pytest.raises(ConfigError, match="is a list"):
         FSDPParams.from_yaml("- enable_fsdp: True")
+
+
+def _generates() -> None:
+    prompt, options = torch.tensor([[2, 3]]), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    expected = hugging_face_model("llama").generate(prompt, **options)
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        block = {"enable_fsdp": True, "sharding_strategy": strategy, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        wrapped = oumi.prepare_model(hugging_face_model("llama"), FSDPParams.from_dict(block))
+        assert torch.equal(wrapped.module.generate(prompt, **options), expected)
+
+
+def test_text_is_generated_under_sharding():
+    pytest.importorskip("transformers")
+    run_distributed(_generates, 2)

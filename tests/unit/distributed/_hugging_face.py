@@ -32,7 +32,7 @@ def hugging_face_model(kind: str, tied: bool = False, **fields: Any) -> nn.Modul
         sizes |= {"num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32, "pad_token_id": 0}
     config, model = (getattr(transformers, name) for name in _CLASSES[kind])
     torch.manual_seed(0)
-    return model(config(**common, **sizes, **fields))
+    return model(config(**{**common, **sizes, **fields}))
 
 
 def token_batches(count: int) -> list[torch.Tensor]:

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from core import parallel_state
 from core.distributed.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
+from core.distributed.warn import warn_once
 from core.errors import ParallelConfigError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
@@ -59,8 +61,7 @@ def _gradients_and_text(kind: str, tied: bool, shape: tuple[int, ...], names: tu
     assert norm == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "tied"), [*((kind, True) for kind in KINDS), ("llama", False)])
 def test_sharded_gradients_text_and_norm_are_those_of_one_process(kind, tied):
     run_distributed(_gradients_and_text, 2, kind, tied, (2,), ("data_parallel",))
 
@@ -187,3 +188,33 @@ def _bad_input() -> None:
 
 def test_what_does_not_fit_is_named():
     run_distributed(_bad_input, 2)
+
+
+def _beside_parallel_state() -> None:
+    parallel_state.initialize_model_parallel(2)
+    model = hugging_face_model("qwen3")
+    serial = serial_gradients(copy.deepcopy(model), 1)
+    fsdp2_strategy_parallelize(model, parallel_state.get_device_mesh(), FP32, get_hf_tp_shard_plan(model))
+    loss_of(model, token_batches(1)[0]).backward()
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, optimizer="sgd", clip_grad=0.1), [model])
+    _, norm, _ = optimizer.step()
+    assert norm == pytest.approx(torch.stack([g.norm() for g in serial.values()]).norm().item(), rel=1e-5)
+
+
+def test_the_norm_counts_each_element_once_where_parallel_state_knows_the_same_ranks():
+    run_distributed(_beside_parallel_state, 2)
+
+
+def _says() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = hugging_face_model("llama", num_key_value_heads=1)
+    with pytest.raises(ParallelConfigError, match="do not divide the model.s num_key_value_heads 1"):
+        fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=get_hf_tp_shard_plan(model))
+    warn_once.cache_clear()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with pytest.warns(UserWarning, match="tp_shard_plan has no effect on a mesh"):
+        fsdp2_strategy_parallelize(toy(), mesh, tp_shard_plan={"head": ColwiseParallel()})
+
+
+def test_heads_that_cannot_be_dealt_out_and_a_plan_without_an_axis_are_named():
+    run_distributed(_says, 2)

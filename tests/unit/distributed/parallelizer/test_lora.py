@@ -41,12 +41,12 @@ def _with_adapters(kind: str) -> nn.Module:
     return model
 
 
-def _trains(kind: str) -> None:
+def _trains(kind: str, recomputes: bool) -> None:
     model = _with_adapters(kind)
     serial = copy.deepcopy(model)
     frozen = {n: p.detach().clone() for n, p in serial.named_parameters() if not p.requires_grad}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
-    fsdp2_strategy_parallelize(model, mesh, MixedPrecisionPolicy())
+    fsdp2_strategy_parallelize(model, mesh, MixedPrecisionPolicy(), activation_checkpointing=recomputes)
     assert sum(isinstance(module, FSDPModule) for module in model.modules()) == 3
     loss_of(model, token_batches(2)[dist.get_rank()]).backward()
     found = {name: whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
@@ -58,6 +58,6 @@ def _trains(kind: str) -> None:
     assert any(not torch.equal(whole(after[name]), dict(serial.named_parameters())[name]) for name in found)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_adapters_train_as_in_one_process_and_the_rest_stays(kind):
-    run_distributed(_trains, 2, kind)
+@pytest.mark.parametrize(("kind", "recomputes"), [("llama", False), ("llama", True), ("gpt2", False)])
+def test_adapters_train_as_in_one_process_and_the_rest_stays(kind, recomputes):
+    run_distributed(_trains, 2, kind, recomputes)
