@@ -21,7 +21,7 @@ from ...distributed.units import UnitChoice
 from ...distributed.warn import warn_once
 from ...errors import ParallelConfigError
 from ..replicas import Replicas
-from .collective import Collective, MeshCollective
+from .collective import Collective
 from .config import DDPTransformConfig, FullyShardTransformConfig, dtype_of
 
 _ALWAYS = {
@@ -53,15 +53,14 @@ class BaseDistributedTransform:
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         return model if on_meta else model.to(self.device)  # what is on meta goes there when it is drawn
 
-    def _mesh_collective(self) -> MeshCollective:
-        if not isinstance(self.collective, MeshCollective):
+    def _data_mesh(self) -> DeviceMesh:
+        mesh = getattr(self.collective, "dp_mesh", None)
+        if not isinstance(mesh, DeviceMesh):
             raise ParallelConfigError(
                 f"{type(self).__name__} was given a {type(self.collective).__name__} of {self.collective.world_size} "
-                "ranks; it takes a MeshCollective, which knows their mesh"
+                "ranks; it takes a MeshCollective, whose dp_mesh it shards over"
             )
-        if self.collective.tp_mesh.size() > 1:
-            _reject_plain_tensor_parallelism(self, self.collective)
-        return self.collective
+        return mesh
 
 
 class DDPWrappedModel(Replicas):
@@ -104,7 +103,13 @@ class DDPTransform(BaseDistributedTransform):
         model = self._moved(model)
         if self.collective.world_size <= 1:
             return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
-        return DDPWrappedModel(model, whole_group(self._mesh_collective().dp_mesh))
+        mesh, tensor_mesh = self._data_mesh(), getattr(self.collective, "tp_mesh", None)
+        if tensor_mesh is not None and tensor_mesh.size() > 1:
+            raise ParallelConfigError(
+                f"DDPTransform was given a collective with {tensor_mesh.size()} tensor-parallel ranks, and flat "
+                "buffers take no DTensors; use FullyShardTransform"
+            )
+        return DDPWrappedModel(model, whole_group(mesh))
 
 
 class FullyShardTransform(BaseDistributedTransform):
@@ -122,7 +127,7 @@ class FullyShardTransform(BaseDistributedTransform):
         model = self._moved(model)
         if self.collective.world_size <= 1:
             return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
-        mesh = self._mesh_collective().dp_mesh
+        mesh = self._data_mesh()
         if not self.cfg.use_hybrid_sharding or mesh.size(0) == 1:
             mesh = mesh._flatten()
         mp_policy, offload_policy = self._mp_policy(), self._offload_policy()
@@ -203,11 +208,3 @@ def _reshards(module: FSDPModule, mesh: DeviceMesh) -> Reshard:
         size: int = group.post_forward_mesh_info.shard_mesh_size
         return True if size == mesh.size(-1) else size
     return True
-
-
-def _reject_plain_tensor_parallelism(transform: BaseDistributedTransform, collective: MeshCollective) -> None:
-    if isinstance(transform, DDPTransform):
-        raise ParallelConfigError(
-            f"DDPTransform was given a collective with {collective.tp_mesh.size()} tensor-parallel ranks, and flat "
-            "buffers take no DTensors; use FullyShardTransform"
-        )

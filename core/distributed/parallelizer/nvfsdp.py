@@ -23,7 +23,15 @@ from ..wrap import wrap_model
 from .class_paths import check_classes_are_in, import_classes_from_paths
 from .tensor_parallel_plan import Plan, cut_as_planned
 
-HAVE_NVFSDP = any(importlib.util.find_spec(name) is not None for name in ("megatron_fsdp", "nvfsdp"))
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # imported already, from no file
+        return True
+
+
+HAVE_NVFSDP = any(map(_is_installed, ("megatron_fsdp", "nvfsdp")))
 """Whether NVIDIA's own package can be imported; nothing here needs it."""
 
 _RUN_AS_FULLY_SHARDED = ("grads_params", "params")

@@ -168,6 +168,11 @@ def _collective() -> None:
     assert (collective.world_size, collective.rank, collective.dp_world_size) == (2, dist.get_rank(), 2)
     assert tuple(collective.dp_mesh.shape) == (2, 1) and collective.tp_mesh.size() == 1
     assert collective.process_group is dist.group.WORLD
+    assert (collective.dp_rank, collective.tp_rank, collective.local_rank) == (dist.get_rank(), 0, dist.get_rank())
+    named = MeshCollective(dist.get_rank(), 2, 1, 0, "cpu")  # as its original is called: one rank a machine
+    assert tuple(named.dp_mesh.shape) == (2, 1) and named.local_rank == 0
+    with pytest.raises(ParallelConfigError, match="world_size is 4, but the process group has 2"):
+        MeshCollective(dist.get_rank(), 4)
     with pytest.raises(ParallelConfigError, match="sharding_world_size 2 times tp_size 2"):
         MeshCollective(tp_size=2, sharding_world_size=2)
     with pytest.raises(ParallelConfigError, match="flat buffers take no DTensors"):

@@ -208,7 +208,7 @@ def test_the_norm_counts_each_element_once_where_parallel_state_knows_the_same_r
 def _says() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = hugging_face_model("llama", num_key_value_heads=1)
-    with pytest.raises(ParallelConfigError, match="do not divide the model.s num_key_value_heads 1"):
+    with pytest.raises(ParallelConfigError, match=r"do not divide the model.s num_key_value_heads 1"):
         fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=get_hf_tp_shard_plan(model))
     warn_once.cache_clear()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
