@@ -86,7 +86,7 @@ def shard_in_place(
     start.fill("cpu" if isinstance(offload_policy, CPUOffloadPolicy) else None)
     reject_plain_state_dicts(module)
     record_fsdp_collectives(module)
-    module.register_forward_hook(_free_without_backward)
+    let_be_called_directly(module)
     return units
 
 
@@ -109,8 +109,18 @@ def usable_offload_policy(policy: OffloadPolicy | None) -> OffloadPolicy | None:
     return policy
 
 
-def _free_without_backward(module: nn.Module, args: Any, output: Any) -> None:
-    """As `TorchFullyShardedDataParallel.forward`: the next forward shall not compute with old parameters."""
+def let_be_called_directly(module: nn.Module) -> None:
+    """Lets a sharded model be called, and generate text, without a wrapper around it.
+
+    Its own forward frees, where no backward follows, what stays gathered for one, as the wrapper's does: else the next
+    forward would compute with old parameters. By the mark that it gets, Hugging Face's ``generate`` lets ranks whose text
+    has ended go on until all have.
+    """
+    module.register_forward_hook(_free)
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def _free(module: nn.Module, args: Any, output: Any) -> None:
     if torch.is_grad_enabled() or not isinstance(module, FSDPModule):
         return
     drop_pending_gathers(module)

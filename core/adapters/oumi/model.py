@@ -16,6 +16,7 @@ from ...dist_checkpointing import model_state_dict as global_state_dict
 from ...dist_checkpointing.global_view import local_tensor
 from ...distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel, wrap_model
 from ...distributed.data_parallel_base import unwrap_model
+from ...distributed.in_place import let_be_called_directly
 from ...distributed.mesh_axes import whole_group
 from ...distributed.precision import as_dtype
 from ...distributed.units import UnitChoice
@@ -68,12 +69,10 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
         cpu_offload=params.cpu_offload,
         pin_memory=device.device_type() != "cpu",
         sync_module_states=params.sync_module_states,
-        forward_methods=("generate",) if callable(getattr(model, "generate", None)) else (),
     )
     config = SimpleNamespace(fp16=dtype == torch.float16)
     wrapped = wrap_model(model, config, settings, process_group=mesh, sub_modules_to_wrap=_units(model, params))
-    # Hugging Face's generate() asks for it: ranks whose text has ended go on until all have.
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]
+    let_be_called_directly(model)
     return wrapped
 
 

@@ -77,8 +77,6 @@ def fsdp2_strategy_parallelize(
         reshard_after_forward=reshard_after_forward,
         sync_module_states=sync_module_states,
     )
-    # Hugging Face's generate() asks for it: ranks whose text has ended go on until all have.
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]
     return model
 
 

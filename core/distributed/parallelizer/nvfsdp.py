@@ -16,7 +16,9 @@ from ..data_parallel_base import _BaseDataParallel
 from ..distributed_data_parallel_config import SHARDING_STRATEGIES, DistributedDataParallelConfig
 from ..explain.rewrapping import reject_wrapped
 from ..explain.words import choices
+from ..in_place import let_be_called_directly
 from ..mesh_axes import mesh_axes
+from ..torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from ..warn import warn_once
 from ..wrap import wrap_model
@@ -146,7 +148,7 @@ def nvfsdp_strategy_parallelize(
         fp16=param_dtype == torch.float16,
         gradient_accumulation_fusion=False,
     )
-    return wrap_model(
+    wrapped = wrap_model(
         model,
         config,
         ddp_config,
@@ -154,6 +156,9 @@ def nvfsdp_strategy_parallelize(
         sub_modules_to_wrap=unit_classes,
         disable_bucketing=disable_bucketing,
     )
+    if isinstance(wrapped, TorchFullyShardedDataParallel):
+        let_be_called_directly(model)
+    return wrapped
 
 
 def _as_strategy(asked: str | int) -> str:

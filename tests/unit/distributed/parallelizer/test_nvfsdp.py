@@ -154,6 +154,8 @@ def _hybrid_and_tensor_parallel(kind: str) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
     wrapped = nvfsdp_strategy_parallelize(model, mesh, tp_shard_plan=get_hf_tp_shard_plan(model))
     assert isinstance(wrapped.module.lm_head.weight, DTensor)
+    prompt, options = torch.tensor([[2, 3]]), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(prompt, **options), hugging_face_model(kind).generate(prompt, **options))
     loss_with_labels(wrapped, token_batches(1)[0]).backward()
     wrapped.finish_grad_sync()
     assert_close({n: whole(p.grad) for n, p in model.named_parameters()}, expected, 3e-6)
