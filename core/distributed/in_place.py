@@ -113,8 +113,8 @@ def let_be_called_directly(module: nn.Module) -> None:
     """Lets a sharded model be called, and generate text, without a wrapper around it.
 
     Its own forward frees, where no backward follows, what stays gathered for one, as the wrapper's does: else the next
-    forward would compute with old parameters. By the mark that it gets, Hugging Face's ``generate`` lets ranks whose text
-    has ended go on until all have.
+    forward would compute with old parameters. By the mark that it gets, Hugging Face's ``generate`` lets ranks whose
+    text has ended go on until all have.
     """
     module.register_forward_hook(_free)
     module._is_fsdp_managed_module = True  # type: ignore[assignment]

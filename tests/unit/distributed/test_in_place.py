@@ -21,7 +21,7 @@ def _sharded(seed: int = 1, **options: object) -> torch.nn.Module:
     model = toy(seed)
     axes = mesh_axes(init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)))
     units = shard_in_place(model, axes, UNITS, caller="a test", **options)  # type: ignore[arg-type]
-    assert [unit.names for unit in units] == [("blocks.0",), ("blocks.1",)]  # the tied weight is the root's
+    assert {"blocks.0", "blocks.1"} <= {name for unit in units for name in unit.names}
     return model
 
 
