@@ -86,7 +86,7 @@ _FLAGS = ("enable_fsdp", "cpu_offload", "forward_prefetch", "sync_module_states"
 class FSDPParams:
     """The ``fsdp:`` block of an oumi config; fields, defaults and values are oumi's.
 
-    Values may be given by their names. `finalize_and_validate` makes members of the enums of them.
+    Values may be given by their names; `finalize_and_validate` says what is none.
     """
 
     enable_fsdp: bool = False
@@ -124,6 +124,10 @@ class FSDPParams:
 
     sync_module_states: bool = True
     """Begin with the first rank's values."""
+
+    def __post_init__(self) -> None:
+        for name, enum in _ENUMS.items():  # what is no member is said by finalize_and_validate
+            setattr(self, name, enum.__members__.get(str(getattr(self, name)), getattr(self, name)))
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> FSDPParams:

@@ -78,7 +78,7 @@ def nvfsdp_strategy_parallelize(
         overlap_grad_reduce: reduce gradients while backward runs; FSDP2 always does.
         overlap_param_gather: gather parameters ahead of their use; False where nothing is gathered (``no_shard``).
         check_for_nan_in_grad: raise on a gradient that is not finite.
-        average_in_collective: let the collective divide; FSDP2 always does so or after it.
+        average_in_collective: let the collective divide; FSDP2 decides that by itself, which is said once.
         disable_bucketing: reduce each buffer in one piece.
         calculate_per_token_loss: sum gradients, for `finalize_model_grads` to divide by the number of tokens.
         keep_fp8_transpose_cache_when_using_custom_fsdp: changes no number, and has no use here.
@@ -119,6 +119,7 @@ def nvfsdp_strategy_parallelize(
             warn_once("overlap_grad_reduce=False: FSDP2 reduces gradients while backward runs. No number changes")
         if disable_bucketing:
             warn_once("disable_bucketing: under optim_grads_params a unit is the bucket. No number changes")
+        # As `wrap_model` chooses for this strategy; the settings of FSDP2 say more than those of every wrapper.
         ddp_config: DistributedDataParallelConfig = TorchFullyShardedDataParallelConfig(
             **shared,
             param_dtype=param_dtype,
