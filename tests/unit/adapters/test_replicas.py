@@ -57,3 +57,25 @@ def _gradients_are_anybodys() -> None:
 
 def test_gradients_are_in_grad_and_in_main_grad_after_backward():
     run_distributed(_gradients_are_anybodys, 2)
+
+
+def _fails_once() -> None:
+    wrapped = Replicas(Net(), dist.group.WORLD)
+    tokens = batch(0, 0, dist.get_rank())
+
+    def fail(*unused: object) -> None:
+        raise ZeroDivisionError
+
+    handle = wrapped.module.embedding.weight.register_hook(fail)  # the last gradient: all others have come
+    with pytest.raises(ZeroDivisionError):
+        wrapped(tokens).backward()
+    handle.remove()
+    wrapped(tokens).backward()
+    found = [parameter.grad.clone() for parameter in wrapped.parameters()]
+    again = Replicas(Net(), dist.group.WORLD)
+    again(tokens).backward()
+    assert all(torch.equal(one, other.grad) for one, other in zip(found, again.parameters(), strict=True))
+
+
+def test_a_backward_that_raised_leaves_nothing_to_the_next():
+    run_distributed(_fails_once, 2)
