@@ -101,49 +101,37 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer=fsdp_double_buffer,
     )
     _compare_with_meta(model, init_nvfsdp_with_meta_device)
-    shared: dict[str, Any] = {
-        "grad_reduce_in_fp32": grad_reduce_in_fp32,
-        "check_for_nan_in_grad": check_for_nan_in_grad,
-        "average_in_collective": average_in_collective,
-    }
     if axes.tensor is not None and strategy != "optim_grads_params":
         raise ParallelConfigError(
             f"data_parallel_sharding_strategy is {strategy!r} on a mesh with {axes.tensor.size()} tensor-parallel "
             "ranks, and flat buffers take no DTensors; use 'optim_grads_params', or a mesh without them"
         )
-    keeps_fp32 = preserve_fp32_weights and strategy == "optim_grads_params"
-    param_dtype = _with_fp32_shards(model) if keeps_fp32 else None
-    cut_as_planned(model, axes, tp_shard_plan, device_mesh)
+    shared: dict[str, Any] = {
+        "grad_reduce_in_fp32": grad_reduce_in_fp32,
+        "check_for_nan_in_grad": check_for_nan_in_grad,
+        "average_in_collective": average_in_collective,
+    }
+    param_dtype: torch.dtype | None = None
     if strategy == "optim_grads_params":
-        if not overlap_grad_reduce:
-            warn_once("overlap_grad_reduce=False: FSDP2 reduces gradients while backward runs. No number changes")
-        if disable_bucketing:
-            warn_once("disable_bucketing: under optim_grads_params a unit is the bucket. No number changes")
+        param_dtype = _with_fp32_shards(model) if preserve_fp32_weights else None
+        _warn_of_fsdp2(overlap_grad_reduce=overlap_grad_reduce, disable_bucketing=disable_bucketing)
         # As `wrap_model` chooses for this strategy; the settings of FSDP2 say more than those of every wrapper.
         ddp_config: DistributedDataParallelConfig = TorchFullyShardedDataParallelConfig(
             **shared,
             param_dtype=param_dtype,
-            reduce_dtype=param_dtype if param_dtype is not None and not grad_reduce_in_fp32 else None,
+            reduce_dtype=param_dtype if not grad_reduce_in_fp32 else None,
             forward_prefetch=int(overlap_param_gather),
             backward_prefetch=int(overlap_param_gather),
         )
     else:
-        if unit_classes:
-            warn_once(
-                f"nvfsdp_unit_modules: under {strategy} parameters lie in buffers, which are cut into buckets and not "
-                "units. No number changes"
-            )
-        if preserve_fp32_weights:
-            warn_once(
-                f"preserve_fp32_weights: under {strategy} the optimizer of core.optimizer keeps fp32 weights of what "
-                "is in less, always. No number changes"
-            )
+        _warn_of_buffers(strategy, nvfsdp_unit_modules=bool(unit_classes), preserve_fp32_weights=preserve_fp32_weights)
         ddp_config = DistributedDataParallelConfig(
             **shared,
             data_parallel_sharding_strategy=strategy,
             overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather and strategy != "no_shard",
         )
+    cut_as_planned(model, axes, tp_shard_plan, device_mesh)
     config = SimpleNamespace(
         calculate_per_token_loss=calculate_per_token_loss,
         fp16=param_dtype == torch.float16,
@@ -160,6 +148,26 @@ def nvfsdp_strategy_parallelize(
     if isinstance(wrapped, TorchFullyShardedDataParallel):
         let_be_called_directly(model)
     return wrapped
+
+
+def _warn_of_fsdp2(*, overlap_grad_reduce: bool, disable_bucketing: bool) -> None:
+    if not overlap_grad_reduce:
+        warn_once("overlap_grad_reduce=False: FSDP2 reduces gradients while backward runs. No number changes")
+    if disable_bucketing:
+        warn_once("disable_bucketing: under optim_grads_params a unit is the bucket. No number changes")
+
+
+def _warn_of_buffers(strategy: str, *, nvfsdp_unit_modules: bool, preserve_fp32_weights: bool) -> None:
+    if nvfsdp_unit_modules:
+        warn_once(
+            f"nvfsdp_unit_modules: under {strategy} parameters lie in buffers, which are cut into buckets and not "
+            "units. No number changes"
+        )
+    if preserve_fp32_weights:
+        warn_once(
+            f"preserve_fp32_weights: under {strategy} the optimizer of core.optimizer keeps fp32 weights of what is "
+            "in less, always. No number changes"
+        )
 
 
 def _as_strategy(asked: str | int) -> str:
