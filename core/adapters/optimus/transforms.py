@@ -128,7 +128,7 @@ class FullyShardTransform(BaseDistributedTransform):
         if self.collective.world_size <= 1:
             return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())
         mesh = self._data_mesh()
-        if not self.cfg.use_hybrid_sharding or mesh.size(0) == 1:
+        if mesh.ndim == 2 and (mesh.size(0) == 1 or not self.cfg.use_hybrid_sharding):
             mesh = mesh._flatten()
         mp_policy, offload_policy = self._mp_policy(), self._offload_policy()
         units: list[UnitChoice] = list(ITEMS_OF_CONTAINERS)
