@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +21,7 @@ from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .explain.stale_optimizers import replaced_parameters_marked
 from .initial_values import start_equal
-from .instance_groups import resolve_instance_groups
+from .instance_groups import Ranks, resolve_instance_groups
 from .optimizer_guard import forbid_plain_optimizers
 from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from .param_placement import ParamPlacement
@@ -51,8 +50,8 @@ class DistributedDataParallel(_BaseDataParallel):
         ddp_config: the wrapper's settings.
         module: the model. Every rank's becomes that of the group's first; on the meta device it is materialized here.
         disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
-        process_group: the ranks that hold replicas. Given, `core.parallel_state` is not touched; by default it is
-            the data-parallel group with context parallelism.
+        process_group: the ranks that hold replicas, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
+            `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism.
 
     Raises:
         ParallelConfigError: a field that this wrapper cannot honour, or half precision with fp32 parameters.
@@ -65,7 +64,7 @@ class DistributedDataParallel(_BaseDataParallel):
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         disable_bucketing: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Ranks | None = None,
     ) -> None:
         strategy = ddp_config.sharding_strategy
         if strategy == "optim_grads_params":

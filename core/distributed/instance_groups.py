@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import parallel_state
 from ..errors import ParallelConfigError
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .mesh_axes import whole_group
+
+Ranks = dist.ProcessGroup | DeviceMesh
+"""What a wrapper works over: a group, or a mesh of one axis or, for hybrid sharding, of ``(replicate, shard)``."""
 
 
 def resolve_instance_groups(
-    ddp_config: DistributedDataParallelConfig, process_group: dist.ProcessGroup | None
+    ddp_config: DistributedDataParallelConfig, process_group: Ranks | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup | None]:
     """All replicas, those of this optimizer instance, and where there are several the same shard's owners in each.
 
@@ -18,6 +23,12 @@ def resolve_instance_groups(
         ParallelConfigError: a number of instances that does not divide the replicas, or for which no groups exist.
     """
     asked = ddp_config.num_distributed_optimizer_instances
+    if isinstance(process_group, DeviceMesh):
+        mesh = process_group
+        check_instances_of_mesh(asked, mesh)
+        whole = whole_group(mesh)
+        is_hybrid = mesh.ndim == 2 and ddp_config.sharding_strategy != "no_shard"
+        return (whole, whole, None) if not is_hybrid else (whole, mesh.get_group(1), mesh.get_group(0))
     if process_group is not None:
         if asked > 1:
             raise ParallelConfigError(
@@ -40,3 +51,17 @@ def resolve_instance_groups(
             f"{whole.size() // part.size()}; give both the same number"
         )
     return whole, part, parallel_state.get_inter_distributed_optimizer_instance_group()
+
+
+def check_instances_of_mesh(asked: int, mesh: DeviceMesh) -> None:
+    """A mesh says by itself how many optimizer instances there are; the config may say it too.
+
+    Raises:
+        ParallelConfigError: they say different things.
+    """
+    found = mesh.size(0) if mesh.ndim == 2 else 1
+    if mesh.ndim > 2 or asked not in (1, found):
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances is {asked}, and the mesh given has the shape {tuple(mesh.shape)}; "
+            "give one axis, or (replicate, shard) with as many replicas as instances"
+        )

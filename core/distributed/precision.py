@@ -27,6 +27,8 @@ _DTYPES = {
     "fp64": torch.float64,
     "float64": torch.float64,
 }
+DTYPE_NAMES = tuple(_DTYPES)
+"""The names that `as_dtype` knows."""
 
 
 def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtype | None:

@@ -45,11 +45,13 @@ from .fsdp_state import (
     whole_gradients,
 )
 from .initial_values import InitialValues
+from .instance_groups import Ranks, check_instances_of_mesh
+from .mesh_axes import whole_group
 from .precision import as_dtype, cast_buffers, mixed_precision_policy
 from .resharding import Reshard, parse_overrides
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .units import parameter_attributes_kept, plan_units
+from .units import UnitChoice, parameter_attributes_kept, plan_units
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -79,8 +81,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         sub_modules_to_wrap: classes whose outermost instances become units; `DEFAULT_UNIT_CLASSES` by default. In
             place of an `nn.ModuleList` or `nn.ModuleDict` its items do.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
-        process_group: the ranks to shard over. Given, `core.parallel_state` is not touched; by default it is the
-            data-parallel group with context parallelism, two-dimensional with several optimizer instances.
+        process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
+            `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism,
+            two-dimensional with several optimizer instances.
 
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.
@@ -92,9 +95,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         config: Any,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
-        sub_modules_to_wrap: Iterable[type[nn.Module]] | None = None,
+        sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
         disable_bucketing: bool = False,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Ranks | None = None,
     ) -> None:
         settings = _fsdp2_settings(ddp_config)
         mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
@@ -234,9 +237,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             return super()._apply(fn, recurse)
 
 
-def _mesh_and_group(
-    num_instances: int, process_group: dist.ProcessGroup | None
-) -> tuple[DeviceMesh, dist.ProcessGroup]:
+def _mesh_and_group(num_instances: int, process_group: Ranks | None) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    if isinstance(process_group, DeviceMesh):
+        check_instances_of_mesh(num_instances, process_group)
+        return process_group, whole_group(process_group)
     if process_group is not None:
         if num_instances > 1:
             raise ParallelConfigError(

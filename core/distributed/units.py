@@ -5,6 +5,8 @@ Nothing here talks to another rank: these functions read a module tree and retur
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -42,16 +44,20 @@ class Unit:
         return any(getattr(module, "weights_used_in_backward", True) for module in self.modules)
 
 
-def plan_units(root: nn.Module, classes: Iterable[type[nn.Module]]) -> list[Unit]:
+UnitChoice = type[nn.Module] | nn.Module
+"""What makes units: a class, for its outermost instances, or one module."""
+
+
+def plan_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
     """The units of a model, children before parents, each parameter in one unit or else left to the root.
 
     A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
     attribute ``_fsdp_modules`` of the root or of any module below it (Megatron-LM's way for a model to name its own
-    units). A module without parameters is no unit. In place of a container without a forward of its own
-    (`nn.ModuleList`, `nn.ModuleDict`) its items become units, those of containers in it too; an `nn.Sequential` is a
-    unit. A module that holds a weight which others read, that is, one that
-    is marked ``shared_embedding`` (Megatron's mark) or registered outside the unit too, is left to the root, which is
-    gathered for the whole forward; units that share a weight among themselves only are united into one.
+    units). A module that stands in ``classes`` itself is a unit, nested too. A module without parameters is no unit.
+    In place of a container without a forward of its own (`nn.ModuleList`, `nn.ModuleDict`) its items become units,
+    those of containers in it too; an `nn.Sequential` is a unit. A module that holds a weight which others read, that
+    is, one that is marked ``shared_embedding`` (Megatron's mark) or registered outside the unit too, is left to the
+    root, which is gathered for the whole forward; units that share a weight among themselves only are united into one.
 
     FSDP2 takes one dtype of trainable parameters in a unit. Where a unit, or what is left to the root, has several,
     the modules that hold those of a rarer one (fp32 norms in a bf16 layer) are a unit of their own before it.
@@ -60,8 +66,11 @@ def plan_units(root: nn.Module, classes: Iterable[type[nn.Module]]) -> list[Unit
         WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class, or a module that itself
             holds trainable parameters of two dtypes.
     """
-    outermost, always = _as_classes(classes, "sub_modules_to_wrap"), _declared_by_modules(root)
-    chosen = list(_matching_modules(root, outermost, always))
+    choices = list(classes)
+    singled_out = {choice for choice in choices if isinstance(choice, nn.Module)}.intersection(root.modules())
+    is_module = [isinstance(choice, nn.Module) and choice in singled_out for choice in choices]
+    outermost = _as_classes(itertools.compress(choices, map(operator.not_, is_module)), "sub_modules_to_wrap")
+    chosen = list(_matching_modules(root, outermost, _declared_by_modules(root), singled_out))
     owners = _owners_of_parameters(root, chosen)
     while any(_is_read_outside(module, owners) for module in chosen):  # a parent may inherit the weight: look again
         chosen = [module for module in chosen if not _is_read_outside(module, owners)]
@@ -134,7 +143,10 @@ def _declared_by_modules(root: nn.Module) -> tuple[type[nn.Module], ...]:
 
 
 def _matching_modules(
-    root: nn.Module, outermost: tuple[type[nn.Module], ...], always: tuple[type[nn.Module], ...]
+    root: nn.Module,
+    outermost: tuple[type[nn.Module], ...],
+    always: tuple[type[nn.Module], ...],
+    singled_out: set[nn.Module],
 ) -> Iterator[nn.Module]:
     """Modules below the root that match, children before parents, each once; items in place of a container."""
     seen: set[nn.Module] = set()
@@ -145,7 +157,7 @@ def _matching_modules(
                 continue
             seen.add(child)
             matches = isinstance(child, always) or (not is_inside_match and isinstance(child, outermost))
-            matches = matches or stands_for_items
+            matches = matches or stands_for_items or child in singled_out
             is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child)
             yield from visit(child, is_inside_match or (matches and not is_container), matches and is_container)
             if matches and not is_container and any(True for _ in child.parameters()):

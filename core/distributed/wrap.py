@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .instance_groups import Ranks
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from .units import UnitChoice
 
 
 def wrap_model(
@@ -21,19 +23,27 @@ def wrap_model(
     config: Any,
     ddp_config: DistributedDataParallelConfig,
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: Ranks | None = None,
+    sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
+    disable_bucketing: bool = False,
 ) -> _BaseDataParallel:
     """Wraps a model as its settings ask: by the type of ``ddp_config``, then by its sharding strategy.
 
     A `TorchFullyShardedDataParallelConfig` means FSDP2; else ``no_shard``, ``optim`` and ``optim_grads`` mean buffers,
     and ``optim_grads_params`` means FSDP2 for now, which a warning says once.
+
+    Args:
+        process_group: the ranks, or a mesh of them; as the wrappers take it.
+        sub_modules_to_wrap: classes of units, where the wrapper has units.
+        disable_bucketing: as the wrappers take it.
     """
+    common: dict[str, Any] = {"process_group": process_group, "disable_bucketing": disable_bucketing}
     if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
-        return TorchFullyShardedDataParallel(config, ddp_config, module, process_group=process_group)
+        return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
     if ddp_config.sharding_strategy == "optim_grads_params":
         say_that_fsdp2_stands_in()
-        return TorchFullyShardedDataParallel(config, ddp_config, module, process_group=process_group)
-    return DistributedDataParallel(config, ddp_config, module, process_group=process_group)
+        return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
+    return DistributedDataParallel(config, ddp_config, module, **common)
 
 
 @functools.cache

@@ -39,13 +39,18 @@ class GradientStatistics:
         if tp_group is None and parallel_state.model_parallel_is_initialized():
             self._model_group = parallel_state.get_model_parallel_group()
             tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        self._is_first_of_model = tp_rank == 0
         self._shard_groups: dict[tuple[str, ...], tuple[dist.ProcessGroup, ...]] = {}
+        self._summed_over_model: set[tuple[str, ...]] = set()
         self._members: dict[tuple[str, ...], list[int]] = {}
         for index, p in enumerate(params):
             groups = p.shard_groups()
             key = tuple(group.group_name for group in groups)
             self._shard_groups[key] = groups
-            counted = getattr(p.param, "tensor_model_parallel", False) or tp_rank == 0
+            if _share_ranks(groups, self._model_group):  # a DTensor of tensor parallelism too
+                self._summed_over_model.add(key)
+            is_cut = getattr(p.param, "tensor_model_parallel", False) or key in self._summed_over_model
+            counted = is_cut or tp_rank == 0
             members = self._members.setdefault(key, [])  # every rank joins every reduction, counted here or not
             if counted and not getattr(p.param, "shared", False):
                 members.append(index)
@@ -66,12 +71,21 @@ class GradientStatistics:
             for group in groups:
                 with recorded("all-reduce", "the gradient norm", sums, group):
                     dist.all_reduce(sums, group=group)
-            total += sums
+            if self._is_first_of_model or key not in self._summed_over_model:
+                total += sums
         if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
             with recorded("all-reduce", "the gradient norm over the model", total, self._model_group):
                 dist.all_reduce(total, group=self._model_group)
         square, zeros = total.tolist()
         return math.sqrt(square), int(zeros) if count_zeros else None
+
+
+def _share_ranks(groups: Sequence[dist.ProcessGroup], model_group: dist.ProcessGroup | None) -> bool:
+    """Whether summing over `groups` sums over several of the model-parallel ranks already."""
+    if model_group is None:
+        return False
+    ranks = set(dist.get_process_group_ranks(model_group))
+    return any(len(ranks.intersection(dist.get_process_group_ranks(group))) > 1 for group in groups)
 
 
 def round_to_fp32(value: float) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NUM_LISTED = 8
+_NUM_CHOICES = 20
 
 
 def readable_bytes(num_bytes: float) -> str:
@@ -27,3 +29,13 @@ def rank_list(ranks: Sequence[int]) -> str:
 def listed(parts: Sequence[str]) -> str:
     """Parts of a sentence, with semicolons between them."""
     return "; ".join(parts)
+
+
+def choices(value: str, known: Iterable[str]) -> str:
+    """What may stand in place of `value`: ``it takes one of a, b``, the nearest first where one is near."""
+    names = list(dict.fromkeys(known))
+    near = get_close_matches(value.lower(), {name.lower(): None for name in names}, n=1)
+    nearest = next((f"did you mean {name!r}? " for name in names if near and name.lower() == near[0]), "")
+    shown = ", ".join(names[:_NUM_CHOICES])
+    more = f" and {len(names) - _NUM_CHOICES} more" if len(names) > _NUM_CHOICES else ""
+    return f"{nearest}it takes one of {shown}{more}" if names else "there is none to choose from"

@@ -100,6 +100,12 @@ def test_what_is_not_a_module_class_is_refused(entry):
         plan_units(Tree(), [entry])
 
 
+def test_a_module_itself_is_a_unit_inside_another_too():
+    root = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert [unit.names for unit in plan_units(root, [root[0][1], root[0]])] == [("0.1",), ("0",)]
+    assert [unit.names for unit in plan_units(root, [root[0][1], nn.Sequential])] == [("0.1",), ("0",)]
+
+
 def test_parameter_attributes_are_put_back_after_a_replacement():
     root = nn.Linear(2, 2)
     root.weight.partition_dim = 1

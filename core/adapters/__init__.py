@@ -1,0 +1,1 @@
+"""The interfaces of sibling systems, over this library's engines: each file translates, and computes nothing."""

@@ -1,0 +1,198 @@
+"""The data-parallel trainer mixin of the `ml` project, on this library's wrappers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from .. import device
+from ..distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel, wrap_model
+from ..distributed.explain.words import choices
+from ..distributed.mesh_axes import whole_group
+from ..distributed.warn import warn_once
+from ..errors import ConfigError
+from .meshes import data_parallel_mesh
+from .replicas import Replicas
+
+T = TypeVar("T", bound=nn.Module)
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+UNDEFINED_NAME = "???"
+"""How that project's configs say that a field must be given."""
+
+
+@dataclass
+class ParallelConfig:
+    """How a model is data parallel.
+
+    Raises:
+        ConfigError: a strategy that there is none of.
+    """
+
+    use_fsdp: bool = False
+    """Shard, instead of replicating."""
+
+    cpu_offload: bool = False
+    """Keep shards in the host's memory."""
+
+    sharding_strategy: ShardingStrategy = ShardingStrategy.HYBRID_SHARD
+    """Torch's, or its name: over all data-parallel ranks, or within machines (``LOCAL_WORLD_SIZE``)."""
+
+    sync_module_states: bool = True
+    """Begin with the first rank's values."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sharding_strategy, ShardingStrategy):
+            return
+        asked = str(getattr(self.sharding_strategy, "value", self.sharding_strategy))
+        by_name = {name.removeprefix("_"): member for name, member in ShardingStrategy.__members__.items()}
+        if asked.removeprefix("_") not in by_name:
+            raise ConfigError(f"sharding_strategy is {asked!r}; {choices(asked, by_name)}")
+        self.sharding_strategy = by_name[asked.removeprefix("_")]
+
+
+class TaskModel(nn.Module):
+    """A task's step as a module, so that a data-parallel wrapper around it sees one forward."""
+
+    def __init__(self, task: Any, model: nn.Module) -> None:
+        super().__init__()
+        self.task = task
+        self.model = model
+
+    def forward(self, batch: Any, state: Any) -> Any:
+        """The loss of a batch, with the task's hooks around the model's run."""
+        self.task.on_before_forward_step(self.model, batch, state)
+        output = self.task.run_model(self.model, batch, state)
+        self.task.on_after_forward_step(self.model, batch, output, state)
+        loss = self.task.compute_loss(self.model, batch, state, output)
+        self.task.on_after_compute_loss(self.model, batch, output, loss, state)
+        return loss
+
+
+def ddp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
+    """Replicas over the data-parallel ranks; gradients are in ``param.grad`` after backward."""
+    changed = [name for name, default in _SHARDING_DEFAULTS.items() if getattr(cfg, name) != default]
+    if changed:
+        warn_once(
+            f"use_fsdp is False, so that {', '.join(changed)} have no effect: replicas hold the whole model, and "
+            "begin with the first rank's values"
+        )
+    return Replicas(model, whole_group(data_parallel_mesh(None, hybrid=False)))
+
+
+def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
+    """The model sharded over the data-parallel ranks; every item of its module lists is a unit."""
+    strategy = cfg.sharding_strategy
+    if strategy is ShardingStrategy.NO_SHARD:
+        if cfg.cpu_offload:
+            warn_once("cpu_offload has no effect under NO_SHARD: replicas stay on their device")
+        return Replicas(model, whole_group(data_parallel_mesh(None, hybrid=False)))
+    settings = TorchFullyShardedDataParallelConfig(
+        reshard_after_forward=strategy in _FREES_AFTER_FORWARD,
+        cpu_offload=cfg.cpu_offload,
+        pin_memory=device.device_type() != "cpu",
+        sync_module_states=cfg.sync_module_states,
+    )
+    mesh = data_parallel_mesh(None, hybrid=strategy in _HYBRID)
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return wrap_model(model, SimpleNamespace(), settings, process_group=mesh, sub_modules_to_wrap=containers)
+
+
+def dp(model: T, cfg: ParallelConfig) -> T | _BaseDataParallel:
+    """The model sharded or replicated, as the config says; unchanged on one rank (by ``WORLD_SIZE``)."""
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return model
+    return fsdp(model, cfg) if cfg.use_fsdp else ddp(model, cfg)
+
+
+_SHARDING_DEFAULTS = {
+    "cpu_offload": False,
+    "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+    "sync_module_states": True,
+}
+
+
+@dataclass
+class TrainerParallelConfig:
+    """What `ParallelMixin` reads of its trainer's config."""
+
+    name: str = UNDEFINED_NAME
+    """Of the trainer; names the experiment where `exp_name` does not."""
+
+    exp_name: str | None = None
+    """Of the experiment, and of its folder."""
+
+    exp_dir: str | None = None
+    """The folder of experiments; the working directory by default."""
+
+    log_dir_name: str = "logs"
+    """The folder of logs, in the experiment's."""
+
+    use_double_weight_precision: bool = False
+    """Weights in fp64, instead of fp32."""
+
+    checkpoint: Any = None
+    """The trainer's own settings of checkpoints."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is data parallel."""
+
+
+class ParallelMixin:
+    """Mixed into a trainer with a `config` (`TrainerParallelConfig`): builds its data-parallel task model.
+
+    The trainer may have a ``_device`` with ``_get_device()`` and a ``_weight_precision``, as that project's do; else
+    the device is this process's, and the precision the config's.
+    """
+
+    config: TrainerParallelConfig
+
+    @property
+    def exp_dir(self) -> Path:
+        """The experiment's folder.
+
+        Raises:
+            ConfigError: the config names neither the experiment nor the trainer.
+        """
+        name = self.config.exp_name or self.config.name
+        if name == UNDEFINED_NAME:
+            raise ConfigError("the trainer's config has neither name nor exp_name; give one, which names its folder")
+        return Path(self.config.exp_dir or Path.cwd()) / name
+
+    @property
+    def log_dir(self) -> Path:
+        """The folder of logs in it."""
+        return self.exp_dir / self.config.log_dir_name
+
+    def _get_task_model(self, task: Any, model: nn.Module) -> nn.Module:
+        """Task and model as one module, on the device and in the precision of the weights, made data parallel."""
+        if self.config.checkpoint is not None:
+            warn_once("TrainerParallelConfig.checkpoint is for the trainer: ParallelMixin saves and loads nothing")
+        where, dtype = self._task_device(), self._task_dtype()
+        init: Callable[..., Any] | None = getattr(model, "init", None)
+        if callable(init):
+            init(where, dtype)
+        else:
+            model.to(where, dtype)
+        if isinstance(task, nn.Module):
+            task.to(where, dtype)
+        return dp(TaskModel(task, model), self.config.parallel)
+
+    def _task_device(self) -> torch.device:
+        own = getattr(self, "_device", None)
+        found: torch.device = own._get_device() if own is not None else device.current_device()
+        return found
+
+    def _task_dtype(self) -> torch.dtype:
+        by_config = torch.float64 if self.config.use_double_weight_precision else torch.float32
+        found: torch.dtype = getattr(self, "_weight_precision", by_config)
+        return found

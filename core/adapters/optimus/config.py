@@ -1,0 +1,96 @@
+"""Settings of the transforms; fields and defaults are optimus-dl's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...distributed.explain.words import choices
+from ...distributed.precision import DTYPE_NAMES, as_dtype
+from ...errors import ConfigError, ParallelConfigError
+
+_OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
+
+
+def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
+    """The dtype of this name, torch's older names included.
+
+    Raises:
+        ConfigError: no such name.
+    """
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    try:
+        return as_dtype(_OTHER_NAMES.get(plain, plain) if isinstance(plain, str) else plain, field)
+    except (ParallelConfigError, AttributeError) as error:
+        raise ConfigError(f"{field} is {name!r}; {choices(str(name), (*DTYPE_NAMES, *_OTHER_NAMES))}") from error
+
+
+@dataclass
+class DDPTransformConfig:
+    """What torch's DDP is told; on this library's buffers each of these is always so."""
+
+    find_unused_parameters: bool = False
+    """A parameter that no backward reaches has a zero gradient here in any case."""
+
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buffers here in any case."""
+
+    static_graph: bool = False
+    """The graph may change from step to step here in any case."""
+
+
+@dataclass
+class MixedPrecisionConfig:
+    """Dtypes by name, as ``bfloat16``, ``bf16``, ``fp16``, ``float32`` or ``double``; None changes nothing.
+
+    Raises:
+        ConfigError: a name that there is none of.
+    """
+
+    param_dtype: str | None = None
+    """Of computation and of all-gathers."""
+
+    reduce_dtype: str | None = None
+    """Of gradient reduction."""
+
+    output_dtype: str | None = None
+    """Of the model's outputs."""
+
+    cast_forward_inputs: bool = True
+    """Cast inputs of the model and of each unit to `param_dtype`."""
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype_of(getattr(self, name), name)
+
+
+@dataclass
+class OffloadConfig:
+    """Where shards are kept."""
+
+    cpu_offload: bool = False
+    """In the host's memory."""
+
+    pin_memory: bool = True
+    """Pin that memory; without an accelerator a warning says that there is nothing to pin for."""
+
+
+@dataclass
+class FullyShardTransformConfig:
+    """What is sharded, and when it is gathered."""
+
+    reshard_after_forward: bool | int = False
+    """Free gathered parameters between forward and backward; a number keeps them whole among so many ranks."""
+
+    mixed_precision: MixedPrecisionConfig | None = None
+    """None casts nothing."""
+
+    offload: OffloadConfig | None = None
+    """None keeps shards on the device."""
+
+    use_hybrid_sharding: bool = True
+    """Shard over the mesh's ``dp_shard`` and replicate over ``dp_replicate``; else shard over all."""
+
+    sync_grad_accum: bool = False
+    """Reduce the gradient of every micro-batch, not of the last alone."""

@@ -1,0 +1,99 @@
+"""Which axes of a mesh that somebody else built are data parallel and which tensor parallel, by their names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ParallelConfigError
+from .explain.words import choices
+
+TENSOR_AXES = ("tensor_parallel", "tp")
+CONTEXT_AXES = ("context_parallel", "cp")
+REPLICATE_AXIS = "dp_replicate"
+SHARD_AXES_OF_HYBRID = ("dp_shard_cp", "dp_shard")
+SHARD_AXES = ("dp_cp", "data_parallel", "dp_shard_cp", "dp_shard", "dp")
+_WITH_CONTEXT = ("dp_cp", "dp_shard_cp")
+"""Axes that have context parallelism in them already."""
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """What a wrapper needs of a mesh.
+
+    Attributes:
+        data: the ranks that share parameters, context parallelism included: one axis, or with hybrid sharding
+            ``(replicate, shard)``.
+        group: all ranks of `data`.
+        tensor: the tensor-parallel axis; None where it has one rank, or there is none.
+    """
+
+    data: DeviceMesh
+    group: dist.ProcessGroup
+    tensor: DeviceMesh | None
+
+
+def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
+    """Finds them by name, those of flattened axes first; see `SHARD_AXES` and the others.
+
+    An axis ``dp_replicate`` of several ranks makes it a hybrid. A context-parallel axis of several ranks is flattened
+    into the one that is sharded over, unless that has been done (``dp_cp``, ``dp_shard_cp``).
+
+    Raises:
+        ParallelConfigError: no axis to shard over.
+    """
+    axis_names = tuple(device_mesh.mesh_dim_names or ())
+    tensor = next((device_mesh[name] for name in TENSOR_AXES if name in axis_names), None)
+    has_replicas = REPLICATE_AXIS in axis_names and device_mesh[REPLICATE_AXIS].size() > 1
+    known = SHARD_AXES_OF_HYBRID if has_replicas else SHARD_AXES
+    shard = next((name for name in known if _axis(device_mesh, name) is not None), None)
+    if shard is None:
+        unknown = [name for name in axis_names if name not in (*TENSOR_AXES, *CONTEXT_AXES, REPLICATE_AXIS)]
+        raise ParallelConfigError(
+            f"the mesh has the axes {', '.join(axis_names) or '(without names)'}, none of which is a data-parallel "
+            f"one that parameters could be sharded over: {choices(unknown[0] if unknown else '', known)}"
+            + (f", beside {REPLICATE_AXIS}" if has_replicas else "")
+            + "; tensor parallelism is the axis tensor_parallel or tp"
+        )
+    shard = _with_context(device_mesh, shard, axis_names)
+    data = _sliced(device_mesh, (REPLICATE_AXIS, shard) if has_replicas else shard)
+    return MeshAxes(data, whole_group(data), tensor if tensor is not None and tensor.size() > 1 else None)
+
+
+def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of a data-parallel mesh, of whatever number of axes."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+def axis_sizes(device_mesh: DeviceMesh) -> str:
+    """The mesh's axes as a message shows them."""
+    names: Iterable[str] = device_mesh.mesh_dim_names or map(str, range(device_mesh.ndim))
+    return ", ".join(f"{name}={size}" for name, size in zip(names, device_mesh.shape, strict=True))
+
+
+def _with_context(device_mesh: DeviceMesh, shard: str, axis_names: tuple[str, ...]) -> str:
+    """The axis `shard`, or what it becomes with context parallelism."""
+    context = next((name for name in CONTEXT_AXES if name in axis_names and device_mesh[name].size() > 1), None)
+    if context is None or shard in _WITH_CONTEXT:
+        return shard
+    joined = "dp_shard_cp" if shard == "dp_shard" else "dp_cp"
+    both: Iterator[str] = (name for name in axis_names if name in (shard, context))
+    device_mesh[tuple(both)]._flatten(joined)
+    return joined
+
+
+def _axis(device_mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    try:
+        return _sliced(device_mesh, name)
+    except (KeyError, RuntimeError):  # torch has no public way to ask for the names of flattened axes
+        return None
+
+
+def _sliced(device_mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+    with warnings.catch_warnings():  # torch would have flattened axes kept by who makes them: here that is the user
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
+        return device_mesh[names]

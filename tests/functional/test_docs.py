@@ -1,0 +1,74 @@
+"""The pages for those who come from elsewhere: their programs run, their links lead somewhere, their names exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.functional._program import REPOSITORY, program_environment
+
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+
+
+def _programs(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def _is_whole(program: str) -> bool:
+    return program.lstrip().startswith("import ")
+
+
+def test_the_programs_run(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    whole = [program for page in PAGES for program in _programs(page) if _is_whole(program)]
+    assert len(whole) == len(PAGES) - 2  # the index has none, and Megatron's script needs a model
+    scripts = [tmp_path / f"program{number}.py" for number in range(len(whole))]
+    for script, program in zip(scripts, whole, strict=True):
+        script.write_text(program)
+    one_after_the_other = "import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path)"
+    ended = subprocess.run(
+        [sys.executable, "-c", one_after_the_other, *scripts],
+        cwd=tmp_path,
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
+    for program in _programs(page):
+        ast.parse(program)
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+        assert not anchor or anchor in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+def test_every_import_of_this_package_that_a_page_shows_exists() -> None:
+    shown = [line for page in PAGES for line in page.read_text().splitlines() if re.match(r"\+?from core", line)]
+    assert len(shown) > 10
+    for line in shown:
+        module, names = re.match(r"\+?from (\S+) import (.*)", line).groups()  # type: ignore[union-attr]
+        for name in names.split(", "):
+            found = importlib.import_module(module)
+            assert hasattr(found, name.split(" as ")[0]) or importlib.import_module(f"{module}.{name}"), line
+
+
+def test_megatrons_script_is_the_one_that_is_run() -> None:
+    """Statement by statement, but for what is particular to a model or a machine without a GPU."""
+    page = (REPOSITORY / "docs" / "coming-from-megatron-lm.md").read_text()
+    tested = (REPOSITORY / "tests" / "functional" / "test_megatron_script.py").read_text()
+    for call in ("zero_grad_buffer()", "optimizer.zero_grad()", "finalize_model_grads(model)", "broadcast_params()"):
+        assert call in page and call in tested
+    assert "torch.cuda.stream(" in page and "torch.cuda.stream(" in tested

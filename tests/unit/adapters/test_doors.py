@@ -1,0 +1,69 @@
+"""One test over all doors: the same units, losses, gradients and weights as the serial run, whatever is asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unit._spawn import run_distributed
+from tests.unit.adapters._doors import (
+    DOORS,
+    STRATEGIES,
+    WITHOUT_BF16,
+    WITHOUT_OFFLOAD,
+    Net,
+    enter,
+    serial,
+    train,
+    units_of,
+)
+
+VARIANTS = ("plain", "accumulation", "offload", "bf16")
+
+
+def _as_serial(door: str, strategy: str, variant: str) -> None:
+    micro_batches = 3 if variant == "accumulation" else 1
+    model = enter(door, Net(), strategy, bf16=variant == "bf16", offload=variant == "offload")
+    is_buffered = (strategy == "replicated" and door != "fsdp2") or (door, strategy) == ("nvfsdp", "grad_op")
+    if not is_buffered and not (door == "optimus" and strategy == "replicated"):
+        assert sorted(set(units_of(model))) == ["", "layers.0", "layers.1"]
+    losses, gradients, weights = train(model, door, micro_batches)
+    expected = serial(dist.get_world_size(), micro_batches)
+    if variant == "bf16":
+        torch.testing.assert_close(losses, expected[0][dist.get_rank()], rtol=0.1, atol=0.05)
+        assert losses != expected[0][dist.get_rank()], "nothing was computed in bf16"
+        return
+    # Two ranks add in one order only; more of them in another.
+    exact = dist.get_world_size() == 2
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(losses, expected[0][dist.get_rank()], **tolerance)
+    for found, wanted in zip(gradients, expected[1], strict=True):
+        torch.testing.assert_close(found, wanted, **tolerance)
+    torch.testing.assert_close(weights, expected[2], **tolerance)
+
+
+def _cases() -> list[tuple[str, str, str]]:
+    found = []
+    for door in DOORS:
+        for strategy in STRATEGIES:
+            for variant in VARIANTS:
+                if (variant == "bf16" and (door in WITHOUT_BF16 or strategy == "replicated")) or (
+                    variant == "offload" and (door in WITHOUT_OFFLOAD or strategy == "replicated")
+                ):
+                    continue
+                if variant == "bf16" and (door, strategy) == ("nvfsdp", "grad_op"):
+                    continue
+                found.append((door, strategy, variant))
+    return found
+
+
+@pytest.mark.parametrize(("door", "strategy", "variant"), _cases())
+def test_every_door_does_what_one_process_does(door, strategy, variant):
+    run_distributed(_as_serial, 2, door, strategy, variant)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("door", "strategy", "variant"), _cases())
+def test_every_door_does_so_on_four_ranks(door, strategy, variant):
+    run_distributed(_as_serial, 4, door, strategy, variant)

@@ -1,0 +1,245 @@
+"""Oumi's ``fsdp:`` blocks: every shape that its configs use trains, and every field changes something or warns."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from core.adapters import oumi
+from core.adapters.oumi import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType
+from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel
+from core.distributed.warn import warn_once
+from core.errors import CheckpointError, ConfigError
+from tests.unit._spawn import run_distributed
+from tests.unit.adapters._doors import Net
+from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model, loss_of
+from tests.unit.distributed._toys import full
+
+LLAMA_LAYER = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+
+BLOCKS = {
+    "recipe": f"""
+        fsdp:
+          enable_fsdp: True
+          forward_prefetch: True
+          sharding_strategy: "FULL_SHARD"
+          auto_wrap_policy: "TRANSFORMER_BASED_WRAP"
+          transformer_layer_cls: "{LLAMA_LAYER}"
+        """,
+    "plain class": """
+        model: {model_name: "a/b", model_max_length: 8}
+        fsdp:
+          enable_fsdp: true
+          cpu_offload: true
+          sharding_strategy: HYBRID_SHARD
+          auto_wrap_policy: TRANSFORMER_BASED_WRAP
+          transformer_layer_cls: LlamaDecoderLayer
+        """,
+    "list of classes": f"""
+        fsdp:
+          enable_fsdp: True
+          sharding_strategy: "SHARD_GRAD_OP"
+          mixed_precision: "bf16"
+          auto_wrap_policy: "TRANSFORMER_BASED_WRAP"
+          transformer_layer_cls: "LlamaMLP, torch.nn.Embedding,{LLAMA_LAYER}"
+        """,
+    "guessed class": """
+        enable_fsdp: True
+        sharding_strategy: "HYBRID_SHARD_ZERO2"
+        backward_prefetch: "NO_PREFETCH"
+        auto_wrap_policy: "TRANSFORMER_BASED_WRAP"
+        """,
+    "by size": """
+        fsdp:
+          enable_fsdp: True
+          sharding_strategy: "FULL_SHARD"
+          state_dict_type: "SHARDED_STATE_DICT"
+          auto_wrap_policy: "SIZE_BASED_WRAP"
+          min_num_params: 1000
+          use_orig_params: True
+        """,
+    "no shard": "fsdp: {enable_fsdp: True, sharding_strategy: NO_SHARD, mixed_precision: bf16}",
+    "off": "fsdp: {enable_fsdp: False}",
+}
+
+
+def _trains(names: list[str]) -> None:
+    for name in names:
+        params = FSDPParams.from_yaml(BLOCKS[name])
+        model = oumi.prepare_model(hugging_face_model("llama"), params)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for _ in range(2):
+            loss = loss_of(model, torch.randint(0, VOCAB, (2, 6), generator=torch.Generator().manual_seed(1)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[1] < losses[0], name
+        assert len(oumi.model_state_dict(model, params)) > 10
+
+
+def test_every_shape_of_block_loads_and_trains():
+    pytest.importorskip("transformers")
+    run_distributed(_trains, 2, list(BLOCKS))
+
+
+def _fsdp_units(model: nn.Module) -> int:
+    return sum(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _observed(**fields: Any) -> tuple[Any, list[str]]:
+    """What a prepared model shows of its settings, and what was warned of."""
+    warn_once.cache_clear()
+    params = FSDPParams(**fields)
+    model = Net()
+    with torch.no_grad():
+        model.head.weight.add_(dist.get_rank())
+    with warnings.catch_warnings(record=True) as caught, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+        warnings.simplefilter("always")
+        wrapped = oumi.prepare_model(model, params)
+    settings = {k: v for k, v in vars(wrapped.ddp_config).items() if k != "pin_memory"}
+    weight = next(wrapped.parameters())
+    shape = tuple(weight.device_mesh.shape) if isinstance(weight, DTensor) else None
+    state = oumi.model_state_dict(wrapped, params)["head.weight"]
+    kind = (type(state), state is not None and tuple(state.shape))
+    same_start = torch.equal(full(wrapped.module.head.weight), Net().head.weight)
+    seen = (type(wrapped).__name__, settings, _fsdp_units(wrapped), shape, kind, same_start)
+    return seen, [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+_FLIPS: dict[str, list[Any]] = {
+    "sharding_strategy": list(ShardingStrategy)[1:],
+    "cpu_offload": [True],
+    "mixed_precision": ["bf16", "fp16"],
+    "backward_prefetch": [BackwardPrefetch.BACKWARD_POST, BackwardPrefetch.NO_PREFETCH],
+    "forward_prefetch": [True],
+    "use_orig_params": [True, False],
+    "state_dict_type": [StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT],
+    "auto_wrap_policy": [AutoWrapPolicy.TRANSFORMER_BASED_WRAP],
+    "min_num_params": [50],
+    "transformer_layer_cls": ["Block"],
+    "sync_module_states": [False],
+}
+
+
+def _flips() -> None:
+    assert {*_FLIPS, "enable_fsdp"} == {field.name for field in dataclasses.fields(FSDPParams)}
+    plain, warned = _observed(enable_fsdp=True)
+    assert not warned
+    replicated, warned = _observed()
+    assert replicated[0] != plain[0] and not warned
+    for name, values in _FLIPS.items():
+        for value in values:
+            seen, warned = _observed(enable_fsdp=True, **{name: value})
+            assert seen != plain or any(name in message for message in warned), (name, value)
+            seen, warned = _observed(**{name: value})
+            assert seen != replicated or any(name in message for message in warned), (name, value)
+    seen, _ = _observed(enable_fsdp=True, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=70)
+    other, _ = _observed(enable_fsdp=True, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=80)
+    assert (seen[2], other[2]) == (5, 3)
+
+
+def test_every_field_changes_something_or_warns():
+    run_distributed(_flips, 2)
+
+
+def _prefetch_of(**fields: Any) -> tuple[int, int]:
+    settings = oumi.prepare_model(Net(), FSDPParams(enable_fsdp=True, **fields)).ddp_config
+    return settings.forward_prefetch, settings.backward_prefetch
+
+
+def _strategies() -> None:
+    assert isinstance(oumi.prepare_model(Net(), FSDPParams()), DistributedDataParallel)
+    assert _prefetch_of() == (0, 1)
+    assert _prefetch_of(forward_prefetch=True, backward_prefetch="NO_PREFETCH") == (1, 0)
+    for strategy in ShardingStrategy:
+        with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
+            wrapped = oumi.prepare_model(Net(), FSDPParams(True, strategy, mixed_precision="bf16"))
+        assert isinstance(wrapped, TorchFullyShardedDataParallel)
+        weight = wrapped.module.head.weight
+        replicates = strategy.is_hybrid or strategy is ShardingStrategy.NO_SHARD
+        assert tuple(weight.device_mesh.shape) == ((2, 1) if replicates else (2,))
+        frees = strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        assert wrapped.ddp_config.reshard_after_forward is frees
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3"),
+        pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE is '3'"),
+    ):
+        oumi.prepare_model(Net(), FSDPParams(True, ShardingStrategy.HYBRID_SHARD))
+
+
+def test_strategies_choose_mesh_and_resharding():
+    run_distributed(_strategies, 2)
+
+
+def _state_dicts() -> None:
+    expected = dict(Net().state_dict())
+    for kind in StateDictType:
+        params = FSDPParams(enable_fsdp=True, state_dict_type=kind)
+        wrapped = oumi.prepare_model(Net(), params)
+        state = {name: value.clone() for name, value in oumi.model_state_dict(wrapped, params).items()}
+        first = state["head.weight"]
+        assert isinstance(first, DTensor) == (kind is StateDictType.SHARDED_STATE_DICT)
+        assert len(first) == ([6, 5][dist.get_rank()] if kind is StateDictType.LOCAL_STATE_DICT else 11)
+        with torch.no_grad():
+            for p in wrapped.parameters():
+                p.zero_()
+        oumi.load_model_state_dict(wrapped, state, params)
+        assert all(torch.equal(full(p), expected[name]) for name, p in wrapped.module.named_parameters())
+    with pytest.raises(CheckpointError, match="LOCAL_STATE_DICT holds pieces"):
+        oumi.load_model_state_dict(wrapped, expected, params)
+
+
+def test_state_dict_types_go_out_and_in():
+    run_distributed(_state_dicts, 2)
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"sharding_strategy": "FULL_SHRAD"}, "'FULL_SHRAD'; did you mean 'FULL_SHARD'.*HYBRID_SHARD_ZERO2"),
+        ({"shard_strategy": "FULL_SHARD"}, "the fsdp block has 'shard_strategy'; did you mean 'sharding_strategy'"),
+        ({"mixed_precision": "int8"}, "mixed_precision is 'int8'"),
+        ({"min_num_params": 0}, "min_num_params is 0"),
+        ({"enable_fsdp": "yes"}, "enable_fsdp is 'yes'"),
+        ({"transformer_layer_cls": ""}, "takes class names"),
+        ({"use_orig_params": "maybe"}, "use_orig_params is 'maybe'"),
+    ],
+)
+def test_what_a_block_may_not_say(block, words):
+    with pytest.raises(ConfigError, match=words):
+        FSDPParams.from_dict(block)
+
+
+def test_a_file_and_a_text_are_read(tmp_path):
+    (tmp_path / "train.yaml").write_text(BLOCKS["recipe"])
+    pytest.importorskip("yaml")
+    assert FSDPParams.from_yaml(tmp_path / "train.yaml") == FSDPParams.from_yaml(BLOCKS["recipe"])
+    assert FSDPParams.from_yaml(str(tmp_path / "train.yaml")).transformer_layer_cls == LLAMA_LAYER
+    with pytest.raises(ConfigError, match="is a list"):
+        FSDPParams.from_yaml("- enable_fsdp: True")
+
+
+def _generates() -> None:
+    prompt, options = torch.tensor([[2, 3]]), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    expected = hugging_face_model("llama").generate(prompt, **options)
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        block = {"enable_fsdp": True, "sharding_strategy": strategy, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        wrapped = oumi.prepare_model(hugging_face_model("llama"), FSDPParams.from_dict(block))
+        assert torch.equal(wrapped.module.generate(prompt, **options), expected)
+
+
+def test_text_is_generated_under_sharding():
+    pytest.importorskip("transformers")
+    run_distributed(_generates, 2)

@@ -1,0 +1,81 @@
+"""Replicas that leave their gradients where torch's do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.adapters.replicas import Replicas
+from core.distributed import finalize_model_grads
+from tests.unit._spawn import run_distributed
+from tests.unit.adapters._doors import Net, batch
+
+
+def _accumulates_without_no_sync() -> None:
+    wrapped = Replicas(Net(), dist.group.WORLD)
+    serial = Net()
+    for step in range(3):
+        for micro in range(2):
+            wrapped(batch(step, micro, dist.get_rank())).backward()  # each reduced, and added to the one before
+            for rank in range(2):
+                (serial(batch(step, micro, rank)) / 2).backward()
+        for found, expected in zip(wrapped.parameters(), serial.parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-5, atol=1e-7)
+        in_place = step == 1
+        for parameter in (*wrapped.parameters(), *serial.parameters()):
+            if in_place:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
+
+
+def test_replicas_accumulate_as_torchs_do():
+    run_distributed(_accumulates_without_no_sync, 2)
+
+
+def _gradients_are_anybodys() -> None:
+    wrapped = Replicas(Net(), dist.group.WORLD)
+    wrapped(batch(0, 0, dist.get_rank())).backward()
+    first = [parameter.grad.clone() for parameter in wrapped.parameters()]
+    for parameter in wrapped.parameters():
+        assert parameter.grad.data_ptr() == parameter.main_grad.data_ptr()
+    finalize_model_grads([wrapped])  # whoever calls it all the same changes nothing
+    assert all(torch.equal(p.grad, g) for p, g in zip(wrapped.parameters(), first, strict=True))
+    wrapped.scale_gradients(0.5)
+    assert all(torch.equal(p.grad, g / 2) for p, g in zip(wrapped.parameters(), first, strict=True))
+    wrapped.zero_grad_buffer()
+    assert all(p.grad is None for p in wrapped.parameters())
+    with wrapped.no_sync():
+        wrapped(batch(0, 0, dist.get_rank())).backward()
+        assert all(p.grad is None for p in wrapped.parameters())
+    with pytest.raises(ZeroDivisionError), wrapped.no_sync():
+        raise ZeroDivisionError
+    wrapped(batch(0, 0, dist.get_rank())).backward()
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(wrapped.parameters(), first, strict=True))
+
+
+def test_gradients_are_in_grad_and_in_main_grad_after_backward():
+    run_distributed(_gradients_are_anybodys, 2)
+
+
+def _fails_once() -> None:
+    wrapped = Replicas(Net(), dist.group.WORLD)
+    tokens = batch(0, 0, dist.get_rank())
+
+    def fail(*unused: object) -> None:
+        raise ZeroDivisionError
+
+    handle = wrapped.module.embedding.weight.register_hook(fail)  # the last gradient: all others have come
+    with pytest.raises(ZeroDivisionError):
+        wrapped(tokens).backward()
+    handle.remove()
+    wrapped(tokens).backward()
+    found = [parameter.grad.clone() for parameter in wrapped.parameters()]
+    again = Replicas(Net(), dist.group.WORLD)
+    again(tokens).backward()
+    assert all(torch.equal(one, other.grad) for one, other in zip(found, again.parameters(), strict=True))
+
+
+def test_a_backward_that_raised_leaves_nothing_to_the_next():
+    run_distributed(_fails_once, 2)
