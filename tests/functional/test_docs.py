@@ -57,7 +57,7 @@ def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
 
 def test_every_import_of_this_package_that_a_page_shows_exists() -> None:
     shown = [line for page in PAGES for line in page.read_text().splitlines() if re.match(r"\+?from core", line)]
-    assert len(shown) > 10
+    assert len(shown) >= 10
     for line in shown:
         module, names = re.match(r"\+?from (\S+) import (.*)", line).groups()  # type: ignore[union-attr]
         for name in names.split(", "):
