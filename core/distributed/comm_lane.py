@@ -6,6 +6,7 @@ the interpreter's lock, while the main thread computes.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import queue
 import threading
@@ -50,6 +51,9 @@ class _Task(Handle):
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
+    def has_ended_within(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
     def execute(self) -> None:
         try:
             if self._run is not None:
@@ -74,9 +78,10 @@ class _ThreadLane(CommLane):
 
     def submit(self, run: Callable[[], None]) -> Handle:
         if self._thread is None:
-            # A daemon: at exit nobody waits for a message of a rank that has gone.
+            # A daemon: at exit nobody waits for long for a message of a rank that has gone.
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="comm-lane", daemon=True)
             self._thread.start()
+            atexit.register(self._come_to_an_end)
         task = self._last = _Task(run)
         self._tasks.put(task)
         return task
@@ -86,6 +91,14 @@ class _ThreadLane(CommLane):
             run()  # nobody is in the way: spare two switches of threads
         else:
             super().run(run)
+
+    def _come_to_an_end(self) -> None:
+        """At exit: a thread that is caught in one of torch's functions would abort the process."""
+        if self._last is not None:
+            self._last.has_ended_within(_LONGEST_EXIT_S)
+
+
+_LONGEST_EXIT_S = 5.0
 
 
 def _serve(tasks: queue.SimpleQueue[_Task]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import torch
 from core.distributed.comm_lane import comm_lane
 
 CPU = torch.device("cpu")
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def test_tasks_run_in_order_and_beside_the_main_thread():
@@ -50,3 +54,17 @@ def test_what_runs_at_once_keeps_its_place_behind_what_is_in_the_lane():
     lane.run(lambda: done.append("second"))
     assert done == ["first", "second"]
     assert comm_lane(torch.device("cpu")) is lane
+
+
+def test_a_process_may_end_with_something_in_the_lane():
+    program = """
+import torch
+from core.distributed.comm_lane import comm_lane
+
+matrix = torch.ones(100, 100)
+comm_lane(matrix.device).submit(lambda: [matrix @ matrix for _ in range(20_000)])
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
