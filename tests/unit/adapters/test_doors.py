@@ -58,7 +58,13 @@ def _cases() -> list[tuple[str, str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("door", "strategy", "variant"), _cases())
+def _marked(case: tuple[str, str, str]) -> object:
+    _, strategy, variant = case
+    is_quick = variant == "plain" or strategy in ("full", "replicated")
+    return case if is_quick else pytest.param(*case, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(("door", "strategy", "variant"), map(_marked, _cases()))
 def test_every_door_does_what_one_process_does(door, strategy, variant):
     run_distributed(_as_serial, 2, door, strategy, variant)
 
