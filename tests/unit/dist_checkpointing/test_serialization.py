@@ -83,7 +83,7 @@ def _round_trip(writer: tuple[int, str], reader: tuple[int, str], folder: Path) 
         for tensor in json.loads((folder / "checkpoint.json").read_text())["tensors"].values()
         for piece in tensor["pieces"]
     ]
-    assert sum(num_bytes for *_, num_bytes in pieces) == 4 * elements + 8  # the buffer is one int64
+    assert sum(num_bytes for *_, num_bytes, _ in pieces) == 4 * elements + 8  # the buffer is one int64
     _on_ranks(_read, *reader, str(folder))
 
 
