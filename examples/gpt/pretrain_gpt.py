@@ -124,7 +124,7 @@ def in_run_folder(config: PretrainConfig) -> PretrainConfig:
         saved = latest_checkpoint(save)
         if saved is None and save.resolve() == load.resolve() and not is_checkpoint(load):
             say(f"{load} holds no checkpoint yet: the run starts there")
-            checkpoint = replace(checkpoint, load=None)
+            checkpoint = replace(checkpoint, load=None, verify_checkpoint=False)
         elif saved is not None and not is_same_run:
             raise ConfigError(
                 f"--save {save} holds a run already, and --load {load} is another; choose a new folder to save to, or "
