@@ -209,6 +209,10 @@ class RunConfig:
     seed: int = 1234
     """Seed of initial weights, sample order and dropout."""
 
+    deterministic: bool = False
+    """Compute the same bits in every run, on the CPU and on one GPU, by choosing operations that do and refusing those
+    that have no such form. Over several GPUs this also takes a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""
+
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that not all ranks joined is an error."""
 
