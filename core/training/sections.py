@@ -31,6 +31,10 @@ class GPTConfig:
     untie_embeddings_and_output_weights: bool = False
     """Give the projection to the vocabulary a weight of its own instead of the embedding's."""
 
+    freeze: tuple[str, ...] = ()
+    """Leave parameters as they are, by shell patterns of their names, as `decoder.layers.0.*`; may be given
+    repeatedly."""
+
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this, in entries, whatever the tensor-parallel size, so that one
     checkpoint fits all of them; it has to divide it."""
