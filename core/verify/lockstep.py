@@ -182,7 +182,8 @@ def _adds_in_another_order(wrapper: str) -> bool:
 
 def _rounding(parameters: Iterator[Tensor]) -> float:
     """What another order of additions may change of a loss or gradient, by the least precise parameter."""
-    return max(64 * torch.finfo(p.dtype).eps for p in parameters if p.is_floating_point())
+    eps = max(torch.finfo(p.dtype).eps for p in parameters if p.is_floating_point())
+    return 8 * eps if eps > 1e-4 else 64 * eps  # in bf16 64 would be half of everything
 
 
 def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: float) -> Parting | None:
