@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP2 reduces every micro-batch",
-        "core/distributed/torch_fully_sharded_data_parallel.py",
+        "core/distributed/sharded_model.py",
         "module.set_requires_gradient_sync(enabled, recurse=False)",
         "module.set_requires_gradient_sync(True, recurse=False)",
         (_CONTRACT, _FSDP2),
