@@ -32,6 +32,10 @@ class GPTConfig:
     untie_embeddings_and_output_weights: bool = False
     """Give the projection to the vocabulary a weight of its own instead of the embedding's."""
 
+    freeze: tuple[str, ...] = ()
+    """Leave parameters as they are, by shell patterns of their names, as `decoder.layers.0.*`; may be given
+    repeatedly."""
+
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this, in entries, whatever the tensor-parallel size, so that one
     checkpoint fits all of them; it has to divide it."""
@@ -236,6 +240,10 @@ class RunConfig:
 
     seed: int = 1234
     """Seed of initial weights, sample order and dropout."""
+
+    deterministic: bool = False
+    """Compute the same bits in every run, on the CPU and on one GPU, by choosing operations that do and refusing those
+    that have no such form. Over several GPUs this also takes a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""
 
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that not all ranks joined is an error."""

@@ -1,4 +1,4 @@
-"""A run that stops and goes on equals, bit by bit, the run that never stopped."""
+"""A run that stops and goes on equals, bit by bit, the run that never stopped; a deterministic one its repetition."""
 
 from __future__ import annotations
 
@@ -88,6 +88,17 @@ def test_stop_and_resume_equals_the_uninterrupted_run(
     if "--fp16" in flags:
         assert len({line["loss_scale"] for line in log(whole) if "loss_scale" in line}) > 1
     assert (resumed / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_deterministic_run_is_repeated_bit_by_bit(programs: ProgramServer, corpus: Path, tmp_path: Path) -> None:
+    for name in ("once", "again"):
+        flags = (*FLAGS, "--deterministic", "--data-path", corpus, "--save", tmp_path / name)
+        ended = programs.run("pretrain_gpt", *flags, folder=tmp_path, OMP_NUM_THREADS="2")
+        assert ended.status == 0, ended.err
+    assert content(tmp_path / "once" / "iter_0000006") == content(tmp_path / "again" / "iter_0000006")
+    assert log(tmp_path / "once") == log(tmp_path / "again")
+    refused = programs.run("pretrain_gpt", *flags, folder=tmp_path, CUBLAS_WORKSPACE_CONFIG=":0:0")
+    assert refused.status == 2 and "error: CUBLAS_WORKSPACE_CONFIG is ':0:0'" in refused.err, refused
 
 
 def test_another_wrapper_and_number_of_ranks_continue_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
