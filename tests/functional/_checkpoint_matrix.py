@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from core import parallel_state
+from core.dist_checkpointing import FlatRange, local_tensor
 from core.distributed import wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
@@ -102,14 +101,12 @@ def write_and_read(
             for site in dict.fromkeys(writer for writer, _ in pairs if writer.ranks == ranks):
                 if is_member:
                     written[site] = _write(site, tied, root)
-    if fault is not None and dist.get_rank() == 0:
-        FAULTS[fault](root)
-    dist.barrier()
     for ranks in sorted({reader.ranks for _, reader in pairs}):
         with _world_of(ranks, root) as is_member:
             for site in dict.fromkeys(reader for _, reader in pairs if reader.ranks == ranks):
                 if is_member:
-                    found |= _read(site, [writer for writer, reader in pairs if reader == site], tied, root)
+                    writers = [writer for writer, reader in pairs if reader == site]
+                    found |= _read(site, writers, tied, root, fault)
     return written, found
 
 
@@ -153,13 +150,17 @@ def _write(site: Site, tied: bool, root: Path) -> Told:
         return told
 
 
-def _read(site: Site, writers: Sequence[Site], tied: bool, root: Path) -> dict[tuple[Site, Site], Told]:
+def _read(
+    site: Site, writers: Sequence[Site], tied: bool, root: Path, fault: str | None
+) -> dict[tuple[Site, Site], Told]:
     """Reads what each of `writers` left, and goes on from there."""
     found = {}
     with _Run(site, tied) as run:
         run.train(1)  # what is read replaces something else
         for writer in writers:
             load_checkpoint(run.state, run.config, root / str(writer))
+            if fault is not None:
+                FAULTS[fault](run.state)
             expected, expected_at_end = torch.load(root / f"{writer}.pt", weights_only=True)
             told = Told(place=run.place(), differing=_differing(run.contents(), expected))
             run.train(AFTER, told)
@@ -270,39 +271,38 @@ def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return max(math.sqrt(difference / norm) for difference, norm in kinds.values() if norm) or math.ulp(0.0)
 
 
-def _edit(root: Path, change: Callable[[Path, dict[str, Any]], None]) -> None:
-    """Changes what each checkpoint's index says, or its files."""
-    for path in root.glob("*/iter_*/checkpoint.json"):
-        index = json.loads(path.read_text())
-        change(path.parent, index)
-        path.write_text(json.dumps(index))
+def _last_bit(state: TrainingState) -> None:
+    """One bit of one moment is another, on the rank that has it."""
+    for values in _held(state.optimizer.state_tensors()["exp_avg.decoder.final_layernorm.weight"])[-1:]:
+        values.flatten().view(torch.int32)[-1:].bitwise_xor_(1)
 
 
-def _last_bit(folder: Path, index: dict[str, Any]) -> None:
-    """One bit of one moment is another."""
-    _, _, name, start, _ = index["tensors"]["optimizer.exp_avg.decoder.final_layernorm.weight"]["pieces"][-1]
-    with (folder / name).open("r+b") as stream:
-        stream.seek(start)
-        byte = stream.read(1)[0]
-        stream.seek(start)
-        stream.write(bytes([byte ^ 1]))
-
-
-def _step_count(folder: Path, index: dict[str, Any]) -> None:
+def _step_count(state: TrainingState) -> None:
     """The optimizer has made one step less."""
-    index["metadata"]["optimizer"]["step"] -= 1
+    scalars = state.optimizer.state_scalars()
+    state.optimizer.load_state_scalars(scalars | {"step": scalars["step"] - 1})
 
 
-def _swapped_moments(folder: Path, index: dict[str, Any]) -> None:
+def _swapped_moments(state: TrainingState) -> None:
     """Two tensors of one shape lie in each other's place."""
-    first, second = (f"optimizer.exp_avg.decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 1))
-    tensors = index["tensors"]
-    tensors[first], tensors[second] = tensors[second], tensors[first]
+    tensors = state.optimizer.state_tensors()
+    first, second = (_held(tensors[f"exp_avg.decoder.layers.{layer}.mlp.linear_fc1.weight"]) for layer in (0, 1))
+    for one, other in zip(first, second, strict=True):
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
 
 
-FAULTS: dict[str, Callable[[Path], None]] = {
-    "last bit": functools.partial(_edit, change=_last_bit),
-    "step count": functools.partial(_edit, change=_step_count),
-    "swapped moments": functools.partial(_edit, change=_swapped_moments),
+def _held(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What this rank holds of it."""
+    if isinstance(tensor, FlatRange):
+        return [values for _, values in tensor.pieces()]
+    return [local_tensor(tensor)]
+
+
+FAULTS: dict[str, Callable[[TrainingState], None]] = {
+    "last bit": _last_bit,
+    "step count": _step_count,
+    "swapped moments": _swapped_moments,
 }
-"""What is done to the checkpoints before they are read, that a comparison has to see."""
+"""What is done to what has been read, that a comparison has to see."""
