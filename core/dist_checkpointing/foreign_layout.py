@@ -12,12 +12,10 @@ from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..errors import CheckpointError
 from .flat_range import FlatRange
-from .global_view import local_tensor
+from .global_view import local_slices, local_tensor
 from .index import CheckpointIndex, Piece, dtype_name
 from .ranks import Ranks
 from .storage import IndexedReader
@@ -110,7 +108,7 @@ def load_foreign(
     recipes = list(recipes)
     ranks = Ranks(process_group)
     ranks.on_all(lambda: _check(targets, recipes, index, folder, set(ignored)))
-    source = _Source(folder, index)
+    source = BoxReader(folder, index)
     ranks.on_all(lambda: _fill_all(targets, recipes, source))
 
 
@@ -128,13 +126,16 @@ def _check(
     expected = foreign_shapes(known, {name: tuple(tensor.shape) for name, tensor in targets.items()})
     problems += [f"missing there: {name}" for name in sorted(expected.keys() - index.tensors.keys())]
     problems += [f"left over there: {name}" for name in sorted(index.tensors.keys() - expected.keys() - ignored)]
-    for name in expected.keys() & index.tensors.keys():
+    for name in sorted(expected.keys() & index.tensors.keys()):
         entry = index.tensors[name]
         if entry.shape != expected[name]:
             problems.append(f"{name} is {list(entry.shape)} there, and {list(expected[name])} is what the model takes")
     for recipe in known:
         target = targets[recipe.name]
-        for name in {run.source for run in recipe.runs} & index.tensors.keys():
+        rows, given = (target.shape[0] if target.dim() else 0), sum(run.count for run in recipe.runs)
+        if given != rows and (given > rows or not recipe.padded):
+            problems.append(f"{recipe.name} has {rows} rows here, and {given} there")
+        for name in sorted({run.source for run in recipe.runs} & index.tensors.keys()):
             dtype = index.tensors[name].dtype
             if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
                 problems.append(f"{name} is {dtype_name(dtype)} there, and {dtype_name(target.dtype)} in the model")
@@ -145,17 +146,15 @@ def _check(
         )
 
 
-def _fill_all(targets: Mapping[str, torch.Tensor], recipes: list[Recipe], source: _Source) -> None:
+def _fill_all(targets: Mapping[str, torch.Tensor], recipes: list[Recipe], source: BoxReader) -> None:
     for recipe in recipes:
         _fill(targets[recipe.name], recipe, source)
 
 
-def _fill(target: torch.Tensor, recipe: Recipe, source: _Source) -> None:
+def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
     for offsets, held in held_boxes(target):
         if recipe.padded:
             held.zero_()
-        if not held.dim():
-            raise CheckpointError(f"{recipe.name} is a scalar, which has no rows")
         first, last = offsets[0], offsets[0] + held.shape[0]
         rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], held.shape[1:], strict=True)]
         for run in recipe.runs:
@@ -173,10 +172,7 @@ def held_boxes(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor
     """What this rank holds of a tensor of the whole model: where each box of it begins, and a view of its storage."""
     if isinstance(tensor, FlatRange):
         return tensor.pieces()
-    if not isinstance(tensor, DTensor):
-        return [((0,) * tensor.dim(), tensor.detach())]
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return [(tuple(offsets), local_tensor(tensor))]
+    return [(tuple(part.start for part in local_slices(tensor)), local_tensor(tensor))]
 
 
 def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:
@@ -190,7 +186,7 @@ def _turned(run: Run, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(0, -1) if run.transposed else tensor
 
 
-class _Source:
+class BoxReader:
     """Reads boxes of foreign tensors; keeps the last piece that it had to unpack, for the boxes that follow in it."""
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:

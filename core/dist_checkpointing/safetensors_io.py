@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -99,9 +98,9 @@ def write_safetensors(
     """Writes a model into `folder`, which exists; no file is longer than `max_shard_bytes` but for one tensor's sake.
 
     Args:
-        plan: dtype and shape of every tensor by name, in the order in which they are written.
-        make: the tensor of that name, asked for in that order, one at a time, and dropped when it is written; also
-            after a failure to write, which is raised at the end, because ranks may gather it together.
+        plan: dtype and shape of every tensor by name, which are written in that order where dtypes are the same.
+        make: the tensor of that name, asked for in an order that `plan` decides, one at a time, and dropped when it is
+            written; also after a failure to write, which is raised at the end, because ranks may gather it together.
         writes: False asks for every tensor and writes nothing: ranks that help to gather what another one writes.
     """
     _refuse_big_endian()
@@ -151,23 +150,26 @@ def _write_file(
         os.fsync(stream.fileno())
 
 
-def publish_new_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Makes `folder` appear at once, with what `fill` writes into the folder that it is given.
+def begin_new_folder(folder: Path) -> Path:
+    """Makes the folder in which `folder` is written, aside; :func:`publish_new_folder` gives it its name.
 
     Raises:
-        CheckpointError: it exists and is not empty.
+        CheckpointError: `folder` exists and is not empty, or nothing can be written there.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty; choose another folder, or move it away")
+    folders.discard(folder)  # of a call that was killed
     temporary = folders.temporary_folder(folder)
-    if temporary.exists():
-        shutil.rmtree(temporary)  # of a call that was killed
-    temporary.mkdir(parents=True)
     try:
-        fill(temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written ({error.strerror}); choose another folder") from error
+    return temporary
+
+
+def publish_new_folder(folder: Path) -> None:
+    """Gives what was written aside its name, at once."""
+    temporary = folders.temporary_folder(folder)
     folders.sync_folder(temporary)
     temporary.replace(folder)
     folders.sync_folder(folder.parent)
@@ -240,7 +242,8 @@ def _shards(plan: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: in
             taken = 0
         shards[-1].append(name)
         taken += size
-    return shards
+    # Wide elements first: each tensor then begins at a multiple of its element's size, without gaps.
+    return [sorted(names, key=lambda name: -plan[name][0].itemsize) for names in shards]
 
 
 def _file_name(number: int, count: int) -> str:

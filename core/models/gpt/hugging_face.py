@@ -28,6 +28,7 @@ from ...dist_checkpointing.index import dtype_name
 from ...dist_checkpointing.ranks import Ranks
 from ...dist_checkpointing.safetensors_io import (
     DEFAULT_SHARD_BYTES,
+    begin_new_folder,
     publish_new_folder,
     read_safetensors_index,
     write_safetensors,
@@ -93,22 +94,25 @@ def save_hugging_face(
         recipe = recipe_of[name]
         return make_foreign(name, shapes[name], [recipe], {recipe.name: gathered(recipe)}).to(plan[name][0])
 
-    def fill(into: Path) -> None:
-        write_safetensors(into, plan, make, max_shard_bytes=max_shard_bytes)
+    def describe(into: Path) -> None:
         largest = max((kind for kind, _ in plan.values()), key=lambda kind: kind.itemsize)
         described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
         folders.write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+        publish_new_folder(folder)
 
-    ranks.on_all(lambda: _check_free(folder) if ranks.is_first else None)
-    failed: Exception | None = None
+    is_first = ranks.is_first
+    temporary = ranks.on_all(lambda: begin_new_folder(folder) if is_first else folder)
+    failures: list[Exception] = []
     try:
-        if ranks.is_first:
-            publish_new_folder(folder, fill)
-        else:
-            write_safetensors(folder, plan, make, writes=False, max_shard_bytes=max_shard_bytes)
+        write_safetensors(temporary, plan, make, writes=is_first, max_shard_bytes=max_shard_bytes)
     except Exception as error:
-        failed = error
-    ranks.on_all(lambda: _raise(failed))
+        failures.append(error)
+    try:
+        ranks.on_all(lambda: _raise(failures))
+        ranks.on_all(lambda: describe(temporary) if is_first else None)
+    finally:
+        if is_first:
+            folders.discard(folder)
 
 
 def load_hugging_face(
@@ -203,11 +207,6 @@ class _Gathered:
         return self.last[1]
 
 
-def _check_free(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty; choose another folder, or move it away")
-
-
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
+def _raise(failures: list[Exception]) -> None:
+    for failure in failures:
+        raise failure

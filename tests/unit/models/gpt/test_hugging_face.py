@@ -227,6 +227,7 @@ def _into_any_layout_and_back(kinds: list[str], folder: Path) -> list[str]:
         "fsdp2": TorchFullyShardedDataParallelConfig(),
     }
     for kind in kinds:
+        parallel_state.destroy_model_parallel()
         whole = {name: tensor.detach() for name, tensor in build(kind, False).state_dict().items()}
         for tp, wrapper in ((1, "fsdp2"), (1, "zero2"), (2, "ddp"), (2, "fsdp2")):
             parallel_state.destroy_model_parallel()
