@@ -256,7 +256,7 @@ def measure_resident(name: str) -> int:
 
 
 def _import_all() -> None:
-    """Imports belong to the base, not to the peak; also those that torch puts off to an optimizer's first step, 30 MiB."""
+    """Imports belong to the base and not to the peak, also what torch imports at an optimizer's first step: 30 MiB."""
     import core.distributed
     import core.optimizer  # noqa: F401
 
