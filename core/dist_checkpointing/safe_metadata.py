@@ -180,6 +180,7 @@ _TORCH_RECORDS = {
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
 }
+_MEGATRON_MODULES = "megatron.core.dist_checkpointing."
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -188,6 +189,8 @@ class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
+        if module.startswith(_MEGATRON_MODULES) and name == "MCoreMetadata":  # torch's, with notes on optimizer state
+            return type(name, (_Record,), {"kind": "Metadata"})
         if name in _TORCH_RECORDS.get(module, ()):
             # made anew each time: a pickle can set attributes on the classes it names, and must find only its own
             return type(name, (_Record,), {"kind": name})

@@ -108,6 +108,10 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
     with _another_offered(folder, ranks):
         metadata = ranks.from_first(lambda: load_metadata(folder))
     check_is_run(metadata, folder)
+    if "optimizer" not in metadata:
+        raise CheckpointError(
+            f"{folder} holds weights alone, and no run to continue; start one with --pretrained-checkpoint {root}"
+        )
     _check_same_model(metadata, state, config, folder)
     same_ranks = metadata["layout"] == _rank_layout() and metadata["rng_layout"] == _rng_layout(rng_state())
     streams = _rng_buffers(metadata, same_ranks)

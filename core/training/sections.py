@@ -172,6 +172,10 @@ class CheckpointConfig:
     load: Path | None = None
     """Folder of a run to continue from its latest checkpoint, or one of its checkpoints."""
 
+    pretrained_checkpoint: Path | None = None
+    """Start with these weights, and a new optimizer, where no run is continued: a run's folder or checkpoint, a model
+    of Hugging Face's (config.json and safetensors), or a torch_dist checkpoint of Megatron-LM's."""
+
     save_interval: int | None = None
     """Iterations between checkpoints. None: one at the end."""
 
