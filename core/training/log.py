@@ -27,6 +27,7 @@ from .train_step import StepResult
 LOG_FILE = "log.jsonl"
 CURVE_FILE = "loss.png"
 MODEL_FILE = "model.html"
+_NO_LOG = "{} is not the log of a run; move it away, or choose another --save"
 _TTY_INTERVAL_S = 0.2
 _PIPE_INTERVAL_S = 10.0
 
@@ -150,9 +151,17 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``log.jsonl``; a last one that a crash cut short is left out."""
+    """The lines of a ``log.jsonl``; a last one that a crash cut short is left out.
+
+    Raises:
+        CheckpointError: it is no text.
+    """
     lines: list[dict[str, Any]] = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except UnicodeDecodeError:
+        raise CheckpointError(_NO_LOG.format(path)) from None
+    for text in texts:
         try:
             lines.append(json.loads(text))
         except ValueError:
@@ -220,7 +229,7 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
     try:
         kept = [line for line in read_log(path) if line["step"] <= iteration]
     except (KeyError, TypeError):
-        raise CheckpointError(f"{path} is not the log of a run; move it away, or choose another --save") from None
+        raise CheckpointError(_NO_LOG.format(path)) from None
     draft = path.with_name(f".{path.name}.tmp")
     draft.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     draft.replace(path)
