@@ -8,7 +8,7 @@ ARGS   ?=
 WRAPPER ?= --use-torch-fsdp2
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-long check fix clean
+.PHONY: train test test-long test-gpu mutation check fix clean
 
 # A stamp per set of extras: nothing is installed again until setup.py or the constraints change.
 $(VENV)/.installed-%: setup.py constraints.txt
@@ -26,6 +26,15 @@ test: $(VENV)/.installed-train,hf,test
 # What is too slow for every commit: more ranks, compiled layers, whole runs.
 test-long: $(VENV)/.installed-train,hf,test
 	$(BIN)/python -m pytest -m 'long and not gpu' $(ARGS)
+
+# What needs a GPU, the functional cases among it, on the GPUs at hand, with $(PYTHON) as it is found: nothing is installed, and what cannot run is
+# skipped with its reason.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/functional tests/unit/optimizer tests/unit/transformer $(ARGS)
+
+# Faults planted in a copy of core, one at a time, each of which the suite has to catch.
+mutation: $(VENV)/.installed-train,hf,test
+	$(BIN)/python -m tests.mutation $(ARGS)
 
 check: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff format --check .

@@ -258,10 +258,14 @@ def measure_resident(name: str) -> int:
 
 
 def measure_live(name: str) -> int:
-    """With collectives in this thread, for the allocator reports what one thread does; none lives longer elsewhere."""
+    """With collectives in this thread, for the allocator reports what one thread does; none lives longer elsewhere.
+
+    Whole gradients that come and go are torch's memory here, for what is not it is not reported.
+    """
     from core.distributed import _BaseDataParallel
 
     lane = _late_lane()
+    mock.patch("core.distributed.param_and_grad_buffer.passing_memory", _torchs_memory).start()  # to the process' end
     with mock.patch("core.distributed.distributed_data_parallel.comm_lane", lambda device: lane):
         built = _build(name)
     built.model.register_forward_pre_hook(lambda *unused: lane.catch_up())
@@ -270,6 +274,10 @@ def measure_live(name: str) -> int:
     if isinstance(built.model, _BaseDataParallel):
         built.model.zero_grad_buffer()  # what lives before it is reported is not reported when it goes
     return live_tensor_bytes(built.live_tensors()) + peak_allocation_above_start(built.step)
+
+
+def _torchs_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _build(name: str) -> Built:

@@ -17,6 +17,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public,
 from .errors import ConfigError
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")  # https://docs.nvidia.com/cuda/cublas, "Results reproducibility"
 
 
 def device_type() -> str:
@@ -74,6 +76,26 @@ def _local_rank() -> int:
             "ranks with torchrun, or set LOCAL_RANK (under Slurm to $SLURM_LOCALID)"
         )
     return 0
+
+
+def compute_deterministically() -> None:
+    """Makes this process compute the same bits in every run; before its first work on a GPU.
+
+    Torch then chooses operations that add in one order, and raises, naming the operation, where it has none.
+
+    Raises:
+        ConfigError: the environment asks cuBLAS for work space with which it is not deterministic.
+    """
+    space = os.environ.setdefault(_CUBLAS_WORKSPACE, _CUBLAS_DETERMINISTIC[0])
+    if space not in _CUBLAS_DETERMINISTIC:
+        raise ConfigError(
+            f"{_CUBLAS_WORKSPACE} is {space!r}, with which cuBLAS is not deterministic; unset it, or set it to "
+            f"{' or '.join(_CUBLAS_DETERMINISTIC)}"
+        )
+    torch.use_deterministic_algorithms(True)
+    # Filling what is allocated costs time, and nothing here reads it before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
 
 
 def synchronize() -> None:

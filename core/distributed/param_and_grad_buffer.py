@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._torch_compat import current_backward
 from ..errors import ShardstackError
 from .buffer_layout import BucketLayout
+from .passing_memory import passing_memory
 
 
 @dataclass(eq=False, slots=True)
@@ -207,7 +208,7 @@ class Bucket:
 
     def _memory_of(self, slot: GradSlot) -> Tensor:
         if slot.view is None:
-            data = torch.empty(self.numel, dtype=self.buffer.grad_dtype, device=self.buffer.device)
+            data = passing_memory(self.numel, self.buffer.grad_dtype, self.buffer.device)
             self.zero_padding(data)
             self._hold_grads(data)
         return slot.view  # type: ignore[return-value]

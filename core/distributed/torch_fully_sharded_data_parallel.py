@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -20,23 +18,14 @@ from .. import device, parallel_state
 from ..errors import ParallelConfigError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from ..tensor_parallel import VocabParallelEmbedding
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
-from .between_micro_batches import KeptBetweenMicroBatches
 from .broadcast import broadcast_tensors
-from .composition import prepare_units
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .describe import ModelFacts, sharded_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .explain.plain_state_dicts import reject_plain_state_dicts
-from .explain.recorded_fsdp_collectives import record_fsdp_collectives
-from .forward_methods import register_forward_methods
 from .fsdp_state import (
-    complete_accumulated_gradients,
-    drop_pending_gathers,
     drop_unsharded_gradients,
-    free_partial_shards,
     gathered_parameters,
     gathered_tensors,
     gradient_tensors,
@@ -44,14 +33,12 @@ from .fsdp_state import (
     shard_tensors,
     whole_gradients,
 )
-from .initial_values import InitialValues
 from .instance_groups import Ranks, check_instances_of_mesh
 from .mesh_axes import whole_group
-from .precision import as_dtype, cast_buffers, mixed_precision_policy
-from .resharding import Reshard, parse_overrides
-from .sharding import fsdp_modules, shard_model
+from .sharded_model import ShardedModel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .units import UnitChoice, parameter_attributes_kept, plan_units
+from .units import UnitChoice, parameter_attributes_kept
+from .warn import warn_once
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -102,82 +89,36 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         settings = _fsdp2_settings(ddp_config)
         mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
         super().__init__(config, module, ddp_config, process_group)
-        units = plan_units(module, DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap)
-        self._reject_different_models(units)
-        start = InitialValues(module, process_group, from_first_rank=settings.sync_module_states)
-        start.equalize()
-        prepare_units(
-            units,
-            activation_checkpointing=settings.activation_checkpointing,
-            every_nth=settings.activation_checkpointing_interval,
-            compile_units=settings.compile_units,
-        )
-        self._mesh, self._settings = mesh, settings
-        self.units = shard_model(
-            module,
-            mesh,
-            units,
-            reshard_after_forward=_reshard_after_forward(settings),
-            reshard_overrides=parse_overrides(settings.reshard_overrides),
-            forward_prefetch=settings.forward_prefetch,
-            backward_prefetch=settings.backward_prefetch,
-            collectives=settings.collectives,
-            mp_policy=mixed_precision_policy(module.parameters(), _compute_dtype(config), settings),
-            offload_policy=_offload_policy(settings),
-            averages_gradients=not self.sums_gradients,
-        )
-        self._fsdp_modules = fsdp_modules(module)
-        self._kept = KeptBetweenMicroBatches(module, self.units, _kept_between_micro_batches(settings))
-        for submodule in module.modules():
-            if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = getattr(config, "gradient_accumulation_fusion", True)
-        register_forward_methods(module, self.units, settings.forward_methods, free=self._reshard)
-        start.fill("cpu" if settings.cpu_offload else None)
-        if (buffer_dtype := as_dtype(settings.buffer_dtype)) is not None:
-            cast_buffers(module, buffer_dtype)
-        reject_plain_state_dicts(module)
-        record_fsdp_collectives(module)
+        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
+        caller = type(self).__name__
+        self.sharded = ShardedModel(module, mesh, process_group, unit_classes, settings, caller=caller, config=config)
+        self.units = self.sharded.units
+        self._replicas = mesh.get_group(0) if mesh.ndim == 2 else None
         self._warned_about_load = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
         output = super().forward(*inputs, **kwargs)
         if not torch.is_grad_enabled():
-            self._reshard()
+            self.sharded.reshard()
         return output
-
-    def _reshard(self) -> None:
-        """Frees what stays gathered for a backward that has not come, as after an evaluation.
-
-        Else the next forward would compute with parameters from before the optimizer's step, and the module would
-        show gathered parameters in place of the sharded ones, which hold the gradients.
-        """
-        drop_pending_gathers(self.module)
-        for module in self._fsdp_modules:
-            module.reshard()
-        free_partial_shards(self.module)
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         super()._set_gradient_sync(enabled)
-        if enabled:
-            complete_accumulated_gradients(self.module)
-        for module in self._fsdp_modules:
-            if not self._settings.reduce_every_micro_batch:
-                module.set_requires_gradient_sync(enabled, recurse=False)
-        self._kept.expect(another_micro_batch=not enabled)
+        self.sharded.set_gradient_sync(enabled)
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
         if force_all_reduce:
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
         reduce_unsharded_gradients(self.module)
-        self._reshard()
+        self.sharded.reshard()
         for parameter in self.module.parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._gradient_checks.check(self._gradients(), self._step, are_reduced=True)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        self._reshard()
+        self.sharded.reshard()
         gradients = [g for p in self.module.parameters() if (g := local_gradient(p)) is not None]
         if gradients and isinstance(scaling_factor, torch.Tensor):
             scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards lie elsewhere
@@ -186,7 +127,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def zero_grad_buffer(self) -> None:
         drop_unsharded_gradients(self.module)
-        self._reshard()
+        self.sharded.reshard()
         for parameter in self.module.parameters():
             parameter.grad = None
 
@@ -196,10 +137,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         Within an instance a shard exists once and has nobody to agree with: replicas that started different were made
         equal before they were cut (``sync_module_states``).
         """
-        self._reshard()
+        self.sharded.reshard()
         broadcast_tensors(self.module.buffers(), self.process_group)
-        if self._mesh.ndim == 2:
-            broadcast_tensors(self.module.parameters(), self._mesh.get_group(0))
+        if self._replicas is not None:
+            broadcast_tensors(self.module.parameters(), self._replicas)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Does nothing: a checkpoint loader has already written into the sharded parameters in place.
@@ -219,7 +160,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         return _IncompatibleKeys([], [])
 
     def _facts(self, num_microbatches: int) -> ModelFacts:
-        return sharded_facts(self, num_microbatches, self._kept.modules)
+        return sharded_facts(self, num_microbatches, self.sharded.kept.modules)
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
@@ -277,7 +218,7 @@ def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShar
         )
     without_effect = [field for field in _BUFFER_FIELDS if getattr(ddp_config, field)]
     if without_effect:
-        _warn_once(
+        warn_once(
             f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "
             "unit by unit and overlaps by itself. No number changes"
         )
@@ -296,35 +237,3 @@ _BUFFER_FIELDS = (
     "pad_buckets_for_high_nccl_busbw",
     "average_in_collective",
 )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
-
-
-def _compute_dtype(config: Any) -> torch.dtype:
-    if getattr(config, "bf16", False):
-        return torch.bfloat16
-    return torch.float16 if getattr(config, "fp16", False) else torch.float32
-
-
-def _reshard_after_forward(settings: TorchFullyShardedDataParallelConfig) -> Reshard:
-    return False if settings.keep_gathered_between_micro_batches == "all" else settings.reshard_after_forward
-
-
-def _kept_between_micro_batches(settings: TorchFullyShardedDataParallelConfig) -> str:
-    asked = settings.keep_gathered_between_micro_batches
-    return "none" if asked == "ends" and settings.reduce_every_micro_batch else asked
-
-
-def _offload_policy(settings: TorchFullyShardedDataParallelConfig) -> OffloadPolicy | None:
-    if not settings.cpu_offload:
-        return None
-    has_accelerator = device.device_type() != "cpu"
-    if settings.pin_memory and not has_accelerator:
-        _warn_once(
-            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards lie in ordinary "
-            "memory. No number changes"
-        )
-    return CPUOffloadPolicy(pin_memory=settings.pin_memory and has_accelerator)

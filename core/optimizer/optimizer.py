@@ -128,6 +128,14 @@ class MegatronOptimizer:
         """Takes the model's parameters into the fp32 masters, after something else has written the parameters."""
         refresh_masters(self._params)
 
+    def gradient_tensors(self) -> dict[str, Tensor]:
+        """What the next :meth:`step` is about to read, by parameter name: zeros where there is no gradient.
+
+        Each is the tensor of the whole model, as those of :meth:`state_tensors`, and shares this rank's storage.
+        """
+        gradients = {p: p.local_gradient() for p in self._params}
+        return {p.name: p.whole(torch.zeros_like(p.main) if g is None else g) for p, g in gradients.items()}
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
 

@@ -30,6 +30,7 @@ _OTHER_NAMES = {
     "bucket_size": ("--ddp-bucket-size",),
     "average_in_collective": ("--ddp-average-in-collective",),
     "grad_reduce_in_fp32": ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-fp32"),
+    "deterministic": ("--deterministic", "--deterministic-mode"),
     "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
     "override_opt_param_scheduler": ("--override-opt_param-scheduler",),
 }

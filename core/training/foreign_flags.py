@@ -26,6 +26,7 @@ _HINTS = {
     "exit-interval": "write --train-iters instead, and --lr-decay-iters for the length of the schedule",
     "exit-duration-in-mins": "not here yet; SIGTERM ends a run with a checkpoint (timeout --signal TERM 60m ...)",
     "ckpt-format": _ALONE,
+    "save-retain-interval": "write --keep-last with the number of checkpoints to keep, and --keep-every with this",
     "use-dist-ckpt": _HERE,
     "append-eod": "prepare_data.py always ends documents so; drop it",
     "mock-data": "without --data-path there is a corpus already; drop it",

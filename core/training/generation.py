@@ -115,7 +115,8 @@ def draw(logits: torch.Tensor, config: SamplingConfig, generator: torch.Generato
     if config.top_p < 1.0:
         ranked, order = probabilities.sort(descending=True)
         # A token stays if those before it have not reached the sum yet: the likeliest always does.
-        dropped = order[ranked.cumsum(0) - ranked >= config.top_p]
+        total = ranked.cpu().cumsum(0).to(ranked.device)  # on a GPU it has no form that --deterministic admits
+        dropped = order[total - ranked >= config.top_p]
         probabilities = probabilities.index_fill(0, dropped, 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 

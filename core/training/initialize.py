@@ -26,13 +26,16 @@ def initialize(config: PretrainConfig) -> None:
     warnings, which all ranks have alike; the first shows each as one line.
 
     Raises:
-        ConfigError: settings that do not fit together or to the number of ranks; before anything is made.
+        ConfigError: settings that do not fit together, to the number of ranks, or to the environment; before anything
+            is made.
     """
     validate(config, dist.get_world_size() if dist.is_initialized() else environment_world_size())
     if environment_rank() != 0:
         warnings.filterwarnings("ignore")
     warnings.formatwarning = _one_line_warning
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if config.run.deterministic:
+        device.compute_deterministically()
     device.init_process_group(
         config.run.distributed_timeout_minutes, carries_host_tensors=getattr(config.ddp, "cpu_offload", False)
     )

@@ -28,8 +28,13 @@ _POLL_S = 0.05
 def main(arguments: Sequence[str]) -> int:
     """Runs the ranks to their end and returns the exit status: 0, or that of the first rank to fail."""
     options = _parse(arguments)
+    return run_ranks(options.nproc_per_node, [options.script, *options.arguments])
+
+
+def run_ranks(num_ranks: int, command: list[str]) -> int:
+    """Runs ranks of this Python with a command line, a script or ``-m module`` first; returns as `main` does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks = _start(options.nproc_per_node, listener.getsockname()[1], [options.script, *options.arguments])
+        ranks = _start(num_ranks, listener.getsockname()[1], command)
         try:
             with _Signals(ranks):
                 store = _serve_store(listener)

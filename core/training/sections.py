@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..dist_checkpointing import Retention
 from ..errors import ConfigError
 
 
@@ -30,6 +31,10 @@ class GPTConfig:
 
     untie_embeddings_and_output_weights: bool = False
     """Give the projection to the vocabulary a weight of its own instead of the embedding's."""
+
+    freeze: tuple[str, ...] = ()
+    """Leave parameters as they are, by shell patterns of their names, as `decoder.layers.0.*`; may be given
+    repeatedly."""
 
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this, in entries, whatever the tensor-parallel size, so that one
@@ -158,14 +163,14 @@ class CheckpointConfig:
     """Where a run is kept: its checkpoints, log and loss curve.
 
     Raises:
-        ConfigError: an interval below one.
+        ConfigError: an interval or a number below one, or a setting that would do nothing.
     """
 
     save: Path | None = None
     """Folder of the run. None: that of `load`; without both nothing is written."""
 
     load: Path | None = None
-    """Folder of a run to continue from its latest checkpoint."""
+    """Folder of a run to continue from its latest checkpoint, or one of its checkpoints."""
 
     pretrained_checkpoint: Path | None = None
     """Start with these weights, and a new optimizer, where no run is continued: a run's folder or checkpoint, a model
@@ -174,8 +179,35 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Iterations between checkpoints. None: one at the end."""
 
+    async_save: bool = False
+    """Write checkpoints beside training, which waits only until its state has been copied to host memory. The copies
+    take as much of it as this rank writes of a checkpoint."""
+
+    keep_last: int | None = None
+    """Keep so many of the latest checkpoints and remove older ones when a new one is complete. None: keep all. With
+    one alone there is nothing to go back to when it is damaged."""
+
+    keep_every: int | None = None
+    """Beside `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
+
+    verify_checkpoint: bool = False
+    """On `load`, compare every tensor with the hash that was saved with it. Without, only tensors that are put
+    together from other pieces than they were saved in are compared."""
+
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "save_interval")
+        _check_at_least(self, 1, "save_interval", "keep_last", "keep_every")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ConfigError(
+                f"keep_every is {self.keep_every} and keep_last is not set, so that all checkpoints are kept; add "
+                "keep_last, or drop keep_every"
+            )
+        if self.verify_checkpoint and self.load is None:
+            raise ConfigError("verify_checkpoint is set and nothing is loaded; add load, or drop it")
+
+    @property
+    def retention(self) -> Retention | None:
+        """Which checkpoints stay; None for all."""
+        return None if self.keep_last is None else Retention(self.keep_last, self.keep_every)
 
     @property
     def folder(self) -> Path | None:
@@ -212,6 +244,10 @@ class RunConfig:
 
     seed: int = 1234
     """Seed of initial weights, sample order and dropout."""
+
+    deterministic: bool = False
+    """Compute the same bits in every run, on the CPU and on one GPU, by choosing operations that do and refusing those
+    that have no such form. Over several GPUs this also takes a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""
 
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that not all ranks joined is an error."""

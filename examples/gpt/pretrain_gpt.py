@@ -34,6 +34,7 @@ from core.training.checkpointing import is_checkpoint, load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple
 from core.training.data import RunData, load_data
 from core.training.entry import run_command
+from core.training.frozen import freeze_parameters
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
 from core.training.initialize import check_output_folders, initialize
 from core.training.loop import Outcome, train
@@ -109,6 +110,7 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
             share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
             position_embedding_type=config.gpt.position_embedding_type,
         )
+    freeze_parameters(model, config.gpt.freeze)
     if config.use_torch_fsdp2:
         return model
     model = model.to(current_device())
@@ -127,7 +129,7 @@ def in_run_folder(config: PretrainConfig) -> PretrainConfig:
         saved = latest_checkpoint(save)
         if saved is None and save.resolve() == load.resolve() and not is_checkpoint(load):
             say(f"{load} holds no checkpoint yet: the run starts there")
-            checkpoint = replace(checkpoint, load=None)
+            checkpoint = replace(checkpoint, load=None, verify_checkpoint=False)
         elif saved is not None and not is_same_run:
             raise ConfigError(
                 f"--save {save} holds a run already, and --load {load} is another; choose a new folder to save to, or "

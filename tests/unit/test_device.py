@@ -1,5 +1,6 @@
 """Where a rank computes and over which backend: by machine, by environment, by the group that exists."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -118,3 +119,32 @@ def test_ranks_of_a_machine_with_several_gpus_need_their_local_rank(monkeypatch:
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.delenv("RANK")
     assert device._local_rank() == 0
+
+
+@pytest.fixture
+def _settings_as_before(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")  # and gone again afterwards, whatever is set meanwhile
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_settings_as_before")
+def test_computing_deterministically_is_asked_of_every_library():
+    assert not torch.are_deterministic_algorithms_enabled()
+    device.compute_deterministically()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.backends.cudnn.benchmark
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.usefixtures("_settings_as_before")
+def test_a_work_space_that_is_not_deterministic_is_refused(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0'.*unset it, or set it to :4096:8"):
+        device.compute_deterministically()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from ..._torch_compat import fsdp_param_groups
-from ...distributed.in_place import set_gradient_sync, shard_in_place, usable_offload_policy
-from ...distributed.mesh_axes import MeshAxes, whole_group
+from ...distributed import TorchFullyShardedDataParallelConfig
+from ...distributed.mesh_axes import whole_group
 from ...distributed.parallelizer.fsdp2 import ITEMS_OF_CONTAINERS
 from ...distributed.resharding import Reshard
+from ...distributed.sharded_model import ShardedModel
 from ...distributed.units import UnitChoice
 from ...distributed.warn import warn_once
 from ...errors import ParallelConfigError
@@ -132,7 +133,7 @@ class FullyShardTransform(BaseDistributedTransform):
             mesh = mesh._flatten()
         mp_policy, offload_policy = self._mp_policy(), self._offload_policy()
         units: list[UnitChoice] = list(ITEMS_OF_CONTAINERS)
-        overrides: list[tuple[str, Reshard]] = []
+        chosen: dict[str, Reshard] = {}
         if callable(getattr(model, "fully_shard", None)):
             fsdp_kwargs: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.cfg.reshard_after_forward}
             if self.cfg.mixed_precision is not None:
@@ -141,25 +142,25 @@ class FullyShardTransform(BaseDistributedTransform):
                 fsdp_kwargs["offload_policy"] = offload_policy
             chosen = _units_by_own_hook(model, fsdp_kwargs)
             units = [model.get_submodule(name) for name in chosen]
-            overrides = list(chosen.items())
-        shard_in_place(
-            model,
-            MeshAxes(mesh, whole_group(mesh), None),
-            units,
-            caller="FullyShardTransform",
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
+        settings = TorchFullyShardedDataParallelConfig(
             reshard_after_forward=self.cfg.reshard_after_forward,
-            reshard_overrides=overrides,
+            reshard_overrides=tuple(f"{name}={value}" for name, value in chosen.items()),
+            reduce_every_micro_batch=self.cfg.sync_grad_accum,
+            cpu_offload=offload_policy is not None,
+            pin_memory=offload_policy is not None and offload_policy.pin_memory,
         )
+        sharded = ShardedModel(
+            model, mesh, whole_group(mesh), units, settings, caller="FullyShardTransform", mp_policy=mp_policy
+        )
+        sharded.let_be_called_directly()
 
         @contextmanager
         def accumulation_context(is_last_microbatch: bool) -> Iterator[None]:
-            set_gradient_sync(model, is_last_microbatch or self.cfg.sync_grad_accum)
+            sharded.set_gradient_sync(is_last_microbatch)
             try:
                 yield
             finally:
-                set_gradient_sync(model, True)
+                sharded.set_gradient_sync(True)
 
         return _with_accumulation_context(model, accumulation_context)
 
@@ -174,8 +175,7 @@ class FullyShardTransform(BaseDistributedTransform):
         config = self.cfg.offload
         if config is None or not config.cpu_offload:
             return None
-        policy = usable_offload_policy(CPUOffloadPolicy(pin_memory=config.pin_memory))
-        return policy if isinstance(policy, CPUOffloadPolicy) else None
+        return CPUOffloadPolicy(pin_memory=config.pin_memory)
 
 
 def _with_accumulation_context(model: nn.Module, context: Callable[[bool], AbstractContextManager[None]]) -> nn.Module:

@@ -14,9 +14,13 @@ from ... import device
 from ...dist_checkpointing import load_model_state_dict as load_whole_or_sharded
 from ...dist_checkpointing import model_state_dict as global_state_dict
 from ...dist_checkpointing.global_view import local_tensor
-from ...distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel, wrap_model
+from ...distributed import (
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    _BaseDataParallel,
+    wrap_model,
+)
 from ...distributed.data_parallel_base import unwrap_model
-from ...distributed.in_place import let_be_called_directly
 from ...distributed.mesh_axes import whole_group
 from ...distributed.precision import as_dtype
 from ...distributed.units import UnitChoice
@@ -72,7 +76,8 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
     )
     config = SimpleNamespace(fp16=dtype == torch.float16)
     wrapped = wrap_model(model, config, settings, process_group=mesh, sub_modules_to_wrap=_units(model, params))
-    let_be_called_directly(model)
+    if isinstance(wrapped, TorchFullyShardedDataParallel):
+        wrapped.sharded.let_be_called_directly()
     return wrapped
 
 

@@ -23,7 +23,8 @@ from .out_of_memory import is_out_of_memory
 from .words import listed, rank_list, readable_bytes
 
 _BACKEND_FAILED = re.compile(
-    r"timed out waiting \d+ms|connection (closed|reset) by peer|broken pipe|gloo/|nccl", re.IGNORECASE
+    r"timed out waiting \d+ms|timeout caused pair closure|connection (closed|reset) by peer|broken pipe|gloo/|nccl",
+    re.IGNORECASE,
 )
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ..composition import ActivationCheckpointing
 from ..explain.rewrapping import reject_wrapped
-from ..in_place import shard_in_place
 from ..mesh_axes import mesh_axes
 from ..resharding import Reshard
+from ..sharded_model import ShardedModel
+from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 ITEMS_OF_CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
@@ -66,17 +67,23 @@ def fsdp2_strategy_parallelize(
         activation_checkpointing = "full" if activation_checkpointing else "none"
     if activation_checkpointing != "none":
         _keep_no_cache_in_training(model)
-    shard_in_place(
-        model,
-        axes,
-        ITEMS_OF_CONTAINERS,
-        caller="fsdp2_strategy_parallelize",
-        mp_policy=mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        offload_policy=offload_policy,
+    settings = TorchFullyShardedDataParallelConfig(
         activation_checkpointing=activation_checkpointing,
         reshard_after_forward=reshard_after_forward,
+        cpu_offload=isinstance(offload_policy, CPUOffloadPolicy),
+        pin_memory=getattr(offload_policy, "pin_memory", False),
         sync_module_states=sync_module_states,
     )
+    sharded = ShardedModel(
+        model,
+        axes.data,
+        axes.group,
+        ITEMS_OF_CONTAINERS,
+        settings,
+        caller="fsdp2_strategy_parallelize",
+        mp_policy=mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
+    sharded.let_be_called_directly()
     return model
 
 

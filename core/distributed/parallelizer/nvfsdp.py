@@ -16,7 +16,6 @@ from ..data_parallel_base import _BaseDataParallel
 from ..distributed_data_parallel_config import SHARDING_STRATEGIES, DistributedDataParallelConfig
 from ..explain.rewrapping import reject_wrapped
 from ..explain.words import choices
-from ..in_place import let_be_called_directly
 from ..mesh_axes import mesh_axes
 from ..torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
@@ -146,7 +145,7 @@ def nvfsdp_strategy_parallelize(
         disable_bucketing=disable_bucketing,
     )
     if isinstance(wrapped, TorchFullyShardedDataParallel):
-        let_be_called_directly(model)
+        wrapped.sharded.let_be_called_directly()
     return wrapped
 
 

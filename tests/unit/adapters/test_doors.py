@@ -64,7 +64,7 @@ def _marked(case: tuple[str, str, str]) -> object:
     return case if is_quick else pytest.param(*case, marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize(("door", "strategy", "variant"), map(_marked, _cases()))
+@pytest.mark.parametrize(("door", "strategy", "variant"), [_marked(case) for case in _cases()])
 def test_every_door_does_what_one_process_does(door, strategy, variant):
     run_distributed(_as_serial, 2, door, strategy, variant)
 

@@ -19,9 +19,9 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     collectives,
     finalize_model_grads,
-    torch_fully_sharded_data_parallel,
 )
 from core.distributed.sharding import fsdp_modules
+from core.distributed.warn import warn_once
 from core.errors import ParallelConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_layer import TransformerLayer
@@ -227,7 +227,7 @@ def test_a_micro_batch_of_one_sample_warns_of_nothing():
 
 
 def _keeps_shards_on_the_host() -> list[str]:
-    torch_fully_sharded_data_parallel._warn_once.cache_clear()  # ranks are reused
+    warn_once.cache_clear()  # ranks are reused
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         models = [build("fsdp2", toy(), cpu_offload=offload) for offload in (True, False)]

@@ -129,6 +129,22 @@ def test_ranks_agree_to_stop(rank: int, tensor_parallel: int) -> None:
     assert all(result.stop for result in results)
 
 
+def step_that_overflows() -> tuple[bool, int, float]:
+    config = small_config(**SGD | {"lr_warmup_iters": 2, "global_batch_size": 2})
+    parallel_state.initialize_model_parallel()
+    model = wrap_model(model_of(config), config.model, config.ddp)
+    optimizer = get_megatron_optimizer(config.optimizer, [model])
+    scheduler = build_scheduler(config, optimizer)
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.inf)
+    result = train_step(model, optimizer, scheduler, iter(batches(0, 1)), 1)
+    return result.updated, scheduler.num_steps, optimizer.param_groups[0]["lr"]
+
+
+def test_the_schedule_waits_for_a_step_that_was_skipped() -> None:
+    assert run_distributed(step_that_overflows, 1) == [(False, 0, 0.0)]
+
+
 def step_that_runs_out_of_memory(fsdp2: bool) -> str:
     config = small_config(use_torch_fsdp2=fsdp2)
     parallel_state.initialize_model_parallel()

@@ -38,6 +38,25 @@ def test_values_and_epsilon(kind):
 
 
 @pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_gradients_are_those_of_the_formula(kind):
+    norm = kind(TransformerConfig(layernorm_epsilon=0.5, **SIZES), 8).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(norm.parameters()):
+            parameter.copy_(torch.linspace(0.5, 2.0, 8) + number)
+
+    def normalise(x, weight, bias=0.0):
+        centred = x - x.mean(-1, keepdim=True) if kind is LayerNorm else x
+        return centred / (centred.square().mean(-1, keepdim=True) + 0.5).sqrt() * weight + bias
+
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *norm.parameters()]
+    weigh = torch.linspace(-1.0, 1.0, 8, dtype=torch.float64)
+    expected = torch.autograd.grad((normalise(*inputs) * weigh).sum(), inputs)
+    for found, value in zip(torch.autograd.grad((norm(x) * weigh).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(found, value)
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 def test_partial_gradients_are_marked(kind):
     config = TransformerConfig(tensor_model_parallel_size=2, sequence_parallel=True, **SIZES)
     assert all(parameter.sequence_parallel for parameter in kind(config, 8).parameters())

@@ -1,44 +1,53 @@
-"""A model that is sharded in place, and used without a wrapper around it."""
+"""A model on FSDP2 that is used without a wrapper around it."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from core.distributed.in_place import set_gradient_sync, shard_in_place, usable_offload_policy
-from core.distributed.mesh_axes import mesh_axes
+from core.distributed import TorchFullyShardedDataParallelConfig
+from core.distributed.mesh_axes import whole_group
+from core.distributed.sharded_model import ShardedModel
 from core.distributed.warn import warn_once
 from core.errors import WrapError
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, batches, full, loss_of, oracle, toy
 
 
-def _sharded(seed: int = 1, **options: object) -> torch.nn.Module:
+def _sharded(seed: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **settings: object) -> torch.nn.Module:
     model = toy(seed)
-    axes = mesh_axes(init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)))
-    units = shard_in_place(model, axes, UNITS, caller="a test", **options)  # type: ignore[arg-type]
-    assert {"blocks.0", "blocks.1"} <= {name for unit in units for name in unit.names}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    asked = TorchFullyShardedDataParallelConfig(**settings)  # type: ignore[arg-type]
+    sharded = ShardedModel(model, mesh, whole_group(mesh), UNITS, asked, caller="a test", mp_policy=mp_policy)
+    assert {"blocks.0", "blocks.1"} <= {name for unit in sharded.units for name in unit.names}
+    sharded.let_be_called_directly()
     return model
 
 
-def _accumulates() -> None:
-    model = _sharded()
+def _accumulates(kept: str) -> None:
+    model = _sharded(keep_gathered_between_micro_batches=kept)
     steps = batches(dist.get_rank())
+    gathered = []
     for index, tokens in enumerate(steps):
-        set_gradient_sync(model, index == len(steps) - 1)
+        model.set_requires_gradient_sync(index == len(steps) - 1)
         loss_of(model, tokens).backward()
+        gathered.append(not isinstance(model.blocks[0].down.weight, DTensor))
+    assert gathered == [kept != "none"] * (len(steps) - 1) + [False]
     found = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     expected = oracle()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_gradients_accumulate_until_sync_is_set_again():
-    run_distributed(_accumulates, 2)
+@pytest.mark.parametrize("kept", ["none", "ends", "all"])
+def test_gradients_accumulate_until_sync_is_set_again(kept):
+    run_distributed(_accumulates, 2, kept)
 
 
 def _evaluates() -> None:
@@ -67,11 +76,14 @@ def test_ranks_that_ask_for_different_things_hear_of_it():
     run_distributed(_differs, 2)
 
 
-def test_without_an_accelerator_memory_is_not_pinned_which_is_said_once():
+def _offloads() -> None:
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="pin_memory is set"):
-        policy = usable_offload_policy(CPUOffloadPolicy(pin_memory=True))
-    assert isinstance(policy, CPUOffloadPolicy) and not policy.pin_memory
-    assert usable_offload_policy(None) is None
-    plain = CPUOffloadPolicy(pin_memory=False)
-    assert usable_offload_policy(plain) is plain
+        _sharded(cpu_offload=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _sharded(cpu_offload=True, pin_memory=False)
+
+
+def test_without_an_accelerator_memory_is_not_pinned_which_is_said_once():
+    run_distributed(_offloads, 2)

@@ -1,0 +1,27 @@
+"""Memory for what comes and goes within a step, and is to leave no trace in a process' peak."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+
+def passing_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`[numel]`, of any values: on the CPU it goes back to the system as soon as nothing refers to it.
+
+    The C allocator keeps pieces of up to 32 MiB that were given back to it, whichever thread did, in the midst of what
+    else it has handed out; what then fits between them decides how much a process holds at its peak. On an accelerator
+    torch's own allocator keeps memory for the next taker.
+    """
+    num_bytes = numel * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _LEAST_BYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+_LEAST_BYTES = 2**20

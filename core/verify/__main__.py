@@ -1,0 +1,89 @@
+"""The command ``python -m core.verify my_module:build --steps 10``.
+
+It starts its ranks itself, one for each GPU, or two under gloo where there is none; under a launcher (torchrun, Slurm)
+it uses the ranks that it is given. The exit status is 0 if every wrapper is equal, 1 if one is not, 2 if there was
+nothing to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .. import device
+from ..training.entry import run_command
+from ..training.launch import run_ranks
+from .lockstep import WRAPPERS, Options, verify
+from .subject import load_subject
+
+NOT_EQUAL_STATUS = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Verifies as the command line asks, and returns the exit status."""
+    options = _parse(arguments)
+    if "RANK" not in os.environ:
+        ranks = options.nproc_per_node or (torch.cuda.device_count() if device.device_type() == "cuda" else 2)
+        return run_ranks(ranks, ["-m", "core.verify", *arguments])
+    statuses: list[int] = []
+    run_command(lambda _: statuses.append(_verify(options)), [])
+    return statuses[0]
+
+
+def _verify(options: argparse.Namespace) -> int:
+    settings = Options(
+        steps=options.steps, micro_batches=options.micro_batches, optimizer=options.optimizer, lr=options.lr
+    )
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device.init_process_group(timeout_minutes=5.0)
+    subject = load_subject(options.build)
+    _say(
+        f"{subject.name} on {dist.get_world_size()} ranks ({device.device_type()}): {settings.steps} steps of "
+        f"{settings.micro_batches} micro-batches, {settings.optimizer}\n"
+    )
+    differing = []
+    for verdict in verify(subject, settings, options.wrappers):
+        of = f", as {verdict.reference}" if verdict.is_equal and not verdict.inapplicable else ""
+        _say(f"  {verdict}{of}\n")
+        if not verdict.is_equal:
+            differing.append(verdict.wrapper)
+    _say(f"not equal: {'; '.join(differing)}\n" if differing else "equal\n")
+    return NOT_EQUAL_STATUS if differing else 0
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m core.verify",
+        description="Trains a model under every wrapper and says whether, and where, the numbers part.",
+    )
+    parser.add_argument(
+        "build", metavar="module:function", help="builds the model; docs/verify.md says what it returns"
+    )
+    defaults = Options()
+    parser.add_argument("--steps", type=int, default=defaults.steps, help="optimizer steps, 10 by default")
+    parser.add_argument("--micro-batches", type=int, default=defaults.micro_batches, help="of a step, 2 by default")
+    parser.add_argument("--optimizer", choices=("sgd", "adam"), default=defaults.optimizer, help="sgd by default")
+    parser.add_argument("--lr", type=float, default=defaults.lr, help="learning rate, 0.05 by default")
+    parser.add_argument(
+        "--wrappers", nargs="+", metavar="WRAPPER", help=f"only these, of: {'; '.join(WRAPPERS)}; all by default"
+    )
+    parser.add_argument("--nproc-per-node", type=int, help="ranks to start: by default one a GPU, or two without")
+    options = parser.parse_args(arguments)
+    if options.nproc_per_node is not None and options.nproc_per_node < 1:
+        parser.error(f"--nproc-per-node is {options.nproc_per_node}; it takes a positive number")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,241 @@
+"""Two trainings side by side, step by step, up to where they part; and every wrapper so compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import parallel_state
+from ..distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from ..errors import ConfigError, ShardstackError, WrapError
+from ..optimizer import OptimizerConfig
+from .subject import Subject
+from .trainings import SerialTraining, Training, WrappedTraining
+
+REPLICAS = "ddp"
+"""What every other wrapper is compared with; itself it is compared with one process."""
+
+_OVERLAP = {"overlap_grad_reduce": True, "num_buckets": 4}
+_OVERLAP_BOTH = {**_OVERLAP, "overlap_param_gather": True}
+_ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+_ZERO2 = {"data_parallel_sharding_strategy": "optim_grads", "num_buckets": 4}
+_HYBRID = {"num_distributed_optimizer_instances": 2}
+
+WRAPPERS: dict[str, Mapping[str, Any]] = {
+    REPLICAS: {},
+    "ddp, overlapped": _OVERLAP,
+    "zero1": _ZERO1,
+    "zero1, overlapped": _ZERO1 | _OVERLAP_BOTH,
+    "zero2": _ZERO2,
+    "zero2, overlapped": _ZERO2 | _OVERLAP_BOTH,
+    "zero2, every micro-batch": {**_ZERO2, "reduce_every_micro_batch": True},
+    "fsdp2": {},
+    "fsdp2, kept gathered": {"reshard_after_forward": False},
+    "fsdp2, every micro-batch": {"reduce_every_micro_batch": True},
+    "fsdp2, recomputed": {"activation_checkpointing": "full"},
+    "hybrid zero2": _ZERO2 | _HYBRID,
+    "hybrid fsdp2": _HYBRID,
+}
+"""What is verified, in this order. Hybrids, two groups that shard each for itself, take an even number from four."""
+
+
+_MAY_NOT_APPLY = ("fsdp2, recomputed",)
+"""To a model without blocks of several layers, which is none the worse for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How long and how a model is trained."""
+
+    steps: int = 10
+    micro_batches: int = 2
+    """Of a step, on each rank."""
+    optimizer: str = "sgd"
+    """``sgd`` with momentum, or ``adam``, which turns rounding in a tiny gradient into a step of the whole rate."""
+    lr: float = 0.05
+    """The gradient's norm is clipped to one, so that this is about how far a step goes."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first difference between two trainings: the smallest step, and in it loss, then gradients, then weights."""
+
+    step: int
+    what: str
+    """``loss``, ``gradient`` or ``weight``."""
+    parameter: str
+    """Its name; empty for the loss."""
+    off: float
+    """By how much, relative to the norm of what it is compared with; NaN where a side is not finite."""
+    rank: int = 0
+    """The first rank to see it."""
+
+    def __str__(self) -> str:
+        of = f" of {self.parameter}" if self.parameter else ""
+        by = f"off by {self.off:.1e}" if math.isfinite(self.off) else "not finite"
+        return f"parts at step {self.step}: the {self.what}{of} is {by} (rank {self.rank})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one wrapper."""
+
+    wrapper: str
+    reference: str
+    """What it was compared with."""
+    tolerance: float
+    """Within which they are equal, or 0 for bit by bit."""
+    parting: Parting | None = None
+    failure: str = ""
+    """Why it could not run at all."""
+    inapplicable: str = ""
+    """Why there is nothing to compare."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the numbers are the same."""
+        return self.parting is None and not self.failure
+
+    def __str__(self) -> str:
+        if self.failure or self.inapplicable:
+            found = f"cannot run: {self.failure}" if self.failure else f"not run: {self.inapplicable}"
+        elif self.parting is not None:
+            found = str(self.parting)
+        else:
+            found = "equal, bit by bit" if self.tolerance == 0.0 else f"equal within {self.tolerance:g}"
+        return f"{self.wrapper:26}{found}"
+
+
+def names_of_wrappers(world_size: int) -> list[str]:
+    """Those that this number of ranks can run."""
+    can_be_hybrid = world_size >= 4 and world_size % 2 == 0
+    return [name for name in WRAPPERS if can_be_hybrid or not name.startswith("hybrid")]
+
+
+def verify(subject: Subject, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
+    """Compares every wrapper, one verdict after the other; all ranks of the default group call it together.
+
+    Plain replicas are compared with one process, and every other wrapper with plain replicas: at two ranks bit by
+    bit, because two numbers add in one order only; beyond, and where micro-batches are reduced one by one, within what
+    rounding does.
+
+    Args:
+        wrappers: names of :data:`WRAPPERS`; None for all that the ranks can run.
+
+    Raises:
+        ConfigError: the subject builds nothing that can be trained, or not the same twice; an unknown wrapper.
+    """
+    known = names_of_wrappers(dist.get_world_size())
+    chosen = known if wrappers is None else list(wrappers)
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise ConfigError(f"wrapper {unknown[0]!r} is unknown on {dist.get_world_size()} ranks; choose of {known}")
+    model = subject.check()
+    rounding = _rounding(model.parameters())
+    rate = OptimizerConfig(optimizer=options.optimizer, lr=options.lr, weight_decay=0.0, clip_grad=1.0)
+    del model
+
+    def wrapped(name: str) -> Training:
+        return WrappedTraining(subject, _config(name), rate, options.micro_batches)
+
+    for name in chosen:
+        if name == REPLICAS:
+            reference, tolerance = "one process", rounding
+        else:
+            reference, tolerance = REPLICAS, rounding if _adds_in_another_order(name) else 0.0
+        try:
+            expected = SerialTraining(subject, rate, options.micro_batches) if name == REPLICAS else wrapped(REPLICAS)
+            parting = _first_parting(wrapped(name), expected, options.steps, tolerance)
+            yield Verdict(name, reference, tolerance, parting)
+        except ShardstackError as error:
+            if isinstance(error, ConfigError) and subject.name in str(error):
+                raise  # of the subject, and of no wrapper
+            said = " ".join(str(error).split())
+            does_not_apply = name in _MAY_NOT_APPLY and isinstance(error, (WrapError, ConfigError))
+            if does_not_apply:
+                yield Verdict(name, reference, tolerance, inapplicable=said)
+            else:
+                yield Verdict(name, reference, tolerance, failure=said)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def _config(wrapper: str) -> DistributedDataParallelConfig:
+    kind = TorchFullyShardedDataParallelConfig if "fsdp2" in wrapper else DistributedDataParallelConfig
+    return kind(**WRAPPERS[wrapper])
+
+
+def _adds_in_another_order(wrapper: str) -> bool:
+    return dist.get_world_size() > 2 or "every micro-batch" in wrapper
+
+
+def _rounding(parameters: Iterator[Tensor]) -> float:
+    """What another order of additions may change of a loss or gradient, by the least precise parameter."""
+    eps = max(torch.finfo(p.dtype).eps for p in parameters if p.is_floating_point())
+    return 8 * eps if eps > 1e-4 else 64 * eps  # in bf16 64 would be half of everything
+
+
+def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: float) -> Parting | None:
+    for step in range(steps):
+        found = _of_all_ranks(_compare_step(ours, theirs, step, tolerance))
+        if found is not None:
+            return found
+    return None
+
+
+def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> Parting | None:
+    """One step of both; collectives are the same whatever is found."""
+    loss, expected = ours.backward(step), theirs.backward(step)
+    found: Parting | None = None
+    off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0
+    if not off <= tolerance or not math.isfinite(loss):
+        found = Parting(step, "loss", "", off, dist.get_rank())
+    gradients = _first_difference(step, "gradient", ours.gradients(), theirs.gradients(), tolerance)
+    ours.update()
+    theirs.update()
+    weights = _first_difference(step, "weight", ours.weights(), theirs.weights(), tolerance)
+    return found or gradients or weights
+
+
+def _first_difference(
+    step: int,
+    what: str,
+    ours: Iterator[tuple[str, Tensor]],
+    theirs: Iterator[tuple[str, Tensor]],
+    tolerance: float,
+) -> Parting | None:
+    differing: list[tuple[str, float, float]] = []
+    total = 0.0
+    for (name, found), (other, expected) in zip(ours, theirs, strict=True):
+        if name != other:
+            raise ConfigError(f"the parameter {other} is {name} under a wrapper; its module renames what it holds")
+        norm = float(expected.double().norm())
+        total += norm * norm
+        if not bool(torch.equal(found, expected)) or not math.isfinite(norm):
+            differing.append((name, float((found.double() - expected.double()).norm()), norm))
+    # What rounding leaves of a gradient that should be zero is measured by all gradients.
+    least = 0.01 * math.sqrt(total) if tolerance else 0.0
+    for name, distance, norm in differing:
+        off = distance / max(norm, least, 1e-30)
+        if not off <= tolerance:
+            return Parting(step, what, name, off, dist.get_rank())
+    return None
+
+
+def _of_all_ranks(found: Parting | None) -> Parting | None:
+    """What the first rank that saw something saw: a replica may be wrong on one rank alone."""
+    of_ranks: list[Parting | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    order = {"loss": 0, "gradient": 1, "weight": 2}
+    return min((p for p in of_ranks if p is not None), key=lambda p: (order[p.what], p.rank), default=None)

@@ -1,0 +1,137 @@
+"""A training that stops between backward and update, and shows its gradients and weights as whole tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import parallel_state
+from ..dist_checkpointing import FlatRange
+from ..distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
+from ..distributed.data_parallel_base import unwrap_model
+from ..distributed.parallelizer.fsdp2 import ITEMS_OF_CONTAINERS
+from ..optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from .subject import Subject, scalar_loss
+
+
+class Training(ABC):
+    """A model, its optimizer, and a step in two halves; every rank calls everything together."""
+
+    model: nn.Module
+    optimizer: MegatronOptimizer
+
+    @abstractmethod
+    def backward(self, step: int) -> float:
+        """Runs the micro-batches of a step, and returns the mean loss over all ranks."""
+
+    def update(self) -> None:
+        """Makes the step that `backward` prepared."""
+        self.optimizer.step()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Between the two: what the optimizer is about to read of each parameter, whole."""
+        for name, gradient in self.optimizer.gradient_tensors().items():
+            yield name, whole(gradient)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter, whole; frozen ones too."""
+        model = unwrap_model(self.model)
+        tensors = model.state_dict()  # waits for what an optimizer has left under way
+        for name, _ in model.named_parameters():
+            yield name, whole(tensors[name])
+
+
+class WrappedTraining(Training):
+    """Under a wrapper; each rank takes its own micro-batches."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        ddp_config: DistributedDataParallelConfig,
+        optimizer: OptimizerConfig,
+        micro_batches: int,
+    ) -> None:
+        instances = ddp_config.num_distributed_optimizer_instances
+        if instances > 1:
+            parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+        model, self._loss = subject.build()
+        is_fsdp2 = isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
+        # No config of the model's: it runs in the precision in which it was built, under every wrapper alike.
+        self.model = self._wrapper = wrap_model(
+            model,
+            SimpleNamespace(),
+            ddp_config,
+            process_group=None if instances > 1 else dist.group.WORLD,
+            sub_modules_to_wrap=ITEMS_OF_CONTAINERS if is_fsdp2 else None,
+        )
+        self.optimizer = get_megatron_optimizer(optimizer, [self.model])
+        self._subject, self._micro_batches = subject, micro_batches
+
+    def backward(self, step: int) -> float:
+        model, number = self._wrapper, self._micro_batches
+        total = torch.zeros((), dtype=torch.float64)
+        model.zero_grad_buffer()
+        for micro_batch in range(number):
+            index = (step * number + micro_batch) * dist.get_world_size() + dist.get_rank()
+            with model.no_sync() if micro_batch < number - 1 else nullcontext():
+                loss = scalar_loss(self._subject, self._loss, model, index)
+                (loss / number).backward()
+            total += loss.detach().double().cpu()
+        finalize_model_grads([model])
+        return _mean_over_ranks(total / number)
+
+
+class SerialTraining(Training):
+    """Without a wrapper: every rank goes through the micro-batches of all, and so all do the same."""
+
+    def __init__(self, subject: Subject, optimizer: OptimizerConfig, micro_batches: int) -> None:
+        self.model, self._loss = subject.build()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)  # as wrappers do, should ranks have built different values
+        self.optimizer = get_megatron_optimizer(optimizer, [self.model])
+        self._subject, self._micro_batches = subject, micro_batches
+
+    def backward(self, step: int) -> float:
+        number = self._micro_batches * dist.get_world_size()
+        total = 0.0
+        self.optimizer.zero_grad()
+        for index in range(step * number, (step + 1) * number):
+            loss = scalar_loss(self._subject, self._loss, self.model, index)
+            (loss / number).backward()
+            total += loss.item() / number
+        return total
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, of which a rank may hold a shard or a run of elements; every rank calls it."""
+    if isinstance(tensor, DTensor):
+        full: Tensor = tensor.full_tensor()
+        return full.detach()
+    if not isinstance(tensor, FlatRange):
+        return tensor.detach()
+    found = torch.zeros(2, *tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
+    for offsets, piece in tensor.pieces():
+        place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
+        found[0][place] = piece
+        found[1][place] = 1.0
+    dist.all_reduce(found)
+    return found[0] / found[1]  # replicas of a hybrid hold the same range: 2 x / 2 is x again
+
+
+def _mean_over_ranks(value: Tensor) -> float:
+    total = value.to(torch.float64)
+    on_device = total.to("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+    dist.all_reduce(on_device)
+    return float(on_device) / dist.get_world_size()

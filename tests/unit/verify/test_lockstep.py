@@ -1,0 +1,178 @@
+"""Every wrapper is equal on what it should be equal on, and a difference is named by its step and parameter."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.distributed import DistributedDataParallel, TorchFullyShardedDataParallel, _BaseDataParallel
+from core.distributed.data_parallel_base import unwrap_model
+from core.errors import ConfigError, WrapError
+from core.optimizer.distrib_optimizer import DistributedOptimizer
+from core.verify import Options, Parting, Verdict, load_subject, verify
+from core.verify.lockstep import WRAPPERS, names_of_wrappers
+from tests.functional._faults import FAULTS
+from tests.unit._spawn import RankFailure, run_distributed
+
+MODELS = "tests.unit.verify._models"
+
+
+def _verified(function: str, options: Options, wrappers: list[str] | None = None, fault: str = "") -> list[Verdict]:
+    subject = load_subject(f"{MODELS}:{function}")
+    with PLANTED[fault]() if fault else mock.MagicMock():
+        return list(verify(subject, options, wrappers))
+
+
+# ---- what is planted
+
+
+@contextmanager
+def _one_gradient_doubled_in_the_fourth_step() -> Iterator[None]:
+    """FSDP2 on every rank."""
+    finish, calls = TorchFullyShardedDataParallel._finish_grad_sync, itertools.count()
+
+    def planted(self: TorchFullyShardedDataParallel, force: bool) -> None:
+        finish(self, force)
+        if next(calls) == 3:
+            dict(unwrap_model(self).named_parameters())["layers.0.0.bias"].grad *= 2  # type: ignore[operator]
+
+    with mock.patch.object(TorchFullyShardedDataParallel, "_finish_grad_sync", planted):
+        yield
+
+
+@contextmanager
+def _one_weight_stale_on_the_second_rank() -> Iterator[None]:
+    """ZeRO-1 in its second step."""
+    publish, calls = DistributedOptimizer._publish_parameters, itertools.count()
+
+    def planted(self: DistributedOptimizer) -> None:
+        weight = dict(unwrap_model(self._wrappers[0]).named_parameters())["last.bias"]
+        before = weight.detach().clone()
+        publish(self)
+        if next(calls) == 1 and dist.get_rank() == 1:
+            with torch.no_grad():
+                weight.copy_(before)
+
+    with mock.patch.object(DistributedOptimizer, "_publish_parameters", planted):
+        yield
+
+
+@contextmanager
+def _a_sum_in_place_of_a_mean() -> Iterator[None]:
+    """Every wrapper alike, so that only one process shows it."""
+    with FAULTS["doubled_gradients"].planted():
+        yield
+
+
+@contextmanager
+def _a_gradient_that_is_not_finite() -> Iterator[None]:
+    finish = DistributedDataParallel._finish_grad_sync
+
+    def planted(self: _BaseDataParallel, force: bool) -> None:
+        finish(self, force)  # type: ignore[arg-type]
+        if self.ddp_config.sharding_strategy == "optim":
+            self.scale_gradients(math.nan)
+
+    with mock.patch.object(DistributedDataParallel, "_finish_grad_sync", planted):
+        yield
+
+
+@contextmanager
+def _a_wrapper_that_refuses() -> Iterator[None]:
+    with mock.patch("core.verify.trainings.wrap_model", side_effect=WrapError("not\nthis model")):
+        yield
+
+
+PLANTED: dict[str, Callable] = {
+    "doubled": _one_gradient_doubled_in_the_fourth_step,
+    "stale": _one_weight_stale_on_the_second_rank,
+    "sum": _a_sum_in_place_of_a_mean,
+    "refused": _a_wrapper_that_refuses,
+    "nan": _a_gradient_that_is_not_finite,
+}
+
+
+# ---- equal
+
+
+def test_every_wrapper_is_equal_on_two_ranks():
+    first, second = run_distributed(_verified, 2, "build", Options(steps=4))
+    assert first == second
+    assert (
+        [verdict.wrapper for verdict in first]
+        == names_of_wrappers(2)
+        == [name for name in WRAPPERS if not name.startswith("hybrid")]
+    )
+    assert [str(verdict) for verdict in first if not verdict.is_equal or verdict.inapplicable] == []
+    exact = {verdict.wrapper for verdict in first if verdict.tolerance == 0.0}
+    assert exact == {n for n in names_of_wrappers(2) if n != "ddp" and "every micro-batch" not in n}
+    assert {verdict.reference for verdict in first} == {"one process", "ddp"}
+
+
+@pytest.mark.parametrize("function", ["Tokens", "build_in_bf16"])
+def test_other_models_are_equal(function: str):
+    wrappers = ["ddp", "zero2, overlapped", "fsdp2"]
+    (verdicts, _) = run_distributed(_verified, 2, function, Options(steps=3, optimizer="adam", lr=0.01), wrappers)
+    assert [str(verdict) for verdict in verdicts if not verdict.is_equal] == []
+
+
+@pytest.mark.long
+def test_every_wrapper_is_equal_on_four_ranks():
+    verdicts = run_distributed(_verified, 4, "build", Options(steps=4))[0]
+    assert [verdict.wrapper for verdict in verdicts] == list(WRAPPERS)
+    assert [str(verdict) for verdict in verdicts if not verdict.is_equal] == []
+
+
+# ---- not equal
+
+
+@pytest.mark.parametrize(
+    ("fault", "wrappers", "expected"),
+    [
+        ("doubled", ["zero1", "fsdp2"], [None, Parting(3, "gradient", "layers.0.0.bias", 1.0, 0)]),
+        ("stale", ["zero1", "fsdp2"], [Parting(1, "weight", "last.bias", math.inf, 1), None]),
+        ("sum", ["ddp", "fsdp2"], [Parting(0, "gradient", "first.weight", 1.0, 0), None]),
+        ("nan", ["zero1"], [Parting(0, "gradient", "first.weight", math.nan, 0)]),
+    ],
+)
+def test_a_planted_difference_is_named(fault: str, wrappers: list[str], expected: list[Parting | None]):
+    ranks = run_distributed(_verified, 2, "build", Options(steps=5), wrappers, fault)
+    for verdicts in ranks:
+        for verdict, parting in zip(verdicts, expected, strict=True):
+            assert verdict.is_equal == (parting is None), verdict
+            if parting is not None:
+                found = verdict.parting
+                names = (found.step, found.what, found.parameter, found.rank)
+                assert names == (parting.step, parting.what, parting.parameter, parting.rank)
+                if math.isnan(parting.off):
+                    assert str(found) == "parts at step 0: the gradient of first.weight is not finite (rank 0)"
+                elif math.isfinite(parting.off):
+                    assert found.off == pytest.approx(parting.off, rel=0.05)
+
+
+def test_a_setting_that_does_not_apply_and_a_wrapper_that_refuses_are_told_apart():
+    (verdicts, _) = run_distributed(_verified, 2, "Tokens", Options(steps=1), ["fsdp2, recomputed"])
+    assert verdicts[0].is_equal and "no unit has more than one layer" in verdicts[0].inapplicable
+    assert str(verdicts[0]).startswith("fsdp2, recomputed         not run: ")
+    (verdicts, _) = run_distributed(_verified, 2, "build", Options(steps=1), ["zero2"], "refused")
+    assert not verdicts[0].is_equal and str(verdicts[0]) == "zero2                     cannot run: not this model"
+
+
+def test_a_hook_that_one_wrapper_does_not_know_is_named():
+    (verdicts, _) = run_distributed(_verified, 2, "build_with_a_hook", Options(steps=2), ["zero1", "fsdp2"])
+    assert verdicts[0].is_equal
+    assert str(verdicts[1].parting).startswith("parts at step 0: the gradient of layers.0.0.bias is off by 5.0e-01")
+
+
+def test_an_unknown_wrapper_and_a_length_of_nothing_are_refused():
+    with pytest.raises(RankFailure, match=r"wrapper 'zero4' is unknown on 2 ranks; choose of \['ddp'"):
+        run_distributed(_verified, 2, "build", Options(), ["zero4"])
+    with pytest.raises(ConfigError, match="steps is 0; it takes a positive number"):
+        Options(steps=0)
