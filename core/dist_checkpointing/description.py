@@ -78,8 +78,8 @@ def differences(one: Opened, other: Opened, *, contents: bool = False) -> list[s
     """In what two checkpoints differ, a line each; none where they are the same.
 
     Args:
-        contents: read the tensors too, box by box, and say how far apart they are. Without it contents are not
-            compared.
+        contents: read the tensors too, box by box, and say how far apart they are. Without it their hashes are
+            compared, where both checkpoints have some.
     """
     found = [*_metadata_differences(one.index.metadata, other.index.metadata)]
     ours, theirs = one.index.tensors, other.index.tensors
@@ -88,8 +88,10 @@ def differences(one: Opened, other: Opened, *, contents: bool = False) -> list[s
     for name in sorted(ours.keys() & theirs.keys()):
         if _kind(ours[name]) != _kind(theirs[name]):
             found.append(f"{name}: {_kind(ours[name])} and {_kind(theirs[name])}")
-        elif contents and (apart := _apart(name, one, other)):
-            found.append(f"{name}: {apart}")
+        elif contents:
+            found += [f"{name}: {apart}" for apart in _apart(name, one, other)]
+        elif None not in (hashes := (ours[name].content_hash, theirs[name].content_hash)) and hashes[0] != hashes[1]:
+            found.append(f"{name}: other contents, by their hashes")
     return found
 
 
@@ -222,8 +224,13 @@ def _metadata_differences(one: Any, other: Any, where: str = "") -> Iterator[str
         yield f"{where}: {_value(one)} and {_value(other)}"
 
 
-def _apart(name: str, one: Opened, other: Opened) -> str:
-    """How far apart two tensors of one shape are; empty where they are bitwise the same."""
+def have_hashes(opened: Opened) -> bool:
+    """Whether contents can be compared without being read."""
+    return all(entry.content_hash is not None for entry in opened.index.tensors.values())
+
+
+def _apart(name: str, one: Opened, other: Opened) -> list[str]:
+    """How far apart two tensors of one shape are; nothing where they are bitwise the same."""
     entry = one.index.tensors[name]
     readers = [BoxReader(opened.folder, opened.index) for opened in (one, other)]
     differing, largest = 0, 0.0
@@ -234,8 +241,8 @@ def _apart(name: str, one: Opened, other: Opened) -> str:
             differing += int(unequal.view(*a.shape, -1).any(-1).sum())
             largest = max(largest, float((a.double() - b.double()).abs().nan_to_num(math.inf).max()))
     if not differing:
-        return ""
-    return f"{differing} of {math.prod(entry.shape)} elements differ, by {largest:.3g} at most"
+        return []
+    return [f"{differing} of {math.prod(entry.shape)} elements differ, by {largest:.3g} at most"]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .description import check_comparable, describe, differences, open_checkpoint, shown
+from .description import check_comparable, describe, differences, have_hashes, open_checkpoint, shown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("other", type=Path, nargs="?", help="another, to compare with")
     parser.add_argument("--expand", action="store_true", help="every layer for itself, also where they are alike")
-    parser.add_argument("--contents", action="store_true", help="compare what the tensors contain too")
+    parser.add_argument("--contents", action="store_true", help="read the tensors too, and say how far apart they are")
     asked = parser.parse_args(arguments)
     if asked.other is None and asked.contents:
         parser.error("--contents compares two checkpoints, and one is given")
@@ -44,8 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    compared = "described and contain the same" if asked.contents else "described the same; contents not compared"
-    sys.stdout.write("\n".join(shown(found) or [f"{one.folder} and {other.folder} are {compared}"]) + "\n")
+    compared = "contents not compared, for want of hashes: add --contents"
+    if asked.contents or (have_hashes(one) and have_hashes(other)):
+        compared = "tensors have the same contents" + ("" if asked.contents else ", by their hashes")
+    same = f"{one.folder} and {other.folder} are described the same; {compared}"
+    sys.stdout.write("\n".join(shown(found) or [same]) + "\n")
     return 1 if found else 0
 
 

@@ -37,6 +37,7 @@ from ..dist_checkpointing.safe_metadata import INDEX_FILE
 from ..dist_checkpointing.verification import damage
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError
+from ..models.gpt.architecture import TRANSFORMER_FIELDS
 from ..tensor_parallel.random import get_rng_tracker
 from .config import PretrainConfig
 from .state import TrainingState
@@ -54,11 +55,7 @@ _METADATA: dict[str, type] = {
     "layout": dict,
 }
 _MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
-    "model": (
-        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
-        *("normalization", "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "qk_layernorm"),
-        *("rotary_percent", "rotary_base", "layernorm_epsilon"),
-    ),
+    "model": TRANSFORMER_FIELDS,
     "gpt": ("position_embedding_type", "untie_embeddings_and_output_weights"),
 }
 
@@ -108,7 +105,7 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
     with _another_offered(folder, ranks):
         metadata = ranks.from_first(lambda: load_metadata(folder))
     check_is_run(metadata, folder)
-    if "optimizer" not in metadata:
+    if not metadata["optimizer"]:
         raise CheckpointError(
             f"{folder} holds weights alone, and no run to continue; start one with --pretrained-checkpoint {root}"
         )

@@ -172,6 +172,8 @@ def save_weights(model: GPTModel, config: PretrainConfig, root: Path) -> None:
     metadata = {
         "iteration": 0,
         "consumed_samples": 0,
+        "optimizer": {},
+        "scheduler": {},
         "vocab_size": model.vocab_size,
         "config": config.to_json(),
         "model_tensors": sorted(tensors),

@@ -64,13 +64,15 @@ def test_two_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     state = _state()
     state["model.layers.3.mlp.weight"][1, 2] += 0.5
     save(state, tmp_path / "b" / "iter_0000030", metadata=_metadata())
-    assert main([str(run), str(tmp_path / "b")]) == 0
-    assert "contents not compared" in capsys.readouterr().out
+    assert main([str(run), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out == "model.layers.3.mlp.weight: other contents, by their hashes\n"
     assert main([str(run), str(tmp_path / "b"), "--contents"]) == 1
     found = capsys.readouterr().out
     assert found == "model.layers.3.mlp.weight: 1 of 12 elements differ, by 0.5 at most\n"
     assert main([str(run), str(run), "--contents"]) == 0
-    assert "described and contain the same" in capsys.readouterr().out
+    assert "tensors have the same contents\n" in capsys.readouterr().out
+    assert main([str(run), str(run)]) == 0
+    assert "tensors have the same contents, by their hashes\n" in capsys.readouterr().out
 
     state |= {"extra": torch.zeros(2), "model.embedding.weight": torch.zeros(300, 8)}
     del state["optimizer.step"]
@@ -83,11 +85,14 @@ def test_two_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         "optimizer.step: only in the first, int64 []",
         "extra: only in the second, float32 [2]",
         "model.embedding.weight: float32 [300, 7] and float32 [300, 8]",
+        "model.layers.3.mlp.weight: other contents, by their hashes",
     ]
 
 
 def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_safetensors(tmp_path, {"a.0.b": (torch.float16, (2, 3))}, lambda name: torch.zeros(2, 3).half())
+    assert main([str(tmp_path), str(tmp_path)]) == 0
+    assert "contents not compared, for want of hashes" in capsys.readouterr().out
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "  tensors alone, no metadata",
