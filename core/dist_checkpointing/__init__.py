@@ -1,13 +1,16 @@
 """Checkpoints and global views of tensors that ranks hold in pieces; knows tensors and meshes, never models."""
 
+from .async_save import AsyncSaver
 from .flat_range import FlatRange, flat_range_view
-from .folders import checkpoint_directory, latest_checkpoint
+from .folders import Retention, checkpoint_directory, latest_checkpoint
 from .global_view import global_shape, global_view, local_slices, local_tensor
 from .model_state import load_model_state_dict, model_state_dict
-from .serialization import load, load_metadata, save
+from .serialization import load, load_metadata, save, verify
 
 __all__ = [
+    "AsyncSaver",
     "FlatRange",
+    "Retention",
     "checkpoint_directory",
     "flat_range_view",
     "global_shape",
@@ -20,4 +23,5 @@ __all__ = [
     "local_tensor",
     "model_state_dict",
     "save",
+    "verify",
 ]

@@ -6,7 +6,7 @@
       latest               "iter_0000100"
 
 A checkpoint is written aside, forced to disk, renamed into place, and only then named in ``latest``: a crash at any
-moment leaves the previous one whole and pointed at.
+moment leaves the previous one whole and pointed at. One run saves into a root at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -21,6 +23,7 @@ from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 
 LATEST_FILE = "latest"
 _ITERATION = re.compile(r"iter_\d{7,}")
+_LEFT_OVER = re.compile(r"\.iter_\d{7,}\.(tmp|removed)")
 
 
 def checkpoint_directory(root: str | os.PathLike[str], iteration: int) -> Path:
@@ -38,8 +41,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     """
     pointer = Path(root) / LATEST_FILE
     if not pointer.exists():
-        folders = [p for p in Path(root).glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / INDEX_FILE).is_file()]
-        return max(folders, key=lambda folder: int(folder.name[len("iter_") :]), default=None)
+        return next(iter(complete_checkpoints(root)), None)
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not name or name in (".", "..") or Path(name).name != name:
         raise CheckpointError(
@@ -47,8 +49,10 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
         )
     folder = Path(root) / name
     if not (existing_folder(folder) / INDEX_FILE).is_file():
+        others = ", ".join(path.name for path in complete_checkpoints(root)[:5])
         raise CheckpointError(
             f"{pointer} names {name!r}, and {folder} is no complete checkpoint; write the name of another one there"
+            f"{f' ({others})' if others else ''}"
         )
     return folder
 
@@ -69,6 +73,9 @@ def begin(folder: Path) -> Path:
     if temporary.exists():
         shutil.rmtree(temporary)  # of a save that was killed
     temporary.mkdir(parents=True)
+    for left in temporary.parent.iterdir():  # by saves of other iterations, or a removal, that were killed
+        if left != temporary and _LEFT_OVER.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
     return temporary
 
 
@@ -88,6 +95,46 @@ def publish(folder: Path) -> None:
     sync_folder(folder.parent)
     write_durably(folder.parent / LATEST_FILE, f"{folder.name}\n")
     shutil.rmtree(aside, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run stay when a new one stands."""
+
+    last: int
+    """So many of the highest iterations, at least one."""
+    every: int | None = None
+    """And those whose iteration is a multiple of this."""
+
+
+def prune(root: Path, keep: Retention) -> None:
+    """Removes the complete checkpoints ``root/iter_...`` that `keep` does not name.
+
+    Those of later iterations than the one that ``latest`` names, from before a run was continued from an earlier one,
+    are neither counted nor removed. One that cannot be removed is a warning, because the new one stands. A
+    removal begins by taking the name away, so that no half of a checkpoint is ever found under it.
+    """
+    named = complete_checkpoints(root)
+    pointed = latest_checkpoint(root)
+    until_now = named[named.index(pointed) :] if pointed in named else []
+    doomed = [path for path in until_now[keep.last :] if keep.every is None or _iteration(path) % keep.every != 0]
+    for path in doomed:
+        grave = path.with_name(f".{path.name}.removed")
+        try:
+            path.rename(grave)
+            shutil.rmtree(grave)
+        except OSError as error:
+            warnings.warn(f"{path} cannot be removed ({error.strerror}); remove it by hand", stacklevel=2)
+
+
+def complete_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
+    """The folders ``iter_...`` in `root` that hold a whole description, the highest iteration first."""
+    found = [p for p in Path(root).glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / INDEX_FILE).is_file()]
+    return sorted(found, key=_iteration, reverse=True)
+
+
+def _iteration(folder: Path) -> int:
+    return int(folder.name.removeprefix("iter_"))
 
 
 def discard(folder: Path) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..errors import CheckpointError
+from .content_hash import MODULUS
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -42,18 +43,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor, stored in one run of bytes."""
+class Box:
+    """A part of a tensor that is an interval in every dimension."""
 
     offsets: tuple[int, ...]
     """Where the box begins, per dimension of the whole tensor."""
     sizes: tuple[int, ...]
     """Its extent per dimension; none is 0."""
+
+
+@dataclass(frozen=True)
+class Piece(Box):
+    """A box of a tensor, stored in one run of bytes."""
+
     file: str
     """Name of a file in the checkpoint's folder."""
     start: int
     """Bytes from the beginning of the file."""
     num_bytes: int
+    hash: int | None = None
+    """What the box adds to the hash of the whole tensor (`content_hash`); None where the writer kept none."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,12 @@ class TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+    @property
+    def content_hash(self) -> int | None:
+        """The hash of the whole tensor's content, which does not depend on its pieces; None if one has none."""
+        hashes = [piece.hash for piece in self.pieces if piece.hash is not None]
+        return sum(hashes) % MODULUS if len(hashes) == len(self.pieces) else None
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,7 @@ class CheckpointIndex:
                 _require(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
                 _require(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")
             volume += elements
-        covered = volume == math.prod(entry.shape) and not _overlap(entry.pieces)
+        covered = volume == math.prod(entry.shape) and not overlap(entry.pieces)
         _require(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
 
     def as_torch(self) -> Metadata:
@@ -129,7 +144,7 @@ def _require(holds: bool, problem: str) -> None:
         raise CheckpointError(problem)
 
 
-def _overlap(pieces: Sequence[Piece]) -> bool:
+def overlap(pieces: Sequence[Box]) -> bool:
     """Whether two boxes share an element: a sweep along the dimension that tells most of them apart."""
     if len(pieces) < 2:
         return False
@@ -137,7 +152,7 @@ def _overlap(pieces: Sequence[Piece]) -> bool:
     if num_dims == 0:
         return True
     axis = max(range(num_dims), key=lambda dim: len({piece.offsets[dim] for piece in pieces}))
-    active: list[Piece] = []
+    active: list[Box] = []
     for piece in sorted(pieces, key=lambda piece: piece.offsets[axis]):
         active = [other for other in active if other.offsets[axis] + other.sizes[axis] > piece.offsets[axis]]
         if any(_boxes_meet(piece, other) for other in active):
@@ -146,7 +161,7 @@ def _overlap(pieces: Sequence[Piece]) -> bool:
     return False
 
 
-def _boxes_meet(one: Piece, other: Piece) -> bool:
+def _boxes_meet(one: Box, other: Box) -> bool:
     return all(
         a < b + b_size and b < a + a_size
         for a, a_size, b, b_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)

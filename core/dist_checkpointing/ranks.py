@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from ..errors import CheckpointError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Ranks:
@@ -59,6 +60,14 @@ class Ranks:
         if outcome[1] is not None:
             raise CheckpointError(outcome[1])
         return outcome[0]  # type: ignore[no-any-return]
+
+    def decided_by_first(self, value: T, decide: Callable[[list[T]], R]) -> R:
+        """What `decide` makes, on the group's first rank, of the small objects of all ranks; on all of them."""
+        gathered: list[Any] = [value] * self.size
+        if self.size > 1:
+            into = gathered if self.is_first else None
+            dist.gather_object(value, into, dst=self._first_global_rank(), group=self.group)
+        return self.from_first(lambda: decide(gathered))
 
     def on_all(self, run: Callable[[], T]) -> T:
         """Runs `run` on every rank and returns its result, or raises on all if it raised on one.

@@ -3,12 +3,16 @@
 Ours is JSON. torch's own writer leaves a pickle named ``.metadata``; a pickle is a program, so it goes through an
 unpickler that knows a handful of names and builds inert records for them: no class of torch, and no function, is
 ever called or even reachable. Both end as a :class:`CheckpointIndex` that has been checked statement by statement.
+
+Ours carries the SHA-256 of all that it says, so that a flipped bit in a step count is no other step count.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,9 @@ from .index import DTYPES, CheckpointIndex, Piece, TensorEntry, dtype_name
 INDEX_FILE = "checkpoint.json"
 TORCH_INDEX_FILE = ".metadata"
 _FORMAT = "shardstack-checkpoint"
-_VERSION = 1
+_HASH = re.compile(r"[0-9a-f]{16}")
+_VERSION = 2
+_KEYS = {"format", "version", "byte_order", "metadata", "file_bytes", "tensors"}
 
 
 def encode_index(index: CheckpointIndex) -> str:
@@ -31,7 +37,8 @@ def encode_index(index: CheckpointIndex) -> str:
         name: {
             "dtype": dtype_name(entry.dtype),
             "shape": entry.shape,
-            "pieces": [[p.offsets, p.sizes, p.file, p.start, p.num_bytes] for p in entry.pieces],
+            "hash": _hash_text(entry.content_hash),
+            "pieces": [[p.offsets, p.sizes, p.file, p.start, p.num_bytes, _hash_text(p.hash)] for p in entry.pieces],
         }
         for name, entry in index.tensors.items()
     }
@@ -43,6 +50,15 @@ def encode_index(index: CheckpointIndex) -> str:
         "file_bytes": index.file_bytes,
         "tensors": tensors,
     }
+    return _dump({**document, "sha256": seal(document)})
+
+
+def seal(document: dict[str, Any]) -> str:
+    """The SHA-256 of a description, without its own entry of that name."""
+    return hashlib.sha256(_dump({k: v for k, v in document.items() if k != "sha256"}).encode()).hexdigest()
+
+
+def _dump(document: dict[str, Any]) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
@@ -54,18 +70,22 @@ def decode_index(text: str) -> CheckpointIndex:
         raise CheckpointError(f"not valid JSON ({error})") from error
     _expect(isinstance(document, dict) and document.get("format") == _FORMAT, f'no "format": "{_FORMAT}"')
     version = document.get("version")
-    _expect(version == _VERSION, f"version {version!r}, and this library reads version {_VERSION}")
-    _expect(
-        document.keys() == {"format", "version", "byte_order", "metadata", "file_bytes", "tensors"}, "unknown keys"
-    )
+    _expect(version in (1, _VERSION), f"version {version!r}, and this library reads versions 1 and {_VERSION}")
+    sealed = version != 1  # the first version had neither hashes nor a seal
+    _expect(document.keys() == _KEYS | ({"sha256"} if sealed else set()), "unknown keys")
     order = document["byte_order"]
     _expect(order == sys.byteorder, f"bytes are in {order!r} order, and this machine's is {sys.byteorder!r}")
     metadata, file_bytes, tensors = (document[key] for key in ("metadata", "file_bytes", "tensors"))
     _expect(isinstance(metadata, dict) and isinstance(file_bytes, dict) and isinstance(tensors, dict), "no tables")
     _expect(all(_is_size(size) for size in file_bytes.values()), "sizes of files that are no integers")
-    entries = {name: _decode_tensor(name, value) for name, value in tensors.items()}
+    entries = {name: _decode_tensor(name, value, sealed) for name, value in tensors.items()}
     index = CheckpointIndex(entries, file_bytes, metadata)
     index.check()
+    if sealed:
+        for name, entry in entries.items():
+            adds_up = entry.content_hash == _hash_value(name, tensors[name]["hash"])
+            _expect(adds_up, f"tensor {name!r} has a hash that is not the sum of its pieces' hashes")
+        _expect(document["sha256"] == seal(document), "its text is not what was written (sha256)")
     return index
 
 
@@ -100,19 +120,34 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _decode_tensor(name: str, value: Any) -> TensorEntry:
-    known = isinstance(value, dict) and value.keys() == {"dtype", "shape", "pieces"}
+def _decode_tensor(name: str, value: Any, hashed: bool) -> TensorEntry:
+    keys = {"dtype", "shape", "pieces"} | ({"hash"} if hashed else set())
+    known = isinstance(value, dict) and value.keys() == keys
     _expect(known and isinstance(value["pieces"], list), f"tensor {name!r} has no dtype, shape and pieces")
     dtype = value["dtype"]
     _expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {name!r} has the unknown dtype {dtype!r}")
     pieces = []
     for piece in value["pieces"]:
-        _expect(isinstance(piece, list) and len(piece) == 5, f"tensor {name!r} has a piece without its five fields")
-        offsets, sizes, file, start, num_bytes = piece
+        complete = isinstance(piece, list) and len(piece) == 5 + hashed
+        _expect(complete, f"tensor {name!r} has a piece without its {'six' if hashed else 'five'} fields")
+        offsets, sizes, file, start, num_bytes = piece[:5]
         typed = isinstance(file, str) and _is_size(start) and _is_size(num_bytes)
         _expect(typed, f"tensor {name!r} has a piece at no place in a file")
-        pieces.append(Piece(_sizes(offsets), _sizes(sizes), file, start, num_bytes))
+        hashed_to = _hash_value(name, piece[5]) if hashed else None
+        pieces.append(Piece(_sizes(offsets), _sizes(sizes), file, start, num_bytes, hashed_to))
     return TensorEntry(DTYPES[dtype], _sizes(value["shape"]), tuple(pieces))
+
+
+def _hash_text(value: int | None) -> str:
+    if value is None:
+        raise CheckpointError("a piece without a hash cannot be described")
+    return f"{value:016x}"
+
+
+def _hash_value(name: str, text: Any) -> int:
+    valid = isinstance(text, str) and _HASH.fullmatch(text) is not None
+    _expect(valid, f"tensor {name!r} has {text!r} where a hash of 16 hexadecimal digits should be")
+    return int(text, 16)
 
 
 # The pickle of torch's own writer.
@@ -145,6 +180,7 @@ _TORCH_RECORDS = {
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
 }
+_MEGATRON_MODULES = "megatron.core.dist_checkpointing."
 
 
 class _InertUnpickler(pickle.Unpickler):
@@ -153,6 +189,8 @@ class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
+        if module.startswith(_MEGATRON_MODULES) and name == "MCoreMetadata":  # torch's, with notes on optimizer state
+            return type(name, (_Record,), {"kind": "Metadata"})
         if name in _TORCH_RECORDS.get(module, ()):
             # made anew each time: a pickle can set attributes on the classes it names, and must find only its own
             return type(name, (_Record,), {"kind": name})

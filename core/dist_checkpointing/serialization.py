@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from . import folders
 from .index import DTYPES, CheckpointIndex, dtype_name
 from .ranks import Ranks, joined_by_rank
 from .safe_metadata import json_problem
+from .staging import HostStaging
 from .storage import IndexedReader, RawWriter, read_index
+from .verification import damage, differing_tensors
 
 _PROBLEMS_SHOWN = 50
 
@@ -40,17 +43,22 @@ def save(
     directory: str | os.PathLike[str],
     *,
     metadata: Mapping[str, Any],
+    keep: folders.Retention | None = None,
+    staging: HostStaging | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint that appears at once: complete under its name, or not at all.
 
     A checkpoint of that name is replaced, at once too; any other folder of that name is left alone and refused. When
-    the checkpoint stands, the file ``latest`` beside it names it. Collective over `process_group`.
+    the checkpoint stands, the file ``latest`` beside it names it. With it a hash of each whole tensor is kept, which
+    does not depend on how the tensor is cut. Collective over `process_group`.
 
     Args:
         state: by name, tensors on any device. Of a tensor that several ranks hold, one writes it.
         directory: made, with its parents. All ranks must see the same file system.
         metadata: text keys and JSON values; tuples become lists. The first rank's is written.
+        keep: which older checkpoints ``iter_...`` beside it stay when it stands; None keeps all.
+        staging: takes copies of what this rank writes before it writes; `AsyncSaver` needs them.
         process_group: whose ranks write together; None is the default group, or this process alone.
 
     Raises:
@@ -58,7 +66,7 @@ def save(
     """
     ranks, folder = Ranks(process_group), _folder(directory)
     ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", _unsavable(state, metadata)))
-    writer = RawWriter(folder, dict(metadata))
+    writer = RawWriter(folder, metadata, keep, staging)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         _run_dcp(
@@ -75,23 +83,28 @@ def load(
     directory: str | os.PathLike[str],
     *,
     strict: bool = True,
+    verify: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fills the tensors of `state` in place from a checkpoint, whatever layout and world size wrote it.
 
-    Names, shapes, dtypes and files are checked on all ranks before the first value is written. Also reads what
-    ``torch.distributed.checkpoint.save`` wrote, without unpickling anything but tensors. Collective.
+    Names, shapes, dtypes and files are checked on all ranks before the first value is written. Tensors that are put
+    together from other pieces than they were saved in are compared, once loaded, with the hashes that were saved. Also
+    reads what ``torch.distributed.checkpoint.save`` wrote, without unpickling anything but tensors; it has no hashes.
+    Collective.
 
     Args:
         state: by name, plain tensors and DTensors; parameters are filled too.
         strict: every name of `state` must be in the checkpoint, and every name of the checkpoint in the `state` of
             some rank. Without it the names in common are loaded, of which there must be at least one.
+        verify: compare every tensor, and not only those that were cut anew.
 
     Returns:
         The metadata that was saved; empty for a checkpoint of torch's own.
 
     Raises:
-        CheckpointError: on all ranks. Names all missing, unexpected and mismatched tensors together.
+        CheckpointError: on all ranks. Names all missing, unexpected and mismatched tensors together; or all that are
+            not what was saved, and the damaged files: then tensors have been overwritten.
     """
     ranks, folder = Ranks(process_group), _folder(directory)
     found = folders.existing_folder(folder)
@@ -115,7 +128,19 @@ def load(
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = IndexedReader(found, index)
     _run_dcp(torch_load_sharded, _detached(wanted), ranks, f"loading {folder}", storage_reader=reader, planner=planner)
+    _verify(_detached(wanted), found, index, reader.resharded, verify, ranks)
     return index.metadata
+
+
+def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | None = None) -> None:
+    """Reads every byte of a checkpoint and compares it with the hashes that were saved. Collective.
+
+    Raises:
+        CheckpointError: on all ranks. Names each damaged file and the tensors that lie there.
+    """
+    folder = folders.existing_folder(_folder(directory))
+    if problems := damage(folder, Ranks(process_group)):
+        raise CheckpointError("; ".join(problems))
 
 
 def load_metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -125,6 +150,28 @@ def load_metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: as :func:`load` does, on this rank.
     """
     return read_index(folders.existing_folder(_folder(directory))).metadata
+
+
+def _verify(
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    index: CheckpointIndex,
+    resharded: set[str],
+    all_: bool,
+    ranks: Ranks,
+) -> None:
+    """Compares what was loaded with the hashes of the index: what was cut anew on some rank, or everything."""
+    hashed = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
+    if all_ and (without := sorted(index.tensors.keys() - hashed)):
+        raise CheckpointError(
+            f"{folder} cannot be verified: it keeps no hash of {len(without)} tensors, {without[0]} among them, as "
+            "torch's own checkpoints do not; load it without verification and save it again"
+        )
+    names = set().union(*ranks.all_gather(set(state) if all_ else resharded))
+    differing = differing_tensors(state, index, names & hashed, ranks) if names & hashed else []
+    if differing:
+        files = damage(folder, ranks) or ["its files are what was written: they were put together wrongly, report it"]
+        _refuse(f"{folder}: what was loaded is not what was saved ({'; '.join(files)})", differing)
 
 
 def _folder(directory: str | os.PathLike[str]) -> Path:
@@ -137,10 +184,12 @@ def _detached(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 def _run_dcp(run: Callable[..., Any], state: dict[str, Any], ranks: Ranks, what: str, **storage: Any) -> None:
     """torch's own coordination, whose exception is a BaseException that holds what every rank met."""
+    alone = ranks.size == 1 and ranks.group is None
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
-            run(state, process_group=ranks.group, no_dist=ranks.size == 1, **storage)
+        with warnings.catch_warnings() if alone else nullcontext():
+            if alone:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
+            run(state, process_group=ranks.group, no_dist=alone, **storage)
     except CheckpointException as failure:
         own = failure.failures.get(ranks.rank)
         if own is not None and not isinstance(own[0], Exception):

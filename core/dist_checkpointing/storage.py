@@ -6,10 +6,13 @@ that needs a part of a piece touches only the pages of that part. Each piece beg
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import os
 import pickle
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,16 @@ import numpy as np
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from ..errors import CheckpointError
 from . import folders
+from .content_hash import box_hash
 from .index import CheckpointIndex, Piece, TensorEntry
 from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE, decode_index, encode_index, read_torch_index
+from .staging import HostStaging
 
 _ALIGNMENT_BYTES = 64
 
@@ -34,11 +39,25 @@ class RawWriter(StorageWriter):
 
     The first rank makes the temporary folder before any plan is scattered, and publishes it after all results have
     been gathered; torch raises on all ranks what fails on one, so that no rank needs a barrier of its own.
+
+    Args:
+        metadata: is copied: what it was is what is written.
+        keep: which older checkpoints stay when this one stands; None keeps all.
+        staging: takes copies of what this rank writes before the first byte is written, so that the state may change
+            from then on.
     """
 
-    def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        metadata: Mapping[str, Any],
+        keep: folders.Retention | None = None,
+        staging: HostStaging | None = None,
+    ) -> None:
         self.folder = folder
-        self.metadata = metadata
+        self.metadata = copy.deepcopy(dict(metadata))
+        self.keep = keep
+        self.staging = staging
         self.is_first = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -57,17 +76,21 @@ class RawWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
-        items = [item for item in plan.items if item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes]
+        items = [
+            (item, item.tensor_data)
+            for item in plan.items
+            if item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
+        ]
+        tensors = [_tensor_of(item, planner) for item, _ in items]
+        if self.staging is not None:
+            tensors = self.staging.take(tensors)
         if items:
             with (folders.temporary_folder(self.folder) / plan.storage_data).open("wb") as stream:
-                for item in items:
-                    tensor = planner.resolve_data(item)
-                    if not isinstance(tensor, torch.Tensor):
-                        raise CheckpointError(f"{item.index.fqn} is no tensor; put it into metadata")
+                for (item, described), tensor in zip(items, tensors, strict=True):
+                    offsets, whole = tuple(item.index.offset or ()), tuple(described.size)
+                    hashed = box_hash(tensor, offsets, whole)
                     start, num_bytes = _append(stream, tensor)
-                    piece = Piece(
-                        tuple(item.index.offset or ()), tuple(tensor.shape), plan.storage_data, start, num_bytes
-                    )
+                    piece = Piece(offsets, tuple(tensor.shape), plan.storage_data, start, num_bytes, hashed)
                     results.append(WriteResult(item.index, num_bytes, piece))
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -92,6 +115,8 @@ class RawWriter(StorageWriter):
         text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
         folders.write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
         folders.publish(self.folder)
+        if self.keep is not None:
+            folders.prune(self.folder.parent, self.keep)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -105,6 +130,8 @@ class IndexedReader(StorageReader):
         self.folder = folder
         self.index = index
         self.pieces: dict[MetadataIndex, Piece] = {}
+        self.resharded: set[str] = set()
+        """Tensors that this rank put together from other pieces than it holds; known once they are read."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass  # one reader reads one checkpoint
@@ -123,14 +150,32 @@ class IndexedReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         requests = [(self.pieces[item.storage_index], item) for item in plan.items]
+        sources = Counter(item.dest_index for item in plan.items)
         for piece, item in sorted(requests, key=lambda request: (request[0].file, request[0].start)):
-            stored = self._read(item.storage_index.fqn, piece)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+            if tuple(item.lengths) != piece.sizes or sources[item.dest_index] > 1:
+                self.resharded.add(item.storage_index.fqn)
+            if tuple(item.lengths) != piece.sizes or self.index.pickled or not _is_plain_memory(target):
+                stored = self._read(item.storage_index.fqn, piece)
+                target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+            else:
+                self._read_into(target, piece)
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_into(self, target: torch.Tensor, piece: Piece) -> None:
+        """The whole piece straight into the memory that it belongs to."""
+        memory = target.reshape(-1).view(torch.uint8).numpy().data
+        with (self.folder / piece.file).open("rb", buffering=0) as stream:
+            stream.seek(piece.start)
+            done = 0
+            while done < len(memory):
+                count = stream.readinto(memory[done:])
+                if not count:
+                    raise CheckpointError(f"{self.folder / piece.file} has become shorter while it was read")
+                done += count
 
     def _read(self, name: str, piece: Piece) -> torch.Tensor:
         path, dtype = self.folder / piece.file, self.index.tensors[name].dtype
@@ -183,6 +228,17 @@ def read_index(folder: Path) -> CheckpointIndex:
                 f"{file} has {found_bytes} bytes where {num_bytes} were written; restore it, or use another checkpoint"
             )
     return index
+
+
+def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    tensor = planner.resolve_data(item)
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(f"{item.index.fqn} is no tensor; put it into metadata")
+    return tensor.detach()
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and type(tensor) is torch.Tensor
 
 
 def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,19 @@ from torch import nn
 
 from .. import device, parallel_state
 from ..datasets.tokenizer import Tokenizer
-from ..dist_checkpointing import checkpoint_directory, latest_checkpoint, load, load_metadata, model_state_dict, save
+from ..dist_checkpointing import (
+    AsyncSaver,
+    checkpoint_directory,
+    latest_checkpoint,
+    load,
+    load_metadata,
+    model_state_dict,
+    save,
+)
+from ..dist_checkpointing.folders import complete_checkpoints
+from ..dist_checkpointing.ranks import Ranks
 from ..dist_checkpointing.safe_metadata import INDEX_FILE
+from ..dist_checkpointing.verification import damage
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError
 from ..tensor_parallel.random import get_rng_tracker
@@ -30,6 +42,17 @@ from .config import PretrainConfig
 from .state import TrainingState
 
 TOKENIZER_FILE = "tokenizer.json"
+_METADATA: dict[str, type] = {
+    "iteration": int,
+    "consumed_samples": int,
+    "vocab_size": int,
+    "config": dict,
+    "optimizer": dict,
+    "scheduler": dict,
+    "model_tensors": list,
+    "rng_layout": list,
+    "layout": dict,
+}
 _MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
     "model": (
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
@@ -40,8 +63,13 @@ _MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of
 }
 
 
-def save_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) -> Path:
+def save_checkpoint(
+    state: TrainingState, config: PretrainConfig, root: Path, *, saver: AsyncSaver | None = None
+) -> Path:
     """Writes ``root/iter_<iteration>`` and points ``root/latest`` to it; collective.
+
+    Args:
+        saver: writes it beside what follows; its `wait` then tells whether it failed.
 
     Raises:
         CheckpointError: on all ranks, if it failed on one.
@@ -60,7 +88,9 @@ def save_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
         "layout": _rank_layout(),
         "sample_order": dict(state.sample_order),
     }
-    save(tensors | {f"rng.rank{dist.get_rank()}": _packed(rng)}, folder, metadata=metadata)
+    write = save if saver is None else saver.save
+    tensors |= {f"rng.rank{dist.get_rank()}": _packed(rng)}
+    write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
     return folder
 
 
@@ -70,21 +100,45 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
     Warns where samples come in another order than the checkpoint's run had them.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model; nothing has been changed then.
+        CheckpointError: there is none, it is damaged, or it is of another model. Of one that is damaged the latest
+            other one that is not is named.
     """
-    folder = find_checkpoint(root)
-    metadata = load_metadata(folder)
+    ranks = Ranks()
+    folder = ranks.from_first(lambda: find_checkpoint(root))
+    with _another_offered(folder, ranks):
+        metadata = ranks.from_first(lambda: load_metadata(folder))
     check_is_run(metadata, folder)
+    if "optimizer" not in metadata:
+        raise CheckpointError(
+            f"{folder} holds weights alone, and no run to continue; start one with --pretrained-checkpoint {root}"
+        )
     _check_same_model(metadata, state, config, folder)
     same_ranks = metadata["layout"] == _rank_layout() and metadata["rng_layout"] == _rng_layout(rng_state())
     streams = _rng_buffers(metadata, same_ranks)
-    load(_tensors(state) | streams, folder)
+    with _another_offered(folder, ranks):
+        load(_tensors(state) | streams, folder, verify=config.checkpoint.verify_checkpoint)
     state.optimizer.load_state_scalars(metadata["optimizer"])
     state.scheduler.load_state_dict(metadata["scheduler"])
     state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
     _warn_of_another_order(metadata.get("sample_order", {}), state)
     if same_ranks:
         set_rng_state(_unpacked(streams[f"rng.rank{dist.get_rank()}"], metadata["rng_layout"]))
+
+
+@contextmanager
+def _another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Errors of a checkpoint whose files are damaged name the latest other one whose files are not. Collective."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not damage(folder, ranks):
+            raise
+        others = ranks.from_first(lambda: [path for path in complete_checkpoints(folder.parent) if path != folder])
+        whole = next((path for path in others if not damage(path, ranks)), None)
+        advice = f"no other checkpoint in {folder.parent} is whole"
+        if whole is not None:
+            advice = f"{whole.name} beside it is whole: continue from it with --load {whole}"
+        raise CheckpointError(f"{error}; {advice}") from None
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -124,12 +178,30 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
-    """Refuses a checkpoint that :func:`save_checkpoint` did not write."""
-    missing = {"iteration", "config", "vocab_size", "model_tensors", "rng_layout", "layout"} - metadata.keys()
+    """Refuses a checkpoint that :func:`save_checkpoint` did not write, or in which it would not have written this."""
+    missing = _METADATA.keys() - metadata.keys()
     if missing:
         raise CheckpointError(
             f"{folder}: not the checkpoint of a pretraining run, its metadata has no {', '.join(sorted(missing))}"
         )
+    odd = sorted(name for name, kind in _METADATA.items() if not isinstance(metadata[name], kind))
+    odd += [name for name in ("iteration", "consumed_samples") if name not in odd and metadata[name] < 0]
+    if "layout" not in odd and not _is_small(metadata["layout"].get("ranks")):
+        odd.append("layout")
+    if "rng_layout" not in odd and not all(
+        isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _is_small(entry[1])
+        for entry in metadata["rng_layout"]
+    ):
+        odd.append("rng_layout")
+    if odd:
+        raise CheckpointError(
+            f"{folder}: the metadata holds what no pretraining run writes, under {', '.join(odd)}; load another one"
+        )
+
+
+def _is_small(value: Any) -> bool:
+    """Whether this is a number of ranks, or of bytes of a generator's state."""
+    return type(value) is int and 0 < value < 1 << 20
 
 
 def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..optimizer.grad_scaler import DynamicGradScaler
-from .checkpointing import save_checkpoint, save_tokenizer
+from .checkpointing import save_tokenizer
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
 from .log import RunLog, Stopwatch
 from .memory_profile import PICTURE_FILE, measure_step, write_timeline
+from .saving import CheckpointWriter
 from .skips import SkippedSteps
 from .state import TrainingState
 from .stop import StopRequest
@@ -41,10 +42,12 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     """Trains from `state.iteration` to `train_iters`; all ranks call it together.
 
     SIGTERM and Ctrl-C on any rank end it on all after the step in progress, with a checkpoint if there is a folder.
+    When this returns, the last checkpoint stands, also where it was written beside training.
 
     Raises:
         ConfigError: memory is to be profiled and there is no folder. DataError: no samples are left. CheckpointError:
-            a checkpoint cannot be written. OptimizerError: gradients stay infinite or NaN.
+            a checkpoint cannot be written; of one that was written beside training, after the next step.
+            OptimizerError: gradients stay infinite or NaN.
     """
     world_size = dist.get_world_size()
     is_writer = dist.get_rank() == 0
@@ -57,10 +60,13 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     batch_size = config.global_batch_size(world_size)
     last = config.run.train_iters
     validation_loss: float | None = None
-    checkpoint: Path | None = None
     stop = False
     state.model.train()
-    with StopRequest() as request, RunLog(config, folder, state.iteration, enabled=is_writer) as log:
+    with (
+        StopRequest() as request,
+        RunLog(config, folder, state.iteration, enabled=is_writer) as log,
+        CheckpointWriter(config, folder) as writer,
+    ):
         batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
         skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         log.model(state.model, num_microbatches)
@@ -76,7 +82,7 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
                 state.scheduler,
                 batches,
                 num_microbatches,
-                stop_requested=request.requested,
+                stop_requested=request.requested or writer.failed,
             )
             if state.iteration + 1 == profiled and folder is not None:
                 result, timeline = measure_step(state.model, state.optimizer, step)
@@ -91,6 +97,8 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
                 state.iteration, result, lr=lr, loss_scale=loss_scale, num_tokens=num_tokens, seconds=watch.read()
             )
 
+            if result.stop:
+                writer.finish()  # if that is why, all ranks raise here
             skips.note(state.iteration, result.updated)
             is_last = state.iteration == last
             stop = result.stop and not is_last
@@ -101,13 +109,12 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
                 validation_loss = evaluate(state.model, validation, config.run.eval_iters * num_microbatches)
                 log.validation(state.iteration, validation_loss)
             if folder is not None and (is_last or stop or _is_due(state.iteration, config.checkpoint.save_interval)):
-                checkpoint = save_checkpoint(state, config, folder)
-                log.message(f"iteration {state.iteration}: saved {checkpoint}")
+                log.message(f"iteration {state.iteration}: {writer.save(state)}")
             watch.read()  # validating and saving is no training time
     return Outcome(
         iteration=state.iteration,
         validation_loss=validation_loss if state.iteration == last else None,
-        checkpoint=checkpoint,
+        checkpoint=writer.written,
         stopped_by=(request.signal_name or "a signal to another rank") if stop else "",
     )
 

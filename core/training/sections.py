@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..dist_checkpointing import Retention
 from ..errors import ConfigError
 
 
@@ -162,20 +163,51 @@ class CheckpointConfig:
     """Where a run is kept: its checkpoints, log and loss curve.
 
     Raises:
-        ConfigError: an interval below one.
+        ConfigError: an interval or a number below one, or a setting that would do nothing.
     """
 
     save: Path | None = None
     """Folder of the run. None: that of `load`; without both nothing is written."""
 
     load: Path | None = None
-    """Folder of a run to continue from its latest checkpoint."""
+    """Folder of a run to continue from its latest checkpoint, or one of its checkpoints."""
+
+    pretrained_checkpoint: Path | None = None
+    """Start with these weights, and a new optimizer, where no run is continued: a run's folder or checkpoint, a model
+    of Hugging Face's (config.json and safetensors), or a torch_dist checkpoint of Megatron-LM's."""
 
     save_interval: int | None = None
     """Iterations between checkpoints. None: one at the end."""
 
+    async_save: bool = False
+    """Write checkpoints beside training, which waits only until its state has been copied to host memory. The copies
+    take as much of it as this rank writes of a checkpoint."""
+
+    keep_last: int | None = None
+    """Keep so many of the latest checkpoints and remove older ones when a new one is complete. None: keep all. With
+    one alone there is nothing to go back to when it is damaged."""
+
+    keep_every: int | None = None
+    """Beside `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
+
+    verify_checkpoint: bool = False
+    """On `load`, compare every tensor with the hash that was saved with it. Without, only tensors that are put
+    together from other pieces than they were saved in are compared."""
+
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "save_interval")
+        _check_at_least(self, 1, "save_interval", "keep_last", "keep_every")
+        if self.keep_every is not None and self.keep_last is None:
+            raise ConfigError(
+                f"keep_every is {self.keep_every} and keep_last is not set, so that all checkpoints are kept; add "
+                "keep_last, or drop keep_every"
+            )
+        if self.verify_checkpoint and self.load is None:
+            raise ConfigError("verify_checkpoint is set and nothing is loaded; add load, or drop it")
+
+    @property
+    def retention(self) -> Retention | None:
+        """Which checkpoints stay; None for all."""
+        return None if self.keep_last is None else Retention(self.keep_last, self.keep_every)
 
     @property
     def folder(self) -> Path | None:

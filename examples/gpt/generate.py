@@ -6,22 +6,14 @@ The folder of the run says everything about the model. Only its weights are read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import nn
-
-from core.datasets.tokenizer import Tokenizer, load_tokenizer
-from core.device import current_device
-from core.dist_checkpointing import load_metadata
-from core.errors import ConfigError, DataError
-from core.models.gpt import GPTModel
+from core.errors import ConfigError
 from core.training.arguments import parse_call
-from core.training.checkpointing import TOKENIZER_FILE, check_is_run, find_checkpoint, load_weights
-from core.training.config import PretrainConfig
+from core.training.checkpointing import find_checkpoint
 from core.training.entry import run_command
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
+from core.training.pretrained import load_run_model, load_run_tokenizer
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -53,7 +45,7 @@ def generate(
         raise ConfigError(f"--num-tokens is {num_tokens}; it takes a positive number")
     sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     checkpoint = find_checkpoint(load)
-    config, model = load_model(checkpoint)
+    config, model = load_run_model(checkpoint)
     tokenizer = load_run_tokenizer(checkpoint)
     tokens = generate_tokens(
         model,
@@ -68,39 +60,6 @@ def generate(
     for piece in stream_text(tokenizer, tokens):
         print(piece, end="", flush=True)
     print()
-
-
-def load_model(checkpoint: Path) -> tuple[PretrainConfig, nn.Module]:
-    """The model of a checkpoint, whole in this process however many ranks trained it, and its run's settings."""
-    metadata = load_metadata(checkpoint)
-    check_is_run(metadata, checkpoint)
-    config = PretrainConfig.from_json(metadata["config"])
-    alone = replace(
-        config.model,
-        tensor_model_parallel_size=1,
-        context_parallel_size=1,
-        sequence_parallel=False,
-        perform_initialization=False,  # the checkpoint fills every parameter
-    )
-    model = GPTModel(
-        alone,
-        metadata["vocab_size"],
-        config.max_sequence_length,
-        share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
-        position_embedding_type=config.gpt.position_embedding_type,
-    )
-    load_weights(model, checkpoint)
-    if (config.model.fp16 or config.model.bf16) and current_device().type == "cuda":
-        model = model.to(torch.float16 if config.model.fp16 else torch.bfloat16)
-    return config, model.to(current_device())
-
-
-def load_run_tokenizer(checkpoint: Path) -> Tokenizer:
-    """The tokenizer that the run kept beside its checkpoints."""
-    path = checkpoint.parent / TOKENIZER_FILE
-    if not path.exists():
-        raise DataError(f"{path} does not exist: the run had no tokenizer; put the corpus's tokenizer.json there")
-    return load_tokenizer(path)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from core.training.frozen import freeze_parameters
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
 from core.training.initialize import check_output_folders, initialize
 from core.training.loop import Outcome, train
+from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.module import Float16Module
 
@@ -91,6 +92,8 @@ def main(arguments: Sequence[str]) -> None:
     )
     if config.checkpoint.load is not None:
         load_checkpoint(state, config, config.checkpoint.load)
+    elif config.checkpoint.pretrained_checkpoint is not None:
+        load_pretrained(state, config.checkpoint.pretrained_checkpoint)
 
     outcome = train(state, config, data)
     report(outcome, state, config, data)
@@ -126,7 +129,7 @@ def in_run_folder(config: PretrainConfig) -> PretrainConfig:
         saved = latest_checkpoint(save)
         if saved is None and save.resolve() == load.resolve() and not is_checkpoint(load):
             say(f"{load} holds no checkpoint yet: the run starts there")
-            checkpoint = replace(checkpoint, load=None)
+            checkpoint = replace(checkpoint, load=None, verify_checkpoint=False)
         elif saved is not None and not is_same_run:
             raise ConfigError(
                 f"--save {save} holds a run already, and --load {load} is another; choose a new folder to save to, or "

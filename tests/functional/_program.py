@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PROGRAMS = {name: REPOSITORY / "examples" / "gpt" / f"{name}.py" for name in ("pretrain_gpt", "generate")}
+PROGRAMS = {name: REPOSITORY / "examples" / "gpt" / f"{name}.py" for name in ("pretrain_gpt", "generate", "convert")}
 LIMIT_S = 90.0
 
 TINY = (

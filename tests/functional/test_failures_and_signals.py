@@ -79,6 +79,7 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str]) -> None:
 def test_a_signal_saves_and_ends(corpus: Path, tmp_path: Path, number: signal.Signals) -> None:
     run = tmp_path / "run"
     flags = [*ENDLESS, "--data-path", corpus, "--use-torch-fsdp2", "--num-workers", "1"]
+    flags += ["--async-save", "--save-interval", "1"] if number == signal.SIGTERM else []
     process = start(LAUNCH, *flags, "--save", run, folder=tmp_path)
     wait_for_steps(run, process)
     if number == signal.SIGINT:  # as a terminal does on Ctrl-C: to launcher, ranks and readers of data alike

@@ -27,7 +27,7 @@ def _pretrain(*arguments: str) -> None:
 def content(checkpoint: Path) -> dict[str, Any]:
     """Every byte of every tensor, and all that is said about them but where the run was kept."""
     description = json.loads((checkpoint / "checkpoint.json").read_text())
-    del description["metadata"]["config"]
+    del description["metadata"]["config"], description["sha256"]
     return {"description": description} | {p.name: p.read_bytes() for p in sorted(checkpoint.glob("*.bin"))}
 
 
@@ -45,6 +45,7 @@ def log(run: Path) -> list[dict[str, Any]]:
         (2, ["--use-torch-fsdp2"]),
         (2, ["--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"]),
         (2, ["--bf16"]),
+        (2, ["--fp16", "--initial-loss-scale", "1048576", "--loss-scale-window", "2", "--async-save"]),
         (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
         (2, ["--context-parallel-size", "2", "--reset-attention-mask", "--reset-position-ids"]),
         (1, ["--num-workers", "1", "--calculate-per-token-loss", "--optimizer", "sgd"]),
@@ -55,6 +56,7 @@ def log(run: Path) -> list[dict[str, Any]]:
         "fsdp2",
         "zero1 bf16, overlapped",
         "ddp bf16",
+        "ddp fp16 with a loss scale that moves, saved beside training",
         "tensor parallel",
         "context parallel, documents apart",
         "workers, per token, sgd",
@@ -83,6 +85,8 @@ def test_stop_and_resume_equals_the_uninterrupted_run(
     pretrain("--load", str(resumed))
     assert content(resumed / "iter_0000006") == expected
     assert log(resumed) == log(whole)
+    if "--fp16" in flags:
+        assert len({line["loss_scale"] for line in log(whole) if "loss_scale" in line}) > 1
     assert (resumed / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -131,3 +135,42 @@ def _last_wins(arguments: list[str]) -> list[str]:
         else:
             seen[list(seen)[-1]].append(argument)
     return [part for flag, values in seen.items() for part in (flag, *values)]
+
+
+def _pretrain_noting_samples(*arguments: str) -> list[int]:
+    """Which samples of the training split this rank read, in order."""
+    from core.datasets.gpt_dataset import GPTDataset
+
+    seen: list[int] = []
+    read = GPTDataset.__getitem__
+
+    def noting(dataset: GPTDataset, index: int) -> Any:
+        if dataset.split == "train":
+            seen.append(index)
+        return read(dataset, index)
+
+    GPTDataset.__getitem__ = noting
+    try:
+        _pretrain(*arguments)
+    finally:
+        GPTDataset.__getitem__ = read
+    return seen
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_samples_and_numbers(corpus: Path, tmp_path: Path) -> None:
+    flags = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0", "--data-path", str(corpus)]
+    flags = _last_wins(flags)
+    first, batch = tmp_path / "first", 8
+    run_distributed(_pretrain, 2, *flags, "--save", str(first))
+    expected = [line["loss"] for line in log(first) if "loss" in line][3:]
+    shutil.rmtree(first / "iter_0000006")
+    (first / "latest").write_text("iter_0000003\n")
+    for ranks in (2, 1):
+        second = tmp_path / str(ranks)
+        seen = run_distributed(_pretrain_noting_samples, ranks, *flags, "--load", str(first), "--save", str(second))
+        for step in range(3):
+            share = batch // ranks
+            read = sorted(i for of_rank in seen for i in of_rank[step * share : (step + 1) * share])
+            assert read == list(range((3 + step) * batch, (4 + step) * batch)), (ranks, step)
+        losses = [line["loss"] for line in log(second) if "loss" in line]
+        assert losses == (expected if ranks == 2 else pytest.approx(expected, rel=1e-5))

@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from core.dist_checkpointing import checkpoint_directory, latest_checkpoint, load, save
+from core.dist_checkpointing import Retention, checkpoint_directory, folders, latest_checkpoint, load, save
 from core.errors import CheckpointError
 
 
-def _save(folder, value: float = 1.0) -> None:
-    save({"w": torch.full((2,), value)}, folder, metadata={})
+def _save(folder, value: float = 1.0, keep: Retention | None = None) -> None:
+    save({"w": torch.full((2,), value)}, folder, metadata={}, keep=keep)
+
+
+def _iterations(root) -> list[int]:
+    return [int(path.name[5:]) for path in reversed(folders.complete_checkpoints(root))]
 
 
 def test_the_pointer_follows_each_save(tmp_path):
@@ -59,3 +63,67 @@ def test_what_a_killed_save_left_is_swept_away_by_the_next(tmp_path):
     _save(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "rank_00000.bin"]
     assert not left.exists()
+
+
+def test_a_pointer_that_misleads_names_what_there_is(tmp_path):
+    for iteration in (1, 2):
+        _save(checkpoint_directory(tmp_path, iteration))
+    (tmp_path / "latest").write_text("iter_0000003")
+    with pytest.raises(CheckpointError, match=r"write the name of another one there \(iter_0000002, iter_0000001\)"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (None, [1, 2, 3, 4, 5, 6, 7]),
+        (Retention(1), [7]),
+        (Retention(3), [5, 6, 7]),
+        (Retention(2, 3), [3, 6, 7]),
+        (Retention(1, 1), [1, 2, 3, 4, 5, 6, 7]),
+        (Retention(9), [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_retention_keeps_the_last_and_every_so_many(tmp_path, keep, left):
+    (tmp_path / "iter_notes").mkdir()
+    (tmp_path / "iter_0000000").mkdir()  # no checkpoint, so not ours to remove
+    for iteration in range(1, 8):
+        _save(checkpoint_directory(tmp_path, iteration), keep=keep)
+    assert _iterations(tmp_path) == left
+    assert latest_checkpoint(tmp_path) == checkpoint_directory(tmp_path, 7)
+    assert {path.name for path in tmp_path.iterdir() if not (path / "checkpoint.json").exists()} == {
+        *("iter_notes", "iter_0000000", "latest")
+    }
+
+
+def test_a_run_that_went_back_keeps_what_it_writes_now(tmp_path):
+    for iteration in (3, 6, 9):
+        _save(checkpoint_directory(tmp_path, iteration))
+    for iteration in (4, 5):  # continued from 3, because later ones were no good
+        _save(checkpoint_directory(tmp_path, iteration), keep=Retention(2))
+    assert _iterations(tmp_path) == [4, 5, 6, 9]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    _save(checkpoint_directory(tmp_path, 1))
+
+    def refuse(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match=r"iter_0000001 cannot be removed \(Permission denied\)"):
+        _save(checkpoint_directory(tmp_path, 2), keep=Retention(1))
+    assert latest_checkpoint(tmp_path) == checkpoint_directory(tmp_path, 2)
+    monkeypatch.undo()
+    _save(checkpoint_directory(tmp_path, 3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000003", "latest"]
+
+
+def test_what_killed_saves_of_other_iterations_left_is_swept_away(tmp_path):
+    for name in (".iter_0000001.tmp", ".iter_0000004.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00007.bin").write_bytes(b"half")
+    (tmp_path / ".iter_mine.tmp").mkdir()
+    _save(checkpoint_directory(tmp_path, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".iter_mine.tmp", "iter_0000002", "latest"]

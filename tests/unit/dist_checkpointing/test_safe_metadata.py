@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from core.dist_checkpointing import load, load_metadata, save
+from core.dist_checkpointing.safe_metadata import seal
 from core.dist_checkpointing.storage import read_index
 from core.errors import CheckpointError
 
@@ -148,7 +149,7 @@ _PIECE = (*_W, "pieces", 0)
     ("edit", "problem"),
     [
         (_edited("format", "else"), "no \"format\""),
-        (_edited("version", 2), "version 2, and this library reads version 1"),
+        (_edited("version", 3), "version 3, and this library reads versions 1 and 2"),
         (_edited("byte_order", "big"), "'big' order"),
         (_edited("extra", 1), "unknown keys"),
         (_edited("tensors", []), "no tables"),
@@ -168,11 +169,18 @@ _PIECE = (*_W, "pieces", 0)
         (_edited(*_PIECE, 3, 4), "beyond the end"),
         (_edited(*_PIECE, 3, -1), "no place in a file"),
         (_edited(*_PIECE, 4, 1 << 80), "no place in a file"),
-        (_edited(*_PIECE, [1, 2]), "without its five fields"),
+        (_edited(*_PIECE, [1, 2]), "without its six fields"),
+        (_edited(*_PIECE, 5, "ff"), "16 hexadecimal digits"),
+        (_edited(*_PIECE, 5, 7), "16 hexadecimal digits"),
+        (_edited(*_PIECE, 5, "0" * 16), "not the sum of its pieces' hashes"),
+        (_edited(*_W, "hash", "0" * 16), "not the sum of its pieces' hashes"),
+        (_edited("metadata", "step", 4), "not what was written (sha256)"),
+        (_edited("sha256", "0" * 64), "not what was written (sha256)"),
+        (_edited("sha256", None), "not what was written (sha256)"),
     ],
 )  # fmt: skip
 def test_a_description_that_contradicts_itself_is_refused(tmp_path, edit, problem):
-    save({"w": torch.ones(2, 3)}, tmp_path / "it", metadata={})
+    save({"w": torch.ones(2, 3)}, tmp_path / "it", metadata={"step": 3})
     path = tmp_path / "it" / "checkpoint.json"
     document = json.loads(path.read_text())
     edit(document)
@@ -208,10 +216,28 @@ def test_pieces_that_overlap_are_refused(tmp_path):
     document = json.loads(path.read_text())
     file = "rank_00000.bin"
     for second in ([2, 0], [1, 0]):
-        document["tensors"]["w"]["pieces"] = [[[0, 0], [2, 3], file, 0, 24], [second, [2, 3], file, 24, 24]]
+        zero = "0" * 16
+        pieces = [[[0, 0], [2, 3], file, 0, 24, zero], [second, [2, 3], file, 24, 24, zero]]
+        document["tensors"]["w"].update(pieces=pieces, hash=zero)
+        document["sha256"] = seal(document)
         path.write_text(json.dumps(document))
         if second == [2, 0]:
             assert len(read_index(tmp_path / "it").tensors["w"].pieces) == 2
         else:
             with pytest.raises(CheckpointError, match="not covered exactly once by its 2 pieces"):
                 read_index(tmp_path / "it")
+
+
+def test_a_checkpoint_of_the_first_version_is_read(tmp_path):
+    """It had neither hashes nor a seal."""
+    save({"w": torch.ones(2, 3)}, tmp_path / "it", metadata={"step": 3})
+    path = tmp_path / "it" / "checkpoint.json"
+    document = json.loads(path.read_text())
+    document["version"] = 1
+    del document["sha256"], document["tensors"]["w"]["hash"], document["tensors"]["w"]["pieces"][0][5]
+    path.write_text(json.dumps(document))
+    w = torch.zeros(2, 3)
+    assert load({"w": w}, tmp_path / "it") == {"step": 3}
+    assert w.all()
+    with pytest.raises(CheckpointError, match=r"cannot be verified: it keeps no hash of 1 tensors, w among them"):
+        load({"w": w}, tmp_path / "it", verify=True)

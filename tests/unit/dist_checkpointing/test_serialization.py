@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from core import parallel_state
 from core.dist_checkpointing import (
@@ -83,7 +84,7 @@ def _round_trip(writer: tuple[int, str], reader: tuple[int, str], folder: Path) 
         for tensor in json.loads((folder / "checkpoint.json").read_text())["tensors"].values()
         for piece in tensor["pieces"]
     ]
-    assert sum(num_bytes for *_, num_bytes in pieces) == 4 * elements + 8  # the buffer is one int64
+    assert sum(num_bytes for *_, num_bytes, _ in pieces) == 4 * elements + 8  # the buffer is one int64
     _on_ranks(_read, *reader, str(folder))
 
 
@@ -283,3 +284,30 @@ def _reads_in_place(directory: str) -> None:
 def test_loading_fills_the_storage_that_is_there(tmp_path):
     _write("plain", str(tmp_path / "it"))
     run_distributed(_reads_in_place, 2, str(tmp_path / "it"))
+
+
+def _high_water_bytes() -> int:
+    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _rise_while_loading(directory: str, cut: bool, verify: bool) -> int:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        name: DTensor.from_local(torch.ones(512, 1024), mesh, [Shard(0)]) if cut else torch.ones(1024, 1024)
+        for name in map(str, range(16))
+    }
+    load({"0": state["0"]}, directory, strict=False)  # code that is loaded at first use
+    Path("/proc/self/clear_refs").write_text("5")  # the mark starts from what is resident now
+    before = _high_water_bytes()
+    load(state, directory, verify=verify)
+    return _high_water_bytes() - before
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+@pytest.mark.parametrize("cut", [False, True], ids=["as it was cut", "cut anew"])
+def test_loading_holds_at_most_one_tensor_beside_what_it_fills(tmp_path, cut, verify):
+    """16 tensors of 4 MiB: holding all of what is read would show as 32 or 64."""
+    save({str(number): torch.zeros(1024, 1024) for number in range(16)}, tmp_path / "it", metadata={})
+    rises = run_distributed(_rise_while_loading, 2, str(tmp_path / "it"), cut, verify)
+    assert max(rises) < 8 << 20, rises

@@ -19,6 +19,7 @@ from core.training.checkpointing import (
     _rng_layout,
     _unpacked,
     _warn_of_another_order,
+    check_is_run,
     find_checkpoint,
     rng_state,
     set_rng_state,
@@ -94,3 +95,37 @@ def test_a_longer_run_over_the_same_order_is_told_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _warn_of_another_order(ORDER, SimpleNamespace(sample_order=ORDER | {"num_samples": 9}, consumed_samples=5))
+
+
+def metadata(**changed) -> dict:
+    honest = {
+        "iteration": 3,
+        "consumed_samples": 24,
+        "vocab_size": 128,
+        "config": {},
+        "optimizer": {},
+        "scheduler": {},
+    }
+    honest |= {"model_tensors": ["model.w"], "rng_layout": [["torch", 5056]], "layout": {"ranks": 2}}
+    return honest | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"iteration": "3"}, "iteration"),
+        ({"consumed_samples": -1}, "consumed_samples"),
+        ({"layout": {"ranks": 10**12}}, "layout"),
+        ({"layout": []}, "layout"),
+        ({"rng_layout": [["torch", 10**15]]}, "rng_layout"),
+        ({"rng_layout": [["torch"]]}, "rng_layout"),
+        ({"rng_layout": 7}, "rng_layout"),
+        ({"config": None}, "config"),
+    ],
+)
+def test_metadata_that_no_run_writes_is_refused_before_it_is_used(tmp_path, changed, named):
+    check_is_run(metadata(), tmp_path)
+    with pytest.raises(CheckpointError, match=f"what no pretraining run writes, under {named}; load another"):
+        check_is_run(metadata(**changed), tmp_path)
+    with pytest.raises(CheckpointError, match=f"its metadata has no {named}"):
+        check_is_run({name: value for name, value in metadata().items() if name != named}, tmp_path)

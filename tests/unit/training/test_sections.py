@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from core.dist_checkpointing import Retention
 from core.errors import ConfigError
 from core.training.sections import CheckpointConfig, DataConfig, RunConfig, SchedulerConfig
 
@@ -34,3 +35,14 @@ def test_a_section_checks_itself(section, settings, said):
 def test_a_run_writes_to_the_folder_that_it_continues():
     assert CheckpointConfig(load=Path("a")).folder == Path("a")
     assert CheckpointConfig(load=Path("a"), save=Path("b")).folder == Path("b")
+
+
+def test_settings_of_checkpoints_that_would_do_nothing_are_refused():
+    with pytest.raises(ConfigError, match="keep_every is 5 and keep_last is not set"):
+        CheckpointConfig(keep_every=5)
+    with pytest.raises(ConfigError, match="verify_checkpoint is set and nothing is loaded"):
+        CheckpointConfig(verify_checkpoint=True)
+    with pytest.raises(ConfigError, match="keep_last is 0"):
+        CheckpointConfig(keep_last=0)
+    assert CheckpointConfig().retention is None
+    assert CheckpointConfig(keep_last=2, keep_every=5).retention == Retention(2, 5)

@@ -1,0 +1,281 @@
+"""What a checkpoint holds, in words, from its index alone; and in what two of them differ.
+
+Reads checkpoints of this library, of `torch.distributed.checkpoint` (Megatron-LM's among them) and of Hugging Face.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .folders import existing_folder, latest_checkpoint
+from .foreign_layout import BoxReader
+from .index import CheckpointIndex, TensorEntry, dtype_name
+from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
+from .safetensors_io import has_safetensors, read_safetensors_index
+from .storage import read_index
+
+_WIDTH = 118
+_LONGEST_LIST = 8
+_COMPARED_BYTES = 64 * 2**20
+_DIFFERENCES_SHOWN = 50
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint of which the index has been read and checked."""
+
+    folder: Path
+    index: CheckpointIndex
+
+
+def open_checkpoint(folder: str | os.PathLike[str]) -> Opened:
+    """The checkpoint in `folder`, or the latest in the folder of a run.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = Path(folder)
+    found = existing_folder(path)
+    if not (found / INDEX_FILE).is_file():
+        if has_safetensors(path):
+            return Opened(path, read_safetensors_index(path))
+        if not (path / TORCH_INDEX_FILE).is_file():
+            found = (latest_checkpoint(path) if path.is_dir() else None) or found
+    return Opened(found, read_index(found))
+
+
+def describe(opened: Opened, *, expand: bool = False) -> str:
+    """A page about a checkpoint: where it comes from, its metadata, and the tree of its tensors.
+
+    Args:
+        expand: every layer for itself; else those that are alike stand together.
+    """
+    index = opened.index
+    total, count = sum(map(_num_bytes, index.tensors.values())), len(index.tensors)
+    kind = "torch.distributed.checkpoint, no metadata" if index.pickled else "tensors alone, no metadata"
+    where = _provenance(index.metadata) if index.metadata else kind
+    files = f"{len(index.file_bytes)} files" if len(index.file_bytes) != 1 else "1 file"
+    held = f"{count} tensors" if count != 1 else "1 tensor"
+    lines = [str(opened.folder), f"  {where}", f"  {held}, {_amount(total)} in {files}"]
+    if index.others:
+        lines.append(f"  {len(index.others)} entries that are no tensors, which are never read")
+    if index.metadata:
+        lines += ["", *_metadata_lines(index.metadata)]
+    lines += ["", *_tree_lines(index.tensors, expand)]
+    return "\n".join(lines) + "\n"
+
+
+def differences(one: Opened, other: Opened, *, contents: bool = False) -> list[str]:
+    """In what two checkpoints differ, a line each; none where they are the same.
+
+    Args:
+        contents: read the tensors too, box by box, and say how far apart they are. Without it contents are not
+            compared.
+    """
+    found = [*_metadata_differences(one.index.metadata, other.index.metadata)]
+    ours, theirs = one.index.tensors, other.index.tensors
+    found += [f"{name}: only in the first, {_kind(ours[name])}" for name in sorted(ours.keys() - theirs.keys())]
+    found += [f"{name}: only in the second, {_kind(theirs[name])}" for name in sorted(theirs.keys() - ours.keys())]
+    for name in sorted(ours.keys() & theirs.keys()):
+        if _kind(ours[name]) != _kind(theirs[name]):
+            found.append(f"{name}: {_kind(ours[name])} and {_kind(theirs[name])}")
+        elif contents and (apart := _apart(name, one, other)):
+            found.append(f"{name}: {apart}")
+    return found
+
+
+def shown(lines: Sequence[str]) -> list[str]:
+    """As many as one reads, and how many more there are."""
+    more = len(lines) - _DIFFERENCES_SHOWN
+    return [*lines[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+
+
+def _provenance(metadata: Mapping[str, Any]) -> str:
+    """The step and the ranks that wrote it, of a run's checkpoint; else that there is metadata."""
+    told = []
+    if isinstance(step := metadata.get("iteration"), int):
+        told.append(f"step {step}")
+    if isinstance(samples := metadata.get("consumed_samples"), int):
+        told.append(f"{samples} samples seen")
+    layout = metadata.get("layout")
+    if isinstance(layout, dict) and isinstance(ranks := layout.get("ranks"), int):
+        degrees = [f"{name} parallel {size}" for name, size in layout.items() if name != "ranks" and size != 1]
+        by = f"{ranks} ranks" if ranks != 1 else "1 rank"
+        told.append(f"written by {by}{' (' + ', '.join(degrees) + ')' if degrees else ''}, {_wrapper(metadata)}")
+    return ", ".join(told) or "no run's"
+
+
+def _wrapper(metadata: Mapping[str, Any]) -> str:
+    config = metadata.get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("ddp"), dict):
+        return "under no known wrapper"
+    ddp = config["ddp"]
+    strategy = ddp.get("data_parallel_sharding_strategy", "no_shard")
+    if strategy == "no_shard" and ddp.get("use_distributed_optimizer"):
+        strategy = "optim"
+    name = "FSDP2" if config.get("use_torch_fsdp2") else {"no_shard": "DDP", "optim": "ZeRO-1"}.get(strategy, "ZeRO-2")
+    instances = ddp.get("num_distributed_optimizer_instances", 1)
+    return f"under {name}" + (f", replicated {instances} times" if instances != 1 else "")
+
+
+def _metadata_lines(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Plain values together, then a paragraph for each table."""
+    plain = {name: value for name, value in metadata.items() if not isinstance(value, dict)}
+    tables = {name: value for name, value in metadata.items() if isinstance(value, dict) and name != "config"}
+    config = metadata.get("config")
+    if isinstance(config, dict):
+        tables = {f"config.{name}": v for name, v in config.items() if isinstance(v, dict)} | tables
+        plain |= {f"config.{name}": value for name, value in config.items() if not isinstance(value, dict)}
+    for name, table in {"": plain, **tables}.items():
+        text = ", ".join(f"{key} {_value(value)}" for key, value in table.items())
+        head = f"  {name}: " if name else "  "
+        yield from textwrap.wrap(text or "empty", _WIDTH, initial_indent=head, subsequent_indent="    ")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (list, dict)) and len(value) > _LONGEST_LIST:
+        return f"({len(value)} entries)"
+    return str(value)
+
+
+@dataclass
+class _Node:
+    """A name of the tree: a tensor, or what stands under the name."""
+
+    entry: TensorEntry | None = None
+    below: dict[str, _Node] = field(default_factory=dict)
+
+    def entries(self) -> Iterator[TensorEntry]:
+        if self.entry is not None:
+            yield self.entry
+        for node in self.below.values():
+            yield from node.entries()
+
+    def signature(self) -> Any:
+        """Equal where two hold tensors of the same names, shapes and dtypes."""
+        own = None if self.entry is None else (self.entry.shape, self.entry.dtype)
+        return own, tuple((name, node.signature()) for name, node in self.below.items())
+
+
+def _tree_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[str]:
+    root = _Node()
+    for name in sorted(tensors, key=_natural):
+        node = root
+        for part in name.split("."):
+            node = node.below.setdefault(part, _Node())
+        node.entry = tensors[name]
+    rows = [*_rows(root, 0, expand)]
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, entries in rows:
+        size = _amount(sum(map(_num_bytes, entries)))
+        kinds = {_kind(entry) for entry in entries}
+        what = kinds.pop() if len(kinds) == 1 else f"{len(entries)} tensors"
+        yield f"  {label:<{width}}  {size:>10}  {what}"
+
+
+def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[TensorEntry]]]:
+    for label, nodes in _together(node.below, expand):
+        first = nodes[0]
+        while first.entry is None and len(first.below) == 1:  # a name that leads to one other
+            part, first = next(iter(first.below.items()))
+            label += f".{part}"
+        entries = [entry for each in nodes for entry in each.entries()]
+        yield "  " * depth + label + (f"  ({len(nodes)} x)" if len(nodes) > 1 else ""), entries
+        yield from _rows(first, depth + 1, expand)
+
+
+def _together(below: Mapping[str, _Node], expand: bool) -> Iterator[tuple[str, list[_Node]]]:
+    """Runs of numbered names under which the same stands."""
+    run: list[tuple[str, _Node]] = []
+    for name, node in [*below.items(), ("", _Node())]:
+        alike = run and name.isdigit() and run[-1][0].isdigit() and node.signature() == run[-1][1].signature()
+        if run and (expand or not alike):
+            label = run[0][0] if len(run) == 1 else f"{run[0][0]}-{run[-1][0]}"
+            yield label, [node for _, node in run]
+            run = []
+        run.append((name, node))
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+
+
+def _metadata_differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in [*one, *(name for name in other if name not in one)]:
+            inner = f"{where}.{name}" if where else str(name)
+            if name not in one or name not in other:
+                side, value = ("second", other[name]) if name not in one else ("first", one[name])
+                yield f"{inner}: only in the {side}, {_value(value)}"
+            else:
+                yield from _metadata_differences(one[name], other[name], inner)
+    elif one != other:
+        yield f"{where}: {_value(one)} and {_value(other)}"
+
+
+def _apart(name: str, one: Opened, other: Opened) -> str:
+    """How far apart two tensors of one shape are; empty where they are bitwise the same."""
+    entry = one.index.tensors[name]
+    readers = [BoxReader(opened.folder, opened.index) for opened in (one, other)]
+    differing, largest = 0, 0.0
+    for box in _boxes(entry):
+        a, b = (reader.read(name, box) for reader in readers)
+        unequal = _bits(a) != _bits(b)
+        if unequal.any():
+            differing += int(unequal.view(*a.shape, -1).any(-1).sum())
+            largest = max(largest, float((a.double() - b.double()).abs().nan_to_num(math.inf).max()))
+    if not differing:
+        return ""
+    return f"{differing} of {math.prod(entry.shape)} elements differ, by {largest:.3g} at most"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _boxes(entry: TensorEntry) -> Iterator[tuple[slice, ...]]:
+    """The tensor in runs of rows that do not take much memory."""
+    if not entry.shape:
+        yield ()
+        return
+    row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+    step = max(1, _COMPARED_BYTES // max(1, row))
+    if math.prod(entry.shape):
+        for start in range(0, entry.shape[0], step):
+            rest = (slice(0, size) for size in entry.shape[1:])
+            yield (slice(start, min(start + step, entry.shape[0])), *rest)
+
+
+def _kind(entry: TensorEntry) -> str:
+    return f"{dtype_name(entry.dtype)} {list(entry.shape)}"
+
+
+def _num_bytes(entry: TensorEntry) -> int:
+    return math.prod(entry.shape) * entry.dtype.itemsize
+
+
+def _amount(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def check_comparable(one: Opened, other: Opened) -> None:
+    """Raises CheckpointError where two checkpoints have no name in common."""
+    if not one.index.tensors.keys() & other.index.tensors.keys():
+        raise CheckpointError(
+            f"{one.folder} and {other.folder} have no tensor's name in common; convert one of them to the other's "
+            "layout first (examples/gpt/convert.py)"
+        )

@@ -1,0 +1,79 @@
+"""What a GPT computes, whatever it is cut into: what two models must share for the weights of one to fit the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...errors import CheckpointError
+from ...transformer.transformer_config import TransformerConfig
+from ..common.embeddings.language_model_embedding import PositionEmbeddingType
+from .gpt_model import GPTModel
+
+TRANSFORMER_FIELDS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+    *("normalization", "add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "qk_layernorm"),
+    *("rotary_percent", "rotary_base", "layernorm_epsilon"),
+)
+"""Fields of `TransformerConfig` that decide what the model computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A GPT without its weights."""
+
+    transformer: Mapping[str, Any]
+    """By name, the :data:`TRANSFORMER_FIELDS`."""
+    vocab_size: int
+    """Rows of the embedding; a model may have more, for padding."""
+    max_sequence_length: int
+    tied: bool
+    """The projection to the vocabulary is the embedding's weight."""
+    position_embedding_type: PositionEmbeddingType
+
+    def __getitem__(self, name: str) -> Any:
+        return self.transformer[name]
+
+    def build(self, *, vocab_size: int | None = None, **fields: Any) -> GPTModel:
+        """A model of this kind; `fields` of its config are added (parallel degrees, dropout, initialisation)."""
+        config = TransformerConfig(**{**self.transformer, **fields})
+        return GPTModel(
+            config, vocab_size or self.vocab_size, self.max_sequence_length, self.tied, self.position_embedding_type
+        )
+
+    def differences(self, other: Architecture) -> list[str]:
+        """In what `other` computes something else, "field this and that"; sizes of tables left to their shapes."""
+        rotary = () if self.position_embedding_type == "rope" else ("rotary_percent", "rotary_base")
+        names = [name for name in TRANSFORMER_FIELDS if name not in rotary]
+        differing = [f"{name} {self[name]!r} and {other[name]!r}" for name in names if self[name] != other[name]]
+        for name in ("tied", "position_embedding_type"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                differing.append(f"{name} {ours!r} and {theirs!r}")
+        return differing
+
+
+def gpt_of(model: nn.Module) -> GPTModel:
+    """The `GPTModel` in `model`, through wrappers of any kind.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = next((module for module in model.modules() if isinstance(module, GPTModel)), None)
+    if found is None:
+        raise CheckpointError(f"{type(model).__name__} holds no GPTModel, and only GPTs are translated; give one")
+    return found
+
+
+def architecture_of(model: GPTModel) -> Architecture:
+    """What a model computes."""
+    return Architecture(
+        transformer={name: getattr(model.config, name) for name in TRANSFORMER_FIELDS},
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        tied=model.share_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+    )

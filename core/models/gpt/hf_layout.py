@@ -1,0 +1,331 @@
+"""How Hugging Face names, cuts and describes GPTs of the kinds Llama, Qwen2, Qwen3 and GPT-2; data and translation.
+
+Facts, from `transformers`: a Llama has projections of queries, keys and values apart, heads in order, and gate and up
+apart; ours are fused, by query group and row by row. Both turn channel i together with channel i + d / 2, so no head
+is permuted. A GPT-2 fuses queries, keys and values one block after the other, and its weights are transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from ...dist_checkpointing.foreign_layout import Recipe, Run
+from ...errors import CheckpointError
+from .architecture import Architecture
+
+Layout = Literal["llama", "qwen2", "qwen3", "gpt2"]
+
+_CLASSES: dict[Layout, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+_ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    "gelu": "gelu",
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+}
+_THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_REFUSED: dict[
+    Layout, dict[str, tuple[bool, ...]]
+] = {  # settings that change what a model computes, and the values under which they do not
+    "gpt2": {
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    "qwen2": {"use_sliding_window": (False,)},
+    "qwen3": {"use_sliding_window": (False,), "attention_bias": (False,)},
+    "llama": {"mlp_bias": (False, True), "attention_bias": (False, True)},
+}
+
+
+def choose_layout(architecture: Architecture) -> Layout:
+    """The kind of Hugging Face's that computes what this model does.
+
+    Raises:
+        CheckpointError: none does; says of each what it cannot express.
+    """
+    reasons = {}
+    for layout in _CLASSES:
+        problems = list(_inexpressible(layout, architecture))
+        if not problems:
+            return layout
+        reasons[layout] = ", ".join(problems)
+    told = "; ".join(f"{layout} cannot express {problems}" for layout, problems in reasons.items())
+    raise CheckpointError(f"no layout of Hugging Face's fits this model: {told}")
+
+
+def check_layout(layout: Layout, architecture: Architecture) -> None:
+    """Raises CheckpointError with everything that `layout` cannot express of the model."""
+    if layout not in _CLASSES:
+        raise CheckpointError(f"there is no layout {layout!r}; it takes one of {', '.join(_CLASSES)}")
+    if problems := list(_inexpressible(layout, architecture)):
+        raise CheckpointError(f"the layout {layout} cannot express {', '.join(problems)} of this model")
+
+
+def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float32") -> dict[str, Any]:
+    """The content of ``config.json``."""
+    a = architecture
+    common = {
+        "architectures": [_CLASSES[layout]],
+        "model_type": layout,
+        "vocab_size": a.vocab_size,
+        "tie_word_embeddings": a.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # transformers before 4.56
+    }
+    if layout == "gpt2":
+        return common | {
+            "n_layer": a["num_layers"],
+            "n_embd": a["hidden_size"],
+            "n_head": a["num_attention_heads"],
+            "n_inner": a["ffn_hidden_size"],
+            "n_positions": a.max_sequence_length,
+            "activation_function": _THEIR_ACTIVATIONS[a["activation_func"]],
+            "layer_norm_epsilon": a["layernorm_epsilon"],
+        }
+    base = float(a["rotary_base"])
+    described = common | {
+        "num_hidden_layers": a["num_layers"],
+        "hidden_size": a["hidden_size"],
+        "num_attention_heads": a["num_attention_heads"],
+        "num_key_value_heads": a["num_query_groups"],
+        "head_dim": a["kv_channels"],
+        "intermediate_size": a["ffn_hidden_size"],
+        "hidden_act": _THEIR_ACTIVATIONS[a["activation_func"]],
+        "max_position_embeddings": a.max_sequence_length,
+        "rms_norm_eps": a["layernorm_epsilon"],
+        "rope_theta": base,  # transformers before 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+    }
+    if layout == "llama":
+        return described | {"attention_bias": a["add_bias_linear"], "mlp_bias": a["add_bias_linear"]}
+    if layout == "qwen3":
+        described["attention_bias"] = False
+    return described | {"use_sliding_window": False}
+
+
+def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
+    """The model that a ``config.json`` describes.
+
+    Raises:
+        CheckpointError: another kind of model, or settings that no model here has; names all of them.
+    """
+    layout = layout_of(config)
+    problems = [
+        f"{name} {config[name]!r}"
+        for name, values in _REFUSED[layout].items()
+        if name in config and config[name] not in values
+    ]
+    if config.get("quantization_config"):
+        problems.append("quantization_config")
+    get = _Reader(config)
+    if layout == "gpt2":
+        hidden = get("n_embd", 768)
+        fields = {
+            "num_layers": get("n_layer", 12),
+            "hidden_size": hidden,
+            "num_attention_heads": get("n_head", 12),
+            "num_query_groups": get("n_head", 12),
+            "kv_channels": hidden // get("n_head", 12),
+            "ffn_hidden_size": get("n_inner", 4 * hidden),
+            "layernorm_epsilon": get("layer_norm_epsilon", 1e-5),
+            "normalization": "LayerNorm",
+            "add_bias_linear": True,
+        }
+        activation, positions = get("activation_function", "gelu_new"), get("n_positions", 1024)
+        vocab_size, tied = get("vocab_size", 50257), get("tie_word_embeddings", True)
+    else:
+        heads, hidden = get("num_attention_heads"), get("hidden_size")
+        biased = bool(config.get("attention_bias", False)) if layout == "llama" else False
+        if layout == "llama" and biased != bool(config.get("mlp_bias", False)):
+            problems.append(f"attention_bias {biased} with mlp_bias {not biased}")
+        rope, rope_problems = _rope(config)
+        problems += rope_problems
+        fields = {
+            "num_layers": get("num_hidden_layers"),
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": get("num_key_value_heads", heads),
+            "kv_channels": get("head_dim", 128 if layout == "qwen3" else hidden // heads),
+            "ffn_hidden_size": get("intermediate_size"),
+            "layernorm_epsilon": get("rms_norm_eps", 1e-6),
+            "normalization": "RMSNorm",
+            "add_bias_linear": biased,
+            "gated_linear_unit": True,
+            "rotary_base": rope,
+        }
+        activation, positions = get("hidden_act", "silu"), get("max_position_embeddings", 2048)
+        vocab_size, tied = get("vocab_size"), get("tie_word_embeddings", False)
+    if activation not in _ACTIVATIONS:
+        problems.append(f"the activation {activation!r}")
+    if problems:
+        raise CheckpointError(f"models here cannot express {', '.join(problems)} of this {layout}")
+    defaults = {"gated_linear_unit": False, "rotary_percent": 1.0, "rotary_base": 10000.0}
+    flags = {"add_qkv_bias": layout == "qwen2", "qk_layernorm": layout == "qwen3"}
+    return Architecture(
+        transformer={**defaults, **flags, **fields, "activation_func": _ACTIVATIONS[activation]},
+        vocab_size=vocab_size,
+        max_sequence_length=positions,
+        tied=bool(tied),
+        position_embedding_type="learned_absolute" if layout == "gpt2" else "rope",
+    )
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """The kind of model that a ``config.json`` describes.
+
+    Raises:
+        CheckpointError: one that is not known here.
+    """
+    said = config.get("model_type")
+    found: list[Layout] = [layout for layout in _CLASSES if layout == said]
+    if not found:
+        raise CheckpointError(f"model_type is {said!r}; {', '.join(_CLASSES)} are known here")
+    return found[0]
+
+
+def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None = None) -> list[Recipe]:
+    """What each of our parameters is made of, where theirs is a model of `architecture`.
+
+    Args:
+        prefix: of all names but the output projection's; None is that of a model for text.
+    """
+    if prefix is None:
+        prefix = "transformer." if layout == "gpt2" else "model."
+    return [*(_gpt2_recipes if layout == "gpt2" else _llama_recipes)(architecture, prefix)]
+
+
+def names_without_meaning(layout: Layout, architecture: Architecture, prefix: str) -> set[str]:
+    """What files of this kind may hold besides: masks and angles of old versions, and a tied output projection."""
+    layers = range(architecture["num_layers"])
+    ignored = {"lm_head.weight"} if architecture.tied else set()
+    if layout == "gpt2":
+        return ignored | {f"{prefix}h.{n}.attn.{name}" for n in layers for name in ("bias", "masked_bias")}
+    return ignored | {f"{prefix}layers.{n}.self_attn.rotary_emb.inv_freq" for n in layers}
+
+
+def _inexpressible(layout: Layout, a: Architecture) -> Iterator[str]:
+    wanted: dict[str, Any] = {"rotary_percent": 1.0}
+    if layout == "gpt2":
+        wanted = {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}
+        wanted |= {"qk_layernorm": False}
+        positions = "learned_absolute"
+        if a["num_query_groups"] != a["num_attention_heads"]:
+            yield f"num_query_groups {a['num_query_groups']} of {a['num_attention_heads']} heads"
+        if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
+            yield f"kv_channels {a['kv_channels']}"
+    else:
+        wanted |= {"normalization": "RMSNorm", "gated_linear_unit": True, "qk_layernorm": layout == "qwen3"}
+        if layout != "llama":
+            wanted |= {"add_bias_linear": False}
+        if layout == "qwen2":
+            wanted |= {"add_qkv_bias": True}
+            if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
+                yield f"kv_channels {a['kv_channels']}"
+        elif not a["add_bias_linear"]:
+            wanted |= {"add_qkv_bias": False}
+        if layout == "llama" and a["hidden_size"] % a["num_attention_heads"]:
+            yield f"hidden_size {a['hidden_size']}, which {a['num_attention_heads']} heads do not divide"
+        positions = "rope"
+    yield from (f"{name} {a[name]!r}" for name, value in wanted.items() if a[name] != value)
+    if a.position_embedding_type != positions:
+        yield f"position_embedding_type {a.position_embedding_type!r}"
+
+
+class _Reader:
+    """Looks up what a config says, or its default where it says nothing or null."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"config.json has no {name}")
+        return value
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """The base of the rotation, and what about it models here do not have."""
+    tables = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]  # before transformers 5, since
+    kinds = {table.get("rope_type", table.get("type", "default")) for table in tables}
+    problems = [f"rotary embeddings of type {kind!r}" for kind in sorted(kinds - {"default"})]
+    said = tables[0] | tables[1]
+    share = said.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1, 1.0):
+        problems.append(f"partial_rotary_factor {share}")
+    return float(said.get("rope_theta", config.get("rope_theta", 10000.0))), problems
+
+
+def _llama_recipes(a: Architecture, prefix: str) -> Iterator[Recipe]:
+    hidden, ffn = a["hidden_size"], a["ffn_hidden_size"]
+    linear = ("weight", "bias") if a["add_bias_linear"] else ("weight",)
+    yield _plain("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight", a.vocab_size, padded=True)
+    for layer in range(a["num_layers"]):
+        ours, theirs = f"decoder.layers.{layer}", f"{prefix}layers.{layer}"
+        yield _plain(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", hidden)
+        for kind in ("weight", "bias") if a["add_qkv_bias"] else linear:
+            sources = [(f"{theirs}.self_attn.{name}_proj.{kind}", 0) for name in "qkv"]
+            yield Recipe(f"{ours}.self_attention.linear_qkv.{kind}", _qkv_runs(a, sources, transposed=False))
+        if a["qk_layernorm"]:
+            for name in "qk":
+                norm = f"{ours}.self_attention.{name}_layernorm.weight"
+                yield _plain(norm, f"{theirs}.self_attn.{name}_norm.weight", a["kv_channels"])
+        for kind in linear:
+            yield _plain(f"{ours}.self_attention.linear_proj.{kind}", f"{theirs}.self_attn.o_proj.{kind}", hidden)
+        yield _plain(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", hidden)
+        for kind in linear:
+            gate, up = (f"{theirs}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
+            yield Recipe(f"{ours}.mlp.linear_fc1.{kind}", (Run(gate, ffn, 0, 2), Run(up, ffn, 1, 2)))
+            yield _plain(f"{ours}.mlp.linear_fc2.{kind}", f"{theirs}.mlp.down_proj.{kind}", hidden)
+    yield _plain("decoder.final_layernorm.weight", f"{prefix}norm.weight", hidden)
+    if not a.tied:
+        yield _plain("output_layer.weight", "lm_head.weight", a.vocab_size, padded=True)
+
+
+def _gpt2_recipes(a: Architecture, prefix: str) -> Iterator[Recipe]:
+    hidden, ffn = a["hidden_size"], a["ffn_hidden_size"]
+    yield _plain("embedding.word_embeddings.weight", f"{prefix}wte.weight", a.vocab_size, padded=True)
+    yield _plain("embedding.position_embeddings.weight", f"{prefix}wpe.weight", a.max_sequence_length)
+    for layer in range(a["num_layers"]):
+        ours, theirs = f"decoder.layers.{layer}", f"{prefix}h.{layer}"
+        for kind in ("weight", "bias"):
+            turned = kind == "weight"
+            yield _plain(f"{ours}.input_layernorm.{kind}", f"{theirs}.ln_1.{kind}", hidden)
+            sources = [(f"{theirs}.attn.c_attn.{kind}", block * hidden) for block in range(3)]
+            yield Recipe(f"{ours}.self_attention.linear_qkv.{kind}", _qkv_runs(a, sources, transposed=turned))
+            for name, other, rows in (
+                ("self_attention.linear_proj", "attn.c_proj", hidden),
+                ("mlp.linear_fc1", "mlp.c_fc", ffn),
+                ("mlp.linear_fc2", "mlp.c_proj", hidden),
+            ):
+                yield Recipe(f"{ours}.{name}.{kind}", (Run(f"{theirs}.{other}.{kind}", rows, transposed=turned),))
+            yield _plain(f"{ours}.pre_mlp_layernorm.{kind}", f"{theirs}.ln_2.{kind}", hidden)
+    for kind in ("weight", "bias"):
+        yield _plain(f"decoder.final_layernorm.{kind}", f"{prefix}ln_f.{kind}", hidden)
+    if not a.tied:
+        yield _plain("output_layer.weight", "lm_head.weight", a.vocab_size, padded=True)
+
+
+def _plain(name: str, source: str, rows: int, *, padded: bool = False) -> Recipe:
+    return Recipe(name, (Run(source, rows),), padded)
+
+
+def _qkv_runs(a: Architecture, sources: list[tuple[str, int]], *, transposed: bool) -> tuple[Run, ...]:
+    """Group by group the queries of a group, its key and its value; theirs are all queries, all keys, all values."""
+    channels, groups = a["kv_channels"], a["num_query_groups"]
+    queries = a["num_attention_heads"] // groups * channels
+    runs = []
+    for group in range(groups):
+        start = group * (queries + 2 * channels)
+        for (source, first), rows in zip(sources, (queries, channels, channels), strict=True):
+            runs.append(Run(source, rows, start, 1, first + group * rows, transposed))
+            start += rows
+    return tuple(runs)

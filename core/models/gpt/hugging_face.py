@@ -1,0 +1,212 @@
+"""GPTs into folders that `transformers` loads, and out of them, from any layout and into any.
+
+    save_hugging_face(model, "my-model")                          # all ranks call it
+    AutoModelForCausalLM.from_pretrained("my-model")              # elsewhere
+
+    load_hugging_face(model, "my-model")                          # each rank reads what it holds of each tensor
+
+`transformers` is not needed for either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from ...dist_checkpointing import folders, model_state_dict
+from ...dist_checkpointing.foreign_layout import Recipe, foreign_shapes, load_foreign, make_foreign
+from ...dist_checkpointing.index import dtype_name
+from ...dist_checkpointing.ranks import Ranks
+from ...dist_checkpointing.safetensors_io import (
+    DEFAULT_SHARD_BYTES,
+    begin_new_folder,
+    publish_new_folder,
+    read_safetensors_index,
+    write_safetensors,
+)
+from ...errors import CheckpointError
+from .architecture import Architecture, architecture_of, gpt_of
+from .hf_layout import (
+    Layout,
+    architecture_from_hf,
+    check_layout,
+    choose_layout,
+    hf_config,
+    hf_recipes,
+    layout_of,
+    names_without_meaning,
+)
+
+CONFIG_FILE = "config.json"
+
+
+def save_hugging_face(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Writes a GPT as sharded safetensors with ``config.json``; the folder appears at once, complete.
+
+    Collective over `process_group`, whose first rank writes; one parameter at a time is gathered whole.
+
+    Args:
+        model: a `GPTModel`, or what wraps one.
+        folder: new, or empty.
+        layout: None takes the kind that computes what the model does.
+        dtype: None keeps each tensor's own.
+        vocab_size: rows of the vocabulary to write, without those of the model that pad it; None writes all.
+        config: entries for ``config.json`` besides, such as the ids of special tokens.
+        max_shard_bytes: of one file.
+
+    Raises:
+        CheckpointError: on all ranks: what the layout cannot express of the model, or a folder that is in use.
+    """
+    folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
+    architecture = architecture_of(gpt)
+    layout = choose_layout(architecture) if layout is None else layout
+    check_layout(layout, architecture)
+    if vocab_size is not None and not 0 < vocab_size <= architecture.vocab_size:
+        raise CheckpointError(f"vocab_size is {vocab_size}; the model has {architecture.vocab_size} rows")
+    architecture = replace(architecture, vocab_size=vocab_size or architecture.vocab_size)
+    recipes = hf_recipes(layout, architecture)
+    ours = model_state_dict(gpt)
+    shapes = foreign_shapes(recipes, {name: tuple(tensor.shape) for name, tensor in ours.items()})
+    recipe_of = {run.source: recipe for recipe in recipes for run in recipe.runs}
+    plan = {name: (dtype or ours[recipe_of[name].name].dtype, shape) for name, shape in shapes.items()}
+    gathered = _Gathered(ours)
+
+    def make(name: str) -> torch.Tensor:
+        recipe = recipe_of[name]
+        return make_foreign(name, shapes[name], [recipe], {recipe.name: gathered(recipe)}).to(plan[name][0])
+
+    def describe(into: Path) -> None:
+        largest = max((kind for kind, _ in plan.values()), key=lambda kind: kind.itemsize)
+        described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
+        folders.write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+        publish_new_folder(folder)
+
+    is_first = ranks.is_first
+    temporary = ranks.on_all(lambda: begin_new_folder(folder) if is_first else folder)
+    failures: list[Exception] = []
+    try:
+        write_safetensors(temporary, plan, make, writes=is_first, max_shard_bytes=max_shard_bytes)
+    except Exception as error:
+        failures.append(error)
+    try:
+        ranks.on_all(lambda: _raise(failures))
+        ranks.on_all(lambda: describe(temporary) if is_first else None)
+    finally:
+        if is_first:
+            folders.discard(folder)
+
+
+def load_hugging_face(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    targets: Mapping[str, torch.Tensor] | None = None,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Fills a GPT in place from a folder of Hugging Face's, whatever cuts lie on it.
+
+    Each rank reads of each tensor what it holds; rows of the vocabulary that the folder does not have are zeros. An
+    optimizer built before keeps fp32 masters of weights in low precision: call its `reload_model_params`.
+
+    Args:
+        model: a `GPTModel`, or what wraps one.
+        targets: tensors of the whole model to fill in the place of the model's own, by name: an optimizer's masters.
+        process_group: the ranks that call together; each reads for itself.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is written: another model, or files that are damaged.
+    """
+    folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
+    config = ranks.on_all(lambda: read_hf_config(folder))
+    layout, theirs, ours = layout_of(config), architecture_from_hf(config), architecture_of(gpt)
+    if differing := ours.differences(theirs):
+        raise CheckpointError(
+            f"{folder} is of another model: {', '.join(differing)} (here and there); build the model that it describes"
+        )
+    if theirs.vocab_size > ours.vocab_size:
+        raise CheckpointError(
+            f"{folder} has a vocabulary of {theirs.vocab_size}, and the model's has {ours.vocab_size} rows; build it "
+            "with at least as many"
+        )
+    index = ranks.on_all(lambda: read_safetensors_index(folder))
+    prefix = "transformer." if layout == "gpt2" else "model."
+    if not any(name.startswith(prefix) for name in index.tensors):
+        prefix = ""  # saved without its head
+    load_foreign(
+        targets if targets is not None else model_state_dict(gpt),
+        hf_recipes(layout, theirs, prefix=prefix),
+        index,
+        folder,
+        ignored=names_without_meaning(layout, theirs, prefix),
+        process_group=process_group,
+    )
+
+
+def read_hf_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What ``config.json`` says.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(folder) / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); give the folder of a model") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} does not describe a model")
+    return config
+
+
+def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
+    """The model in a folder of Hugging Face's.
+
+    Raises:
+        CheckpointError: as :func:`load_hugging_face` does of a model that no model here can be.
+    """
+    try:
+        return architecture_from_hf(read_hf_config(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+class _Gathered:
+    """Our tensors whole, of which the last is kept: several of theirs are made of one of ours."""
+
+    def __init__(self, ours: Mapping[str, torch.Tensor]) -> None:
+        self.ours = ours
+        self.last: tuple[str, torch.Tensor] | None = None
+
+    def __call__(self, recipe: Recipe) -> torch.Tensor:
+        if self.last is None or self.last[0] != recipe.name:
+            self.last = None
+            tensor = self.ours[recipe.name]
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            self.last = recipe.name, whole.detach()
+        return self.last[1]
+
+
+def _raise(failures: list[Exception]) -> None:
+    for failure in failures:
+        raise failure

@@ -1,0 +1,157 @@
+"""Weights of GPTs in Megatron-LM's ``torch_dist`` checkpoints, read into any layout without running their pickles.
+
+Such a checkpoint is one of `torch.distributed.checkpoint`: an index (``.metadata``, read by an allow-list) and files
+of tensors (``weights_only``). Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight`` of shape
+`[layers, rows, columns]`, or numbered. Queries, keys and values are fused as here, group by group; gate and up are
+one block after the other. The norms before attention and MLP carry the names that Transformer Engine's fused layers
+give them, or their own.
+
+What else lies there is left alone: the optimizer's state, whose cuts follow Megatron's buffers, and pickles
+(``common.pt`` with the arguments, random streams), which are never opened. So nothing tells what the model computes
+but the shapes of its tensors: activation, epsilon and rotation are for the caller to know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ...dist_checkpointing import model_state_dict
+from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
+from ...dist_checkpointing.index import CheckpointIndex
+from ...dist_checkpointing.ranks import Ranks
+from ...dist_checkpointing.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
+from ...dist_checkpointing.storage import read_index
+from ...errors import CheckpointError
+from .architecture import Architecture, architecture_of, gpt_of
+
+POINTER_FILE = "latest_checkpointed_iteration.txt"
+
+_WORDS = "embedding.word_embeddings.weight"
+_MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
+
+
+def find_megatron(folder: Path) -> Path | None:
+    """The checkpoint in a folder of Megatron-LM's, or the folder itself if it is one; None if it is neither."""
+    pointer = folder / POINTER_FILE
+    if pointer.is_file():
+        said = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        folder = folder / (f"iter_{int(said):07d}" if said.isdecimal() else said)
+        if said != Path(said).name or not (folder / TORCH_INDEX_FILE).is_file():
+            raise CheckpointError(
+                f"{pointer} names {said!r}, and {folder} is no torch_dist checkpoint; save one with "
+                "--ckpt-format torch_dist"
+            )
+        return folder
+    is_stock = (folder / TORCH_INDEX_FILE).is_file() and not (folder / INDEX_FILE).is_file()
+    return folder if is_stock else None
+
+
+def load_megatron(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    targets: Mapping[str, torch.Tensor] | None = None,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Fills a GPT in place with the weights of a checkpoint of Megatron-LM's; arguments as `load_hugging_face` takes.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is written: no such checkpoint, one of another model, one with
+            mixtures of experts, or with anything in its index that no description of tensors needs.
+    """
+    gpt, ranks = gpt_of(model), Ranks(process_group)
+    found = ranks.on_all(lambda: find_megatron(Path(folder)))
+    if found is None:
+        raise CheckpointError(f"{folder} holds no torch_dist checkpoint of Megatron-LM's")
+    index = ranks.on_all(lambda: read_index(found))
+    prefix = _prefix(index, found)
+    recipes = [*_recipes(architecture_of(gpt), index, prefix)]
+    others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
+    load_foreign(
+        targets if targets is not None else model_state_dict(gpt),
+        recipes,
+        index,
+        found,
+        ignored=others,
+        process_group=process_group,
+    )
+
+
+def _prefix(index: CheckpointIndex, folder: Path) -> str:
+    found = sorted((name for name in index.tensors if name.endswith(_WORDS)), key=len)  # before those of an optimizer
+    if not found:
+        raise CheckpointError(f"{folder} has no {_WORDS}: it holds no GPT of Megatron-LM's")
+    return found[0].removesuffix(_WORDS)
+
+
+def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[Recipe]:
+    hidden, ffn, channels = a["hidden_size"], a["ffn_hidden_size"], a["kv_channels"]
+    rows_of_qkv = (a["num_attention_heads"] + 2 * a["num_query_groups"]) * channels
+    norm = ("weight", "bias") if a["normalization"] == "LayerNorm" else ("weight",)
+    linear = ("weight", "bias") if a["add_bias_linear"] else ("weight",)
+    qkv = ("weight", "bias") if a["add_bias_linear"] or a["add_qkv_bias"] else ("weight",)
+
+    yield _vocabulary(_WORDS, index, prefix)
+    if a.position_embedding_type == "learned_absolute":
+        name = "embedding.position_embeddings.weight"
+        yield Recipe(name, (Run(prefix + name, a.max_sequence_length),))
+    for layer in range(a["num_layers"]):
+        found = _Layer(layer, index, prefix)
+        for kind in norm:
+            yield found.plain(f"input_layernorm.{kind}", hidden, f"self_attention.linear_qkv.layer_norm_{kind}")
+            yield found.plain(f"pre_mlp_layernorm.{kind}", hidden, f"mlp.linear_fc1.layer_norm_{kind}")
+            if a["qk_layernorm"]:
+                yield found.plain(f"self_attention.q_layernorm.{kind}", channels)
+                yield found.plain(f"self_attention.k_layernorm.{kind}", channels)
+        for kind in qkv:
+            yield found.plain(f"self_attention.linear_qkv.{kind}", rows_of_qkv)
+        for kind in linear:
+            yield found.plain(f"self_attention.linear_proj.{kind}", hidden)
+            yield found.plain(f"mlp.linear_fc2.{kind}", hidden)
+            name = f"mlp.linear_fc1.{kind}"
+            yield found.gated(name, ffn) if a["gated_linear_unit"] else found.plain(name, ffn)
+    for kind in norm:
+        name = f"decoder.final_layernorm.{kind}"
+        yield Recipe(name, (Run(prefix + name, hidden),))
+    if not a.tied:
+        yield _vocabulary("output_layer.weight", index, prefix)
+
+
+def _vocabulary(name: str, index: CheckpointIndex, prefix: str) -> Recipe:
+    """Padded there to another multiple than here: rows beyond theirs stand for no token."""
+    entry = index.tensors.get(prefix + name)
+    return Recipe(name, (Run(prefix + name, entry.shape[0] if entry and entry.shape else 0),), padded=True)
+
+
+class _Layer:
+    """Finds a layer's tensors, stacked with those of others or on their own."""
+
+    def __init__(self, number: int, index: CheckpointIndex, prefix: str) -> None:
+        self.number, self.index, self.prefix = number, index, prefix
+
+    def plain(self, name: str, rows: int, *others: str) -> Recipe:
+        """Our tensor `name` of this layer, theirs under the same name or one of `others`."""
+        source, layer = self._find(*others, name)
+        return Recipe(f"decoder.layers.{self.number}.{name}", (Run(source, rows, layer=layer),))
+
+    def gated(self, name: str, rows: int) -> Recipe:
+        """Ours alternates gate and up; theirs are halves of one tensor, or two tensors."""
+        gate, layer = self._find(f"{name}_w", name)
+        apart = gate.endswith("_w")
+        up = f"{gate.removesuffix('_w')}_v" if apart else gate
+        runs = (Run(gate, rows, 0, 2, layer=layer), Run(up, rows, 1, 2, 0 if apart else rows, layer=layer))
+        return Recipe(f"decoder.layers.{self.number}.{name}", runs)
+
+    def _find(self, *names: str) -> tuple[str, int | None]:
+        places = [(f"{self.prefix}decoder.layers.{self.number}.{name}", None) for name in names]
+        stacked = [(f"{self.prefix}decoder.layers.{name}", self.number) for name in names]
+        for source, layer in (*places, *stacked):
+            if source in self.index.tensors:
+                return source, layer
+        return stacked[-1]  # is then told as missing

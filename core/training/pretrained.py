@@ -1,0 +1,213 @@
+"""Weights alone, for a run to start from or for a program to use: of a run's checkpoint, of Hugging Face, of Megatron.
+
+Each rank reads what it holds of each tensor, whatever wrapper it trains under.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..datasets.tokenizer import Tokenizer, load_tokenizer
+from ..device import current_device
+from ..dist_checkpointing import checkpoint_directory, load, load_metadata, model_state_dict, save
+from ..dist_checkpointing.folders import write_durably
+from ..distributed.data_parallel_base import unwrap_model
+from ..errors import CheckpointError, DataError
+from ..models.gpt import GPTModel
+from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, gpt_of
+from ..models.gpt.hf_layout import Layout
+from ..models.gpt.hugging_face import hf_architecture, load_hugging_face, read_hf_config, save_hugging_face
+from ..models.gpt.megatron_layout import find_megatron, load_megatron
+from ..tensor_parallel.vocab import pad_vocab_size
+from .arguments import build_config
+from .checkpointing import TOKENIZER_FILE, check_is_run, find_checkpoint, load_weights, save_tokenizer
+from .config import PretrainConfig
+from .state import TrainingState
+
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+
+def load_pretrained(state: TrainingState, folder: Path) -> None:
+    """Starts a run from the weights in `folder`, in place; its optimizer stays new. All ranks call it.
+
+    Args:
+        folder: of a run, one of its checkpoints, a model of Hugging Face's, or a checkpoint of Megatron-LM's.
+
+    Raises:
+        CheckpointError: none of these, damaged, or of another model.
+    """
+    optimizer = state.optimizer.state_tensors()
+    masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
+    model = unwrap_model(state.model)
+    # Masters in fp32 take the place of the parameters that are rounded from them, as in a checkpoint.
+    targets = {name: masters.get(name, tensor) for name, tensor in model_state_dict(model).items()}
+    if is_hugging_face(folder):
+        load_hugging_face(model, folder, targets=targets)
+    elif find_megatron(folder) is not None:
+        load_megatron(model, folder, targets=targets)
+    else:
+        load_run_weights(targets, gpt_of(model), find_checkpoint(folder))
+    state.optimizer.load_state_scalars(state.optimizer.state_scalars())  # writes the masters into the parameters
+
+
+def load_run_weights(targets: Mapping[str, torch.Tensor], model: GPTModel, checkpoint: Path) -> None:
+    """Fills `targets`, a model's tensors by name, from a checkpoint of a run of the same model."""
+    metadata = load_metadata(checkpoint)
+    check_is_run(metadata, checkpoint)
+    theirs = metadata["config"]["model"]
+    ours = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
+    differing = [f"{name} {ours[name]!r} and {theirs[name]!r}" for name in ours if theirs.get(name) != ours[name]]
+    named = {f"model.{name}": tensor for name, tensor in targets.items()}
+    differing += sorted(named.keys() ^ set(metadata["model_tensors"]))
+    if differing:
+        raise CheckpointError(f"{checkpoint} is of another model: {', '.join(differing[:20])} (here and there)")
+    load(named, checkpoint, strict=False)
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether this is a model of Hugging Face's; the folder of a run has a ``config.json`` too."""
+    try:
+        return "model_type" in read_hf_config(folder)
+    except CheckpointError:
+        return False
+
+
+def load_run_model(checkpoint: Path) -> tuple[PretrainConfig, GPTModel]:
+    """The model of a checkpoint, whole in this process however many ranks trained it, and its run's settings."""
+    metadata = load_metadata(checkpoint)
+    check_is_run(metadata, checkpoint)
+    config = PretrainConfig.from_json(metadata["config"])
+    alone = replace(
+        config.model,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        sequence_parallel=False,
+        perform_initialization=False,  # the checkpoint fills every parameter
+    )
+    model = GPTModel(
+        alone,
+        metadata["vocab_size"],
+        config.max_sequence_length,
+        share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
+        position_embedding_type=config.gpt.position_embedding_type,
+    )
+    load_weights(model, checkpoint)
+    if (config.model.fp16 or config.model.bf16) and current_device().type == "cuda":
+        model = model.to(torch.float16 if config.model.fp16 else torch.bfloat16)
+    return config, model.to(current_device())
+
+
+def load_run_tokenizer(checkpoint: Path) -> Tokenizer:
+    """The tokenizer that the run kept beside its checkpoints."""
+    path = checkpoint.parent / TOKENIZER_FILE
+    if not path.exists():
+        raise DataError(f"{path} does not exist: the run had no tokenizer; put the corpus's tokenizer.json there")
+    return load_tokenizer(path)
+
+
+def run_to_hugging_face(
+    root: Path,
+    folder: Path,
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    **details: Any,
+) -> Path:
+    """Writes the latest checkpoint of a run as a model that `transformers` loads, with its tokenizer if it has one.
+
+    Weights are fp32 unless `dtype` says otherwise; other arguments as `save_hugging_face` takes.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: no checkpoint, or a model that the layout cannot express.
+    """
+    checkpoint = find_checkpoint(root)
+    _, model = load_run_model(checkpoint)
+    tokenizer = load_run_tokenizer(checkpoint) if (checkpoint.parent / TOKENIZER_FILE).exists() else None
+    ids = {"eos_token_id": tokenizer.eod} if tokenizer is not None else {}
+    save_hugging_face(model, folder, layout=layout, dtype=dtype, vocab_size=vocab_size, config=ids, **details)
+    if tokenizer is not None:
+        tokenizer.save(folder / TOKENIZER_FILE)
+        path = folder / TOKENIZER_CONFIG_FILE  # of which class it is the model's kind would guess
+        described = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        write_durably(path, json.dumps(described, indent=1))
+    return checkpoint
+
+
+def run_from_hugging_face(folder: Path, root: Path) -> tuple[Path, Architecture]:
+    """Writes a model of Hugging Face's as a checkpoint of weights alone, in fp32, with its tokenizer if it has one.
+
+    Returns:
+        The checkpoint, and what the model computes.
+
+    Raises:
+        CheckpointError: another kind of model, or a folder that is in use.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise CheckpointError(f"{root} exists and is not empty; choose another folder, or move it away")
+    architecture = hf_architecture(folder)
+    config = build_config(_settings_of(architecture))
+    rows = pad_vocab_size(architecture.vocab_size, config.gpt.make_vocab_size_divisible_by)
+    model = architecture.build(vocab_size=rows, perform_initialization=False)
+    load_hugging_face(model, folder)
+    tokenizer = load_tokenizer(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else None
+    save_weights(model, config, root)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, root)
+    return checkpoint_directory(root, 0), architecture
+
+
+def save_weights(model: GPTModel, config: PretrainConfig, root: Path) -> None:
+    """Writes ``root/iter_0000000`` with the weights alone of a model that this process holds whole."""
+    tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
+    metadata = {
+        "iteration": 0,
+        "consumed_samples": 0,
+        "vocab_size": model.vocab_size,
+        "config": config.to_json(),
+        "model_tensors": sorted(tensors),
+        "rng_layout": [],
+        "layout": {"ranks": 1, "tensor": 1, "context": 1},
+    }
+    save(tensors, checkpoint_directory(root, 0), metadata=metadata)
+
+
+def flags_of(architecture: Architecture) -> list[str]:
+    """The flags of `pretrain_gpt.py` that make a run of this model."""
+    settings = _settings_of(architecture)
+    flags: list[str] = []
+    for name in (*TRANSFORMER_FIELDS, "position_embedding_type", "max_position_embeddings"):
+        value, flag = settings[name], f"--{name.replace('_', '-')}"
+        if name == "layernorm_epsilon":
+            flag = "--norm-epsilon"
+        if name == "add_bias_linear":
+            flags.append(flag if value else "--disable-bias-linear")
+        elif isinstance(value, bool):
+            flags.append(flag if value else f"--no-{name.replace('_', '-')}")
+        else:
+            flags += [flag, str(value)]
+    return flags + ([] if architecture.tied else ["--untie-embeddings-and-output-weights"])
+
+
+def _settings_of(architecture: Architecture) -> dict[str, Any]:
+    """A run that could have made the model; what is about training alone has no meaning."""
+    length = architecture.max_sequence_length
+    return {
+        **architecture.transformer,
+        "position_embedding_type": architecture.position_embedding_type,
+        "max_position_embeddings": length,
+        "untie_embeddings_and_output_weights": not architecture.tied,
+        "seq_length": length,
+        "micro_batch_size": 1,
+        "train_iters": 1,
+        "lr": 0.0,
+    }

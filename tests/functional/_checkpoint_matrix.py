@@ -1,0 +1,308 @@
+"""Runs of a small GPT that write checkpoints under every wrapper and on any ranks, and read what all others wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.dist_checkpointing import FlatRange, local_tensor
+from core.distributed import wrap_model
+from core.models.gpt import GPTModel
+from core.optimizer import get_megatron_optimizer
+from core.training.arguments import build_config
+from core.training.checkpointing import _tensors, load_checkpoint, save_checkpoint
+from core.training.config import PretrainConfig
+from core.training.state import TrainingState, build_scheduler
+from core.training.train_step import train_step
+from tests.functional._runs import _whole
+
+BEFORE, AFTER = 2, 5
+"""Steps that a writer makes before its checkpoint, and that it and every reader make after it."""
+
+VOCABULARY, SEQUENCE, GLOBAL_BATCH = 62, 8, 12
+
+_BUCKETS = {"bucket_size": 700}  # elements, of some 8000
+_INSTANCES = {"num_distributed_optimizer_instances": 2}
+_ZERO2 = _BUCKETS | {
+    "data_parallel_sharding_strategy": "optim_grads",
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+WRAPPERS: dict[str, Mapping[str, Any]] = {
+    "ddp": {},
+    "zero1": _BUCKETS | {"data_parallel_sharding_strategy": "optim"},
+    "zero2": _ZERO2,
+    "fsdp2": {"use_torch_fsdp2": True},
+    "hybrid": _INSTANCES | {"use_torch_fsdp2": True},
+    "hybrid zero2": _INSTANCES | _ZERO2,
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A wrapper on a number of ranks, `tp` of which hold one replica together."""
+
+    wrapper: str
+    ranks: int
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // self.tp
+
+    def __str__(self) -> str:
+        return f"{self.wrapper} on {self.ranks}" + (f" tp{self.tp}" if self.tp > 1 else "")
+
+
+SITES = [
+    Site(wrapper, ranks, tp)
+    for ranks, tp in ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2))
+    for wrapper in WRAPPERS
+    if "hybrid" not in wrapper or ranks // tp % 2 == 0
+]
+
+
+@dataclass
+class Told:
+    """What a run did after the checkpoint, and where that left it."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    place: dict[str, Any] = field(default_factory=dict)
+    """Step counts, learning rate and place in the data when the checkpoint was written or had been read."""
+    end: dict[str, Any] = field(default_factory=dict)
+    """The same after the last step."""
+    differing: list[str] = field(default_factory=list)
+    """Tensors of which a reader had other contents than the writer, the moment it had read them."""
+    distance: float = 0.0
+    """Of all tensors at the end from the writer's, relative to their norm; 0 only if they are bitwise the same."""
+
+
+def write_and_read(
+    pairs: Sequence[tuple[Site, Site]], tied: bool, root: Path, fault: str | None = None
+) -> tuple[dict[Site, Told], dict[tuple[Site, Site], Told]]:
+    """What each writer of `pairs` did, and each of its readers, as this rank saw it; every rank calls it.
+
+    The processes are as many ranks as any site has, and make up the smaller worlds one after the other.
+    """
+    written: dict[Site, Told] = {}
+    found: dict[tuple[Site, Site], Told] = {}
+    for ranks in sorted({writer.ranks for writer, _ in pairs}):
+        with _world_of(ranks, root) as is_member:
+            for site in dict.fromkeys(writer for writer, _ in pairs if writer.ranks == ranks):
+                if is_member:
+                    written[site] = _write(site, tied, root)
+    for ranks in sorted({reader.ranks for _, reader in pairs}):
+        with _world_of(ranks, root) as is_member:
+            for site in dict.fromkeys(reader for _, reader in pairs if reader.ranks == ranks):
+                if is_member:
+                    writers = [writer for writer, reader in pairs if reader == site]
+                    found |= _read(site, writers, tied, root, fault)
+    return written, found
+
+
+@contextmanager
+def _world_of(ranks: int, root: Path) -> Iterator[bool]:
+    """The first of these processes as a world of their own; whether this one is among them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    if ranks == size:
+        yield True
+        return
+    name = f"{len(list(root.glob('world*')))}"
+    dist.barrier()
+    _join(root / f"world{name}", rank, ranks)
+    yield rank < ranks  # what fails ends these processes anyway
+    _join(root / f"world{name}-whole", rank, size)
+
+
+def _join(store: Path, rank: int, size: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank < size:
+        store.touch()
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(hours=1)
+        )
+        dist.barrier()
+
+
+def _write(site: Site, tied: bool, root: Path) -> Told:
+    """Trains, saves, and goes on. Beside the checkpoint lies what it has to contain."""
+    with _Run(site, tied) as run:
+        run.train(BEFORE)
+        save_checkpoint(run.state, run.config, root / str(site))
+        told = Told(place=run.place())
+        contents = run.contents()
+        run.train(AFTER, told)
+        contents_at_end = run.contents()
+        if dist.get_rank() == 0:
+            torch.save((contents, contents_at_end), root / f"{site}.pt")
+        return told
+
+
+def _read(
+    site: Site, writers: Sequence[Site], tied: bool, root: Path, fault: str | None
+) -> dict[tuple[Site, Site], Told]:
+    """Reads what each of `writers` left, and goes on from there."""
+    found = {}
+    with _Run(site, tied) as run:
+        run.train(1)  # what is read replaces something else
+        for writer in writers:
+            load_checkpoint(run.state, run.config, root / str(writer))
+            if fault is not None:
+                FAULTS[fault](run.state)
+            expected, expected_at_end = torch.load(root / f"{writer}.pt", weights_only=True)
+            told = Told(place=run.place(), differing=_differing(run.contents(), expected))
+            run.train(AFTER, told)
+            told.distance = _distance(run.contents(), expected_at_end)
+            found[writer, site] = told
+    return found
+
+
+class _Run:
+    """A run at one site; its process groups are gone when it is left."""
+
+    def __init__(self, site: Site, tied: bool) -> None:
+        self.site = site
+        self.config = config = _config(site, tied)
+        parallel_state.initialize_model_parallel(
+            site.tp, num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances
+        )
+        torch.manual_seed(7)
+        gpt = GPTModel(config.model, VOCABULARY, SEQUENCE, tied, "rope")
+        model = wrap_model(gpt, config.model, config.ddp)
+        optimizer = get_megatron_optimizer(config.optimizer, [model])
+        scheduler = build_scheduler(config, optimizer)
+        self.state = TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, vocab_size=VOCABULARY)
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        parallel_state.destroy_model_parallel()
+
+    def train(self, steps: int, told: Told | None = None) -> None:
+        state = self.state
+        for _ in range(steps):
+            batches = _samples(state.iteration, parallel_state.get_data_parallel_rank(), self.site.dp)
+            result = train_step(state.model, state.optimizer, state.scheduler, batches, 1)
+            state.iteration += 1
+            state.consumed_samples += GLOBAL_BATCH
+            if told is not None:
+                assert result.grad_norm is not None
+                told.losses.append(result.loss)
+                told.grad_norms.append(result.grad_norm)
+        if told is not None:
+            told.end = self.place()
+
+    def place(self) -> dict[str, Any]:
+        state = self.state
+        return {
+            "iteration": state.iteration,
+            "consumed_samples": state.consumed_samples,
+            "optimizer": state.optimizer.state_scalars(),
+            "scheduler": state.scheduler.state_dict(),
+            "rates": [group["lr"] for group in state.optimizer.param_groups],
+        }
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Every tensor of model and optimizer, whole, on every rank."""
+        return _whole(_tensors(self.state))
+
+
+def _config(site: Site, tied: bool) -> PretrainConfig:
+    # No width divides by all of these numbers of ranks; with tp2 the shards of a piece are uneven too, some empty.
+    shape = {"num_layers": 2, "hidden_size": 15, "ffn_hidden_size": 38, "kv_channels": 6}
+    attention = {"num_attention_heads": 4, "num_query_groups": 2, "qk_layernorm": True, "add_qkv_bias": True}
+    kind = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "init_method_std": 0.2}
+    exact = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    embedding = {"position_embedding_type": "rope", "untie_embeddings_and_output_weights": not tied}
+    data = {"seq_length": SEQUENCE, "micro_batch_size": GLOBAL_BATCH // site.dp}
+    schedule = {"train_iters": BEFORE + AFTER + 1, "lr_warmup_iters": 2, "lr_decay_style": "cosine"}
+    # A large epsilon: where a gradient is all rounding, Adam would make a whole step of it.
+    optimizer = {"lr": 1e-2, "min_lr": 1e-4, "weight_decay": 0.1, "adam_eps": 1e-4}
+    wrapper = {"tensor_model_parallel_size": site.tp, **WRAPPERS[site.wrapper]}
+    return build_config(shape | attention | kind | exact | embedding | data | schedule | optimizer | wrapper)
+
+
+def _samples(step: int, rank: int, replicas: int) -> Iterator[dict[str, torch.Tensor]]:
+    """A replica's share of the step's samples `[n, s]`, which are the same however many replicas there are."""
+    generator = torch.Generator().manual_seed(step)
+    sequence = [torch.randint(0, VOCABULARY, (GLOBAL_BATCH,), generator=generator)]
+    for _ in range(SEQUENCE):
+        sequence.append((5 * sequence[-1] + 1) % VOCABULARY)
+    samples = torch.stack(sequence, dim=-1).chunk(replicas)[rank]
+    yield {
+        "tokens": samples[:, :-1].contiguous(),
+        "labels": samples[:, 1:].contiguous(),
+        "loss_mask": torch.ones(len(samples), SEQUENCE),
+        "position_ids": torch.arange(SEQUENCE).repeat(len(samples), 1),
+    }
+
+
+def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    names = found.keys() | expected.keys()
+    return sorted(
+        name
+        for name in names
+        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
+    )
+
+
+def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative to the norm, of weights and of moments each for themselves; the largest of them."""
+    if not _differing(found, expected):
+        return 0.0
+    kinds: dict[str, list[float]] = {}
+    for name, value in expected.items():
+        sums = kinds.setdefault(".".join(name.split(".")[:2]) if name.startswith("optimizer") else "model", [0.0, 0.0])
+        sums[0] += (found[name] - value).double().square().sum().item()
+        sums[1] += value.double().square().sum().item()
+    return max(math.sqrt(difference / norm) for difference, norm in kinds.values() if norm) or math.ulp(0.0)
+
+
+def _last_bit(state: TrainingState) -> None:
+    """One bit of one moment is another, on the rank that has it."""
+    for values in _held(state.optimizer.state_tensors()["exp_avg.decoder.final_layernorm.weight"])[-1:]:
+        values.flatten().view(torch.int32)[-1:].bitwise_xor_(1)
+
+
+def _step_count(state: TrainingState) -> None:
+    """The optimizer has made one step less."""
+    scalars = state.optimizer.state_scalars()
+    state.optimizer.load_state_scalars(scalars | {"step": scalars["step"] - 1})
+
+
+def _swapped_moments(state: TrainingState) -> None:
+    """Two tensors of one shape lie in each other's place."""
+    tensors = state.optimizer.state_tensors()
+    first, second = (_held(tensors[f"exp_avg.decoder.layers.{layer}.mlp.linear_fc1.weight"]) for layer in (0, 1))
+    for one, other in zip(first, second, strict=True):
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+def _held(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What this rank holds of it."""
+    if isinstance(tensor, FlatRange):
+        return [values for _, values in tensor.pieces()]
+    return [local_tensor(tensor)]
+
+
+FAULTS: dict[str, Callable[[TrainingState], None]] = {
+    "last bit": _last_bit,
+    "step count": _step_count,
+    "swapped moments": _swapped_moments,
+}
+"""What is done to what has been read, that a comparison has to see."""

@@ -1,0 +1,215 @@
+"""Whatever happens to a run or its files, the last whole checkpoint is there, and errors say which it is."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from core.dist_checkpointing import storage
+from core.errors import CheckpointError
+from tests.functional._program import REPOSITORY, TINY, ProgramServer, load_program, program_environment
+from tests.functional.test_resume import content, log
+from tests.unit._spawn import run_distributed
+
+FLAGS = (
+    *TINY[:-2],  # but for the number of validations
+    *("--train-iters", "6", "--save-interval", "2", "--eval-interval", "100", "--eval-iters", "0"),
+    *("--global-batch-size", "4", "--use-torch-fsdp2"),
+)
+
+
+def _pretrain(*arguments: str) -> str:
+    """The error that ended the run; empty if none did."""
+    try:
+        load_program("pretrain_gpt").main(arguments)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def pretrain(corpus: Path, *flags: str | Path, ranks: int = 2) -> str:
+    told = run_distributed(_pretrain, ranks, *FLAGS, "--data-path", str(corpus), *map(str, flags))
+    assert len(set(told)) == 1, told
+    return told[0]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six iterations with three checkpoints."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert pretrain(corpus, "--save", run) == ""
+    return run
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def _as_after(run: Path, iteration: int) -> None:
+    for folder in run.glob("iter_*"):
+        if int(folder.name[5:]) > iteration:
+            shutil.rmtree(folder)
+    (run / "latest").write_text(f"iter_{iteration:07d}\n")
+
+
+def test_saving_beside_training_writes_the_same_checkpoints(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert pretrain(corpus, "--save", run, "--async-save", "--keep-last", "2", "--keep-every", "6") == ""
+    assert sorted(path.name for path in run.glob("*iter_*")) == ["iter_0000004", "iter_0000006"]
+    for name in ("iter_0000004", "iter_0000006"):
+        assert content(run / name) == content(whole / name)
+    assert log(run) == log(whole)
+
+
+def _damage(folder: Path, kind: str) -> None:
+    file = folder / "rank_00001.bin"
+    if kind == "flipped bit":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 16
+        file.write_bytes(data)
+    elif kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif kind == "missing":
+        file.unlink()
+    elif kind == "description":
+        text = (folder / "checkpoint.json").read_text()
+        assert '"consumed_samples":24' in text
+        (folder / "checkpoint.json").write_text(text.replace('"consumed_samples":24', '"consumed_samples":28'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "said"),
+    [
+        ("flipped bit", ["--verify-checkpoint"], "rank_00001.bin is damaged where"),
+        ("truncated", [], "rank_00001.bin has"),
+        ("missing", [], "rank_00001.bin is missing"),
+        ("description", [], "checkpoint.json is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
+    corpus: Path, whole: Path, run: Path, kind: str, flags: list[str], said: str
+) -> None:
+    _damage(run / "iter_0000006", kind)
+    _damage(run / "iter_0000004", "flipped bit")  # the offer is not made blindly
+    error = pretrain(corpus, "--load", run, *flags)
+    assert said in error and str(run / "iter_0000006") in error
+    assert error.endswith(f"iter_0000002 beside it is whole: continue from it with --load {run / 'iter_0000002'}")
+    assert "\n" not in error
+    if kind == "truncated":  # doing as it says
+        assert pretrain(corpus, "--load", run / "iter_0000002") == ""
+        assert content(run / "iter_0000006") == content(whole / "iter_0000006")
+        _damage(run / "iter_0000002", "missing")
+        for name in ("iter_0000004", "iter_0000006"):
+            _damage(run / name, "truncated")
+        assert pretrain(corpus, "--load", run).endswith(f"no other checkpoint in {run} is whole")
+
+
+def test_a_flipped_bit_is_found_unasked_where_tensors_are_cut_anew(corpus: Path, run: Path) -> None:
+    _damage(run / "iter_0000006", "flipped bit")
+    error = pretrain(corpus, "--load", run, ranks=1)
+    assert "rank_00001.bin is damaged where" in error
+    assert error.endswith(f"--load {run / 'iter_0000004'}")
+
+
+def _pretrain_with_little_room(*arguments: str) -> str:
+    """While the second rank writes tensors, the kernel refuses to let a file grow."""
+    append, limits = storage._append, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def in_little_room(stream, tensor):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (stream.tell() + 100, limits[1]))
+        try:
+            return append(stream, tensor)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    if dist.get_rank() == 1:
+        storage._append = in_little_room
+    try:
+        return _pretrain(*arguments)
+    finally:
+        storage._append = append
+
+
+@pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["at once", "beside training"])
+def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint(
+    corpus: Path, whole: Path, run: Path, how: list[str]
+) -> None:
+    _as_after(run, 2)
+    flags = ["--data-path", str(corpus), "--load", str(run), *how]
+    told = run_distributed(_pretrain_with_little_room, 2, *FLAGS, *flags)
+    assert told[0] == told[1]
+    assert f"saving {run / 'iter_0000004'}" in told[0] and "File too large" in told[0]
+    assert sorted(path.name for path in run.glob("*iter_*")) == ["iter_0000002"]
+    assert log(run)[-1]["step"] in ([4] if not how else [4, 5, 6])
+    assert pretrain(corpus, "--load", run, "--verify-checkpoint", *how) == ""
+    assert content(run / "iter_0000006") == content(whole / "iter_0000006")
+
+
+def _killed_runs(corpus: Path, folder: Path, *flags: str, limit_s: float) -> dict:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.functional._killed_runs", corpus, folder, *flags],
+        cwd=REPOSITORY,
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
+    told = _killed_runs(corpus, tmp_path, "--kills", "3", "--seed", "1", "--kinds", "fsdp2, async", limit_s=120)
+    assert told["kills"] == 3
+
+
+@pytest.mark.long
+def test_fifty_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
+    told = _killed_runs(corpus, tmp_path, "--kills", "50", "--seed", "2", limit_s=900)
+    assert told["kills"] == 50
+    assert told["of all"] > 10 and told["of one rank"] > 10 and told["while saving"] > 5
+    assert len(set(told["resumed from"])) > 10
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["iter_0000006/checkpoint.json", "iter_0000006/rank_00001.bin", "iter_0000006/.metadata", "latest"]
+    + ["tokenizer.json", "log.jsonl", "config.json"],
+)
+def test_no_file_of_a_run_can_run_anything(
+    programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path, file: str
+) -> None:
+    """A pickle that would create a file stands in the place of each, and both programs open the run."""
+    ran = tmp_path / "ran"
+    (run / file).write_bytes(pickle.dumps(_Bomb(ran)))
+    if file.endswith(".metadata"):
+        (run / "iter_0000006" / "checkpoint.json").unlink()  # else nobody would read it
+    flags = ["--data-path", corpus, "--load", run, "--train-iters", "7", "--override-opt_param-scheduler"]
+    flags = [*(f for f in FLAGS if f not in ("--use-torch-fsdp2", "--train-iters", "6")), *flags]
+    resumed = programs.run("pretrain_gpt", *flags, "--verify-checkpoint", folder=tmp_path)
+    written = programs.run("generate", "--load", run, "--prompt", "a", "--num-tokens", "2", folder=tmp_path)
+    assert not ran.exists()
+    statuses = (resumed.status, written.status)
+    refused = {"tokenizer.json": (0, 2), "log.jsonl": (2, 0), "config.json": (0, 0)}  # what reads the file
+    assert statuses == refused.get(file, (2, 2)), (resumed.err, written.err)
+    for ended in (resumed, written):
+        assert ended.status == 0 or (ended.err.startswith("error: ") and ended.err.count("\n") == 1), ended.err
+    pickle.loads(pickle.dumps(_Bomb(ran)))
+    assert ran.exists()  # it is a real one

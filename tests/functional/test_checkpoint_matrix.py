@@ -1,0 +1,104 @@
+"""A checkpoint of every wrapper, on any number of ranks, continues under every other on any other.
+
+What was read has, bit by bit, the contents that were written: weights, moments, step counts. The five steps that
+follow are the writer's own five steps. On the same number of ranks, cut alike, they are so to the last bit at one and
+two replicas, whose gradients add in one order only, and under the writer's own wrapper; elsewhere sums round in
+another order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.functional._checkpoint_matrix import SITES, Site, Told, write_and_read
+from tests.unit._spawn import run_distributed
+
+Pair = tuple[Site, Site]
+
+
+def _problems_of(pairs: Sequence[Pair], tied: bool, root: Path, fault: str | None = None) -> list[str]:
+    """Writes and reads all `pairs` on the same four processes."""
+    limit_s = 60 + 10 * len(pairs)
+    of_ranks = run_distributed(write_and_read, 4, pairs, tied, root, fault, limit_s=limit_s)
+    written, _ = of_ranks[0]
+    assert len(of_ranks[0][1]) == len(pairs)
+    return [
+        f"{writer} -> {reader}, rank {rank}: {problem}"
+        for rank, (_, found) in enumerate(of_ranks)
+        for (writer, reader), told in found.items()
+        for problem in _problems(written[writer], told, _adds_in_one_order(writer, reader))
+    ]
+
+
+def _adds_in_one_order(writer: Site, reader: Site) -> bool:
+    alike = (writer.ranks, writer.tp) == (reader.ranks, reader.tp)
+    return alike and (writer.dp <= 2 or writer.wrapper == reader.wrapper)
+
+
+def _problems(written: Told, found: Told, bitwise: bool) -> list[str]:
+    problems = []
+    if found.differing:
+        problems.append(f"{len(found.differing)} tensors have other contents: {', '.join(found.differing[:5])}")
+    for what in ("place", "end"):
+        if getattr(found, what) != getattr(written, what):
+            problems.append(f"{what} is {getattr(found, what)}, and was {getattr(written, what)}")
+    losses, norms, distance = (0.0, 0.0, 0.0) if bitwise else (1e-6, 1e-5, 1e-5)
+    if found.losses != pytest.approx(written.losses, rel=losses, abs=0):
+        problems.append(f"losses are {found.losses}, and were {written.losses}")
+    if found.grad_norms != pytest.approx(written.grad_norms, rel=norms, abs=0):
+        problems.append(f"gradient norms are {found.grad_norms}, and were {written.grad_norms}")
+    if found.distance > distance:
+        problems.append(f"after the last step all is off by {found.distance:.1e} of its norm")
+    return problems
+
+
+def _pairwise() -> list[Pair]:
+    """Pairs in which every wrapper meets every wrapper, and every cut every cut, in both directions, at few sites."""
+    candidates = [*itertools.product(SITES, SITES)]
+    random.Random(0).shuffle(candidates)
+    missing = {fact for pair in candidates for fact in _facts(pair)}
+    chosen: list[Pair] = []
+    while missing:
+        writers, readers = {writer for writer, _ in chosen}, {reader for _, reader in chosen}
+        best = max(candidates, key=lambda p: (len(_facts(p) & missing), (p[0] in writers) + (p[1] in readers)))
+        chosen.append(best)
+        missing -= _facts(best)
+    return chosen
+
+
+def _facts(pair: Pair) -> set[tuple[object, object]]:
+    writer, reader = pair
+    wrappers = (writer.wrapper, reader.wrapper)
+    return {wrappers, ((writer.ranks, writer.tp), (reader.ranks, reader.tp))}
+
+
+def test_every_wrapper_and_cut_reads_what_every_other_wrote(tmp_path: Path) -> None:
+    problems = _problems_of(_pairwise(), True, tmp_path)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("fault", "symptom"),
+    [
+        ("last bit", "1 tensors have other contents"),
+        ("step count", "'step': 1"),
+        ("swapped moments", "2 tensors have"),
+    ],
+)
+def test_the_comparison_sees_a_planted_fault(tmp_path: Path, fault: str, symptom: str) -> None:
+    pair = (Site("zero1", 2), Site("fsdp2", 4, 2))
+    problems = _problems_of([pair], False, tmp_path, fault)
+    assert any(symptom in problem for problem in problems), problems
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_pair_of_wrapper_and_cut(tmp_path: Path, tied: bool) -> None:
+    problems = _problems_of([*itertools.product(SITES, SITES)], tied, tmp_path)
+    assert not problems, "\n".join(problems)

@@ -1,0 +1,90 @@
+"""A run becomes a model of Hugging Face's, and that a checkpoint again, which writes the same text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.functional._program import TINY, Ended, ProgramServer
+
+FLAGS = (
+    *(*TINY, "--train-iters", "4", "--lr", "1e-2", "--num-query-groups", "1", "--qk-layernorm"),
+    *("--untie-embeddings-and-output-weights", "--norm-epsilon", "1e-6"),
+)
+
+
+@pytest.fixture(scope="module")
+def run(programs: ProgramServer, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    ended = programs.run("pretrain_gpt", *FLAGS, "--data-path", corpus, "--save", folder / "a", folder=folder)
+    assert ended.status == 0, ended.err
+    return folder / "a"
+
+
+def _text(programs: ProgramServer, run: Path) -> str:
+    flags = ["--prompt", "the square of ", "--num-tokens", "15", "--temperature", "0"]
+    ended = programs.run("generate", "--load", run, *flags, folder=run.parent)
+    assert ended.status == 0, ended.err
+    return ended.out
+
+
+def test_there_and_back(programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    there = programs.run(
+        "convert", "--load", run, "--save", tmp_path / "hf", "--max-shard-gb", "1e-5", folder=tmp_path
+    )
+    assert there.status == 0 and "AutoModelForCausalLM.from_pretrained" in there.out, there.err
+    assert len([*(tmp_path / "hf").glob("model-*.safetensors")]) > 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    prompt = tokenizer("the square of ", return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=15, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    text = _text(programs, run)
+    assert text.rstrip("\n").startswith(tokenizer.decode(written[0]).removesuffix(tokenizer.eos_token))
+
+    back = programs.run("convert", "--load", tmp_path / "hf", "--save", tmp_path / "b", folder=tmp_path)
+    assert back.status == 0, back.err
+    assert _text(programs, tmp_path / "b") == text
+
+    # The flags that it told start a run from these weights: its first loss is not that of a new model.
+    told = back.out.splitlines()[-1].split()[1:]
+    more = [
+        "--train-iters",
+        "4",
+        "--data-path",
+        corpus,
+        "--save",
+        tmp_path / "c",
+        "--seq-length",
+        "32",
+        "--lr",
+        "1e-6",
+    ]
+    rest = ["--micro-batch-size", "2", "--log-interval", "1", "--eval-iters", "0", "--min-lr", "0"]
+    on = programs.run("pretrain_gpt", *told, *more, *rest, "--use-torch-fsdp2", folder=tmp_path)
+    assert on.status == 0, on.err
+    losses = [json.loads(line)["loss"] for folder in (run, tmp_path / "c") for line in _log(folder)]
+    assert losses[4] < losses[0] - 0.3
+
+
+def _log(run: Path) -> list[str]:
+    return [line for line in (run / "log.jsonl").read_text().splitlines() if '"loss"' in line]
+
+
+def _one_line(ended: Ended) -> str:
+    assert ended.status == 2 and ended.err.count("\n") == 1 and ended.err.startswith("error: "), ended
+    return ended.err
+
+
+def test_mistakes_are_one_line(programs: ProgramServer, run: Path, tmp_path: Path) -> None:
+    for flags, said in (
+        (["--load", tmp_path / "no", "--save", "x"], "no such folder"),
+        (["--load", run, "--save", run], "exists and is not empty"),
+        (["--load", run, "--save", "x", "--layout", "gpt2"], "the layout gpt2 cannot express"),
+        (["--load", run, "--save", "x", "--max-shard-gb", "0"], "--max-shard-gb is 0"),
+        (["--load", run, "--save", "x", "--vocab-size", "9999"], "vocab_size is 9999; the model has"),
+    ):
+        assert said in _one_line(programs.run("convert", *flags, folder=tmp_path))
+    assert not [*tmp_path.iterdir()]

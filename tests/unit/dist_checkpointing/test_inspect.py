@@ -1,0 +1,113 @@
+"""What the command says of a checkpoint, and of two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.dist_checkpointing import save
+from core.dist_checkpointing.inspect import main
+from core.dist_checkpointing.safetensors_io import write_safetensors
+
+
+def _state() -> dict[str, torch.Tensor]:
+    layers = {f"model.layers.{n}.mlp.weight": torch.full((4, 3), float(n)) for n in range(12)}
+    layers["model.layers.12.mlp.weight"] = torch.zeros(5, 3)
+    return layers | {"model.embedding.weight": torch.zeros(300, 7), "optimizer.step": torch.tensor(3)}
+
+
+def _metadata(**changes: Any) -> dict[str, Any]:
+    return {
+        "iteration": 30,
+        "consumed_samples": 240,
+        "layout": {"ranks": 4, "tensor": 2, "context": 1},
+        "config": {"use_torch_fsdp2": True, "model": {"hidden_size": 3}, "ddp": {}},
+        "many": list(range(100)),
+        **changes,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    save(_state(), tmp_path / "run" / "iter_0000030", metadata=_metadata())
+    return tmp_path / "run"
+
+
+def test_one_page_says_where_it_comes_from_and_what_it_holds(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == str(run / "iter_0000030")
+    assert lines[1] == "  step 30, 240 samples seen, written by 4 ranks (tensor parallel 2), under FSDP2"
+    assert lines[2] == "  15 tensors, 8.8 KiB in 1 file"
+    assert "  config.model: hidden_size 3" in lines
+    assert any("many (100 entries)" in line for line in lines)
+    tree = [line.split() for line in lines]
+    assert ["embedding.weight", "8.2", "KiB", "float32", "[300,", "7]"] in tree
+    assert ["0-11.mlp.weight", "(12", "x)", "576", "B", "float32", "[4,", "3]"] in tree
+    assert ["12.mlp.weight", "60", "B", "float32", "[5,", "3]"] in tree
+    assert ["optimizer.step", "8", "B", "int64", "[]"] in tree
+
+
+def test_layers_that_are_alike_are_told_apart_on_request(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([str(run), "--expand"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-15:-1]] == [
+        "layers",
+        *(f"{n}.mlp.weight" for n in range(13)),
+    ]
+
+
+def test_two_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    state = _state()
+    state["model.layers.3.mlp.weight"][1, 2] += 0.5
+    save(state, tmp_path / "b" / "iter_0000030", metadata=_metadata())
+    assert main([str(run), str(tmp_path / "b")]) == 0
+    assert "contents not compared" in capsys.readouterr().out
+    assert main([str(run), str(tmp_path / "b"), "--contents"]) == 1
+    found = capsys.readouterr().out
+    assert found == "model.layers.3.mlp.weight: 1 of 12 elements differ, by 0.5 at most\n"
+    assert main([str(run), str(run), "--contents"]) == 0
+    assert "described and contain the same" in capsys.readouterr().out
+
+    state |= {"extra": torch.zeros(2), "model.embedding.weight": torch.zeros(300, 8)}
+    del state["optimizer.step"]
+    config = {"use_torch_fsdp2": True, "model": {"hidden_size": 4}, "ddp": {}}
+    save(state, tmp_path / "c" / "iter_0000040", metadata=_metadata(iteration=40, config=config))
+    assert main([str(run), str(tmp_path / "c")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "iteration: 30 and 40",
+        "config.model.hidden_size: 3 and 4",
+        "optimizer.step: only in the first, int64 []",
+        "extra: only in the second, float32 [2]",
+        "model.embedding.weight: float32 [300, 7] and float32 [300, 8]",
+    ]
+
+
+def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_safetensors(tmp_path, {"a.0.b": (torch.float16, (2, 3))}, lambda name: torch.zeros(2, 3).half())
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  tensors alone, no metadata",
+        "  1 tensor, 12 B in 1 file",
+        "",
+        "  a.0.b        12 B  float16 [2, 3]",
+    ]
+
+
+def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "other").mkdir()
+    write_safetensors(tmp_path / "other", {"x": (torch.float32, (1,))}, lambda name: torch.zeros(1))
+    index = run / "iter_0000030" / "checkpoint.json"
+    for arguments, told in (
+        ([tmp_path / "nowhere"], "there is no such folder"),
+        ([run, tmp_path / "other"], "no tensor's name in common"),
+    ):
+        assert main([str(argument) for argument in arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and told in error and error.count("\n") == 1
+    index.write_text(json.dumps({}))
+    assert main([str(run)]) == 2
+    assert "damaged or unsafe" in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""Models that `transformers` loads and gives the same logits for, and models of its own in any layout here.
+
+In fp32 logits are bitwise those of `transformers`' GPT-2, whose kernels are the same. Its RMSNorm is composed of
+several operations, and its projections of queries, keys and values, gate and up are products of their own: there
+logits agree to 2e-6 of the largest. A model that goes out and comes back has the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core import parallel_state
+from core.dist_checkpointing import model_state_dict
+from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
+from core.errors import CheckpointError
+from core.models.gpt import GPTModel
+from core.models.gpt.architecture import architecture_of
+from core.models.gpt.hf_layout import Layout, architecture_from_hf, choose_layout, hf_config
+from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
+from core.transformer.transformer_config import TransformerConfig
+from tests.unit._spawn import run_distributed
+
+BOUND = 2e-6
+"""Of the largest logit, that any logit may be off in fp32."""
+
+VOCABULARY, LENGTH = 48, 12
+_MODERN = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "rotary_base": 5000.0,
+    "layernorm_epsilon": 1e-6,
+}
+KINDS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "llama": ("llama", _MODERN),
+    "llama with biases and gelu": ("llama", _MODERN | {"add_bias_linear": True, "activation_func": "gelu_tanh"}),
+    "llama with wide heads": ("llama", _MODERN | {"kv_channels": 6, "num_query_groups": 1}),
+    "qwen2": ("qwen2", _MODERN | {"add_qkv_bias": True}),
+    "qwen3": ("qwen3", _MODERN | {"qk_layernorm": True, "kv_channels": 10, "hidden_size": 18}),
+    "gpt2": ("gpt2", {"activation_func": "gelu_tanh", "position": "learned_absolute"}),
+    "gpt2 with exact gelu": ("gpt2", {"position": "learned_absolute", "ffn_hidden_size": 26}),
+}
+
+
+def build(kind: str, tied: bool = True, *, seed: int = 3, vocab_size: int = VOCABULARY, **more: Any) -> GPTModel:
+    fields = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 20, **KINDS[kind][1], **more}
+    position = fields.pop("position", "rope")
+    config = TransformerConfig(
+        **{"num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.3, **fields}
+    )
+    torch.manual_seed(seed)
+    model = GPTModel(config, vocab_size, LENGTH, tied, position, parallel_output=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "layernorm" in name:  # ones and zeros would hide what is swapped
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module) -> torch.Tensor:
+    found = model.eval()(tokens())
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+def off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_what_was_written_and_what_comes_back_is_the_same(kind: str, tied: bool, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    model = build(kind, tied)
+    folder = tmp_path / "model"
+    save_hugging_face(model, folder, max_shard_bytes=4000)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert theirs.config.model_type == KINDS[kind][0]
+    assert theirs.dtype == torch.float32
+    assert off(logits_of(theirs), logits_of(model)) <= (0.0 if KINDS[kind][0] == "gpt2" else BOUND)
+
+    back = build(kind, tied, seed=4)
+    assert off(logits_of(back), logits_of(model)) > 0.1
+    load_hugging_face(back, folder)
+    assert torch.equal(logits_of(back), logits_of(model))
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config_class", "settings"),
+    [
+        ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 777.0}}),
+        ("LlamaForCausalLM", "LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("Qwen2ForCausalLM", "Qwen2Config", {"num_key_value_heads": 2}),
+        ("Qwen3ForCausalLM", "Qwen3Config", {"num_key_value_heads": 2, "head_dim": 6}),
+        ("GPT2LMHeadModel", "GPT2Config", {}),
+    ],
+)
+def test_a_model_of_theirs_is_read(model_class: str, config_class: str, settings: dict[str, Any], tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    if model_class.startswith("GPT2"):
+        sizes = {"n_layer": 2, "n_embd": 16, "n_head": 4, "n_positions": LENGTH}
+    else:
+        sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 20}
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(
+        **{"vocab_size": VOCABULARY, "initializer_range": 0.3, **sizes, **settings}
+    )
+    theirs = getattr(transformers, model_class)(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = hf_architecture(tmp_path / "theirs").build(hidden_dropout=0.0, attention_dropout=0.0)
+    load_hugging_face(model, tmp_path / "theirs")
+    model.parallel_output = False
+    assert off(logits_of(model), logits_of(theirs)) <= BOUND
+
+
+def test_rows_that_pad_the_vocabulary_stay_out_and_come_back_as_zeros(tmp_path: Path):
+    model = build("llama", tied=False, vocab_size=64)
+    save_hugging_face(model, tmp_path / "model", vocab_size=VOCABULARY, config={"eos_token_id": 7})
+    described = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (described["vocab_size"], described["eos_token_id"]) == (VOCABULARY, 7)
+    back = build("llama", tied=False, vocab_size=64, seed=4)
+    load_hugging_face(back, tmp_path / "model")
+    for found, expected in (
+        (back.embedding.word_embeddings.weight, model.embedding.word_embeddings.weight),
+        (back.output_layer.weight, model.output_layer.weight),
+    ):
+        assert torch.equal(found[:VOCABULARY], expected[:VOCABULARY])
+        assert not found[VOCABULARY:].any()
+    with pytest.raises(CheckpointError, match="vocabulary of 48, and the model's has 40 rows"):
+        load_hugging_face(build("llama", tied=False, vocab_size=40), tmp_path / "model")
+
+
+def test_half_precision_goes_out_and_is_rounded_back(tmp_path: Path):
+    model = build("qwen3")
+    save_hugging_face(model, tmp_path / "model", dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    back = build("qwen3", seed=4)
+    load_hugging_face(back, tmp_path / "model")
+    assert all(
+        torch.equal(a, b.bfloat16().float()) for a, b in zip(back.parameters(), model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"normalization": "LayerNorm"}, r"llama cannot express normalization 'LayerNorm'; .*gpt2 cannot express"),
+        ({"rotary_percent": 0.5, "kv_channels": 8}, r"qwen3 cannot express .*rotary_percent 0.5"),
+        ({"hidden_size": 18}, r"llama cannot express hidden_size 18, which 4 heads do not divide"),
+        ({"add_qkv_bias": True, "qk_layernorm": True}, r"qwen3 cannot express add_qkv_bias True"),
+    ],
+)
+def test_what_no_layout_can_express_is_one_error(changes: dict[str, Any], told: str, tmp_path: Path):
+    model = build("llama with wide heads", **changes)
+    with pytest.raises(CheckpointError, match=told) as caught:
+        save_hugging_face(model, tmp_path / "model")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(
+        CheckpointError, match="the layout gpt2 cannot express num_query_groups 2 of 4 heads, normalization"
+    ):
+        save_hugging_face(build("llama"), tmp_path / "model", layout="gpt2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral'; llama, qwen2, qwen3, gpt2 are known"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "cannot express rotary embeddings of type 'llama3'",
+        ),
+        ({"mlp_bias": True}, "attention_bias False with mlp_bias True"),
+        ({"hidden_act": "relu", "quantization_config": {"bits": 4}}, "quantization_config, the activation 'relu'"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+    ],
+)
+def test_what_no_model_here_can_express_is_one_error(changes: dict[str, Any], told: str):
+    config = hf_config("llama", architecture_of(build("llama"))) | changes
+    with pytest.raises(CheckpointError, match=told):
+        architecture_from_hf(config)
+
+
+def test_another_model_is_refused_with_all_that_differs(tmp_path: Path):
+    save_hugging_face(build("llama"), tmp_path / "model")
+    before = build("llama", tied=False, rotary_base=10000.0, ffn_hidden_size=24)
+    kept = [parameter.clone() for parameter in before.parameters()]
+    with pytest.raises(
+        CheckpointError, match=r"ffn_hidden_size 24 and 20, rotary_base 10000.0 and 5000.0, tied False"
+    ):
+        load_hugging_face(before, tmp_path / "model")
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), kept, strict=True))
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        save_hugging_face(build("llama"), tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"cannot be read \(No such file"):
+        load_hugging_face(build("llama"), tmp_path / "nowhere")
+
+
+def test_every_kind_is_told_from_the_others():
+    assert [choose_layout(architecture_of(build(kind))) for kind in KINDS] == [layout for layout, _ in KINDS.values()]
+    for kind, (layout, _) in KINDS.items():
+        architecture = architecture_of(build(kind))
+        assert not architecture.differences(architecture_from_hf(hf_config(layout, architecture)))
+
+
+def _into_any_layout_and_back(kinds: list[str], folder: Path) -> list[str]:
+    """What is wrong, on this rank of two, with what each wrapper read and what it wrote again."""
+    problems = []
+    configs = {
+        "ddp": DistributedDataParallelConfig(),
+        "zero2": DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads"),
+        "fsdp2": TorchFullyShardedDataParallelConfig(),
+    }
+    for kind in kinds:
+        parallel_state.destroy_model_parallel()
+        whole = {name: tensor.detach() for name, tensor in build(kind, False).state_dict().items()}
+        for tp, wrapper in ((1, "fsdp2"), (1, "zero2"), (2, "ddp"), (2, "fsdp2")):
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(tp)
+            gpt = build(kind, False, seed=9, tensor_model_parallel_size=tp)
+            model = wrap_model(gpt, gpt.config, configs[wrapper])
+            load_hugging_face(model, folder / kind)
+            for name, tensor in model_state_dict(gpt).items():
+                found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                if not torch.equal(found, whole[name]):
+                    problems.append(f"{kind}, {wrapper}, tp {tp}: {name}")
+            again = folder / f"{kind}-{wrapper}-{tp}"
+            save_hugging_face(model, again, max_shard_bytes=4000)
+            for path in (folder / kind).iterdir():
+                if path.read_bytes() != (again / path.name).read_bytes():
+                    problems.append(f"{kind}, {wrapper}, tp {tp}: {path.name} as written")
+    return problems
+
+
+def test_every_layout_of_ranks_reads_and_writes_the_same(tmp_path: Path):
+    kinds = ["llama with biases and gelu", "qwen3", "gpt2"]
+    for kind in kinds:
+        save_hugging_face(build(kind, False), tmp_path / kind, max_shard_bytes=4000)
+    assert run_distributed(_into_any_layout_and_back, 2, kinds, tmp_path) == [[], []]

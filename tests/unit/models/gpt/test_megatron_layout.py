@@ -1,0 +1,172 @@
+"""Weights are read from checkpoints that are laid out as Megatron-LM lays out its own, and nothing else of them is."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from core import parallel_state
+from core.dist_checkpointing import model_state_dict
+from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
+from core.errors import CheckpointError
+from core.models.gpt import GPTModel
+from core.models.gpt.megatron_layout import find_megatron, load_megatron
+from tests.unit._spawn import run_distributed
+from tests.unit.models.gpt.test_hugging_face import build
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.path), "w"))
+
+
+def theirs(model: GPTModel, *, stacked: bool, fused_norms: bool, halves: bool = False) -> dict[str, torch.Tensor]:
+    """The same weights under Megatron-LM's names and in its shapes."""
+    layers: dict[int, dict[str, torch.Tensor]] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("decoder.layers."):
+            found[name] = tensor
+            continue
+        number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+        layer = layers.setdefault(int(number), {})
+        if fused_norms:
+            rest = rest.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+            rest = rest.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        if rest.startswith("mlp.linear_fc1.") and "layer_norm" not in rest and model.config.gated_linear_unit:
+            gate, up = tensor[0::2], tensor[1::2]
+            layer |= {f"{rest}_w": gate, f"{rest}_v": up} if halves else {rest: torch.cat((gate, up))}
+        else:
+            layer[rest] = tensor
+    for rest in layers[0]:
+        if stacked:
+            found[f"decoder.layers.{rest}"] = torch.stack([layers[n][rest] for n in sorted(layers)])
+        else:
+            found |= {f"decoder.layers.{n}.{rest}": layer[rest] for n, layer in layers.items()}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def _write(folder: Path, state: dict[str, Any], bomb: Path) -> Path:
+    """As Megatron-LM leaves a run: a pointer, and in the checkpoint more than weights."""
+    extras = {
+        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.zeros(3),
+        "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": Bomb(bomb),
+        "rng_state/shard_0.0_1.1": Bomb(bomb),
+    }
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(state | extras, checkpoint_id=folder / "iter_0000020")
+    (folder / "latest_checkpointed_iteration.txt").write_text("20")
+    (folder / "iter_0000020" / "common.pt").write_bytes(pickle.dumps(Bomb(bomb)))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama with biases and gelu", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "details",
+    [{"stacked": True, "fused_norms": True}, {"stacked": False, "fused_norms": False, "halves": True}],
+    ids=["stacked", "numbered"],
+)
+def test_weights_are_read_and_nothing_is_run(kind: str, details: dict[str, bool], tmp_path: Path):
+    bomb = tmp_path / "ran"
+    model = build(kind, tied=kind == "llama")
+    folder = _write(tmp_path / "theirs", theirs(model, **details), bomb)
+    assert find_megatron(folder) == folder / "iter_0000020"
+    back = build(kind, tied=kind == "llama", seed=4)
+    load_megatron(back, folder)
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+    assert not bomb.exists()
+
+
+def test_another_vocabulary_padding_and_another_model(tmp_path: Path):
+    model = build("llama")
+    folder = _write(tmp_path / "theirs", theirs(model, stacked=True, fused_norms=True), tmp_path / "ran")
+    back = build("llama", vocab_size=64, seed=4)
+    load_megatron(back, folder)
+    words = back.embedding.word_embeddings.weight
+    assert torch.equal(words[:48], model.embedding.word_embeddings.weight) and not words[48:].any()
+    with pytest.raises(
+        CheckpointError, match=r"qkv.weight is \[2, 32, 16\] there, and \[2, 48, 16\] is what the model"
+    ):
+        load_megatron(build("llama", num_query_groups=4), folder)
+    with pytest.raises(CheckpointError, match=r"missing there: .*q_layernorm.weight"):
+        load_megatron(build("qwen3", kv_channels=4, hidden_size=16), folder)
+    with pytest.raises(CheckpointError, match=r"left over there: .*k_layernorm"):
+        other = theirs(build("qwen3", kv_channels=4, hidden_size=16), stacked=True, fused_norms=True)
+        load_megatron(build("llama"), _write(tmp_path / "other", other, tmp_path / "ran"))
+
+
+def test_what_is_no_checkpoint_of_theirs_is_told(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="holds no torch_dist checkpoint"):
+        load_megatron(build("llama"), tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(CheckpointError, match=r"names '7', and .*iter_0000007 is no torch_dist checkpoint"):
+        load_megatron(build("llama"), tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("../elsewhere")
+    with pytest.raises(CheckpointError, match="elsewhere is no torch_dist checkpoint"):
+        load_megatron(build("llama"), tmp_path)
+
+
+def test_an_index_of_megatrons_own_class_is_read_as_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import sys
+    import types
+
+    module = types.ModuleType("megatron.core.dist_checkpointing.strategies.torch")
+    base = dcp.metadata.Metadata
+    module.MCoreMetadata = type("MCoreMetadata", (base,), {"__module__": module.__name__})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for parent in ("megatron", "megatron.core", "megatron.core.dist_checkpointing"):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    model = build("llama")
+    folder = _write(tmp_path / "theirs", theirs(model, stacked=True, fused_norms=True), tmp_path / "ran")
+    path = folder / "iter_0000020" / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    own = module.MCoreMetadata(**vars(found))  # type: ignore[attr-defined]
+    own.mcore_data = {"optimizer.state": {"nd_reformulated_orig_global_shape": (2, 3)}}
+    path.write_bytes(pickle.dumps(own))
+    monkeypatch.undo()
+    back = build("llama", seed=4)
+    load_megatron(back, folder)
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), model.parameters(), strict=True))
+
+
+def _write_and_read_in_pieces(folder: Path) -> list[str]:
+    """On two ranks: each writes its part of every stack, and then reads into shards of FSDP2 under tp and without."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = build("llama with biases and gelu", False)
+    state = theirs(whole, stacked=True, fused_norms=True)
+    cut = {
+        name: distribute_tensor(
+            tensor, mesh, [Shard(tensor.dim() - 1 - number % 2) if tensor.dim() > 1 else Replicate()]
+        )
+        for number, (name, tensor) in enumerate(state.items())
+    }
+    dcp.save(cut, checkpoint_id=folder)
+    problems = []
+    expected = whole.state_dict()
+    for tp in (1, 2):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(tp)
+        gpt = build("llama with biases and gelu", False, seed=9, tensor_model_parallel_size=tp)
+        model = wrap_model(gpt, gpt.config, TorchFullyShardedDataParallelConfig())
+        load_megatron(model, folder)
+        for name, tensor in model_state_dict(gpt).items():
+            found = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            if not torch.equal(found, expected[name]):
+                problems.append(f"tp {tp}: {name}")
+    return problems
+
+
+def test_pieces_of_theirs_go_into_pieces_of_ours(tmp_path: Path):
+    assert run_distributed(_write_and_read_in_pieces, 2, tmp_path) == [[], []]

@@ -1,0 +1,125 @@
+"""A run starts from weights of any origin, under any wrapper, with fp32 masters that no rounding has touched."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core import parallel_state
+from core.dist_checkpointing import model_state_dict
+from core.distributed import wrap_model
+from core.errors import CheckpointError
+from core.models.gpt import GPTModel
+from core.models.gpt.architecture import architecture_of
+from core.models.gpt.hugging_face import hf_architecture, save_hugging_face
+from core.optimizer import get_megatron_optimizer
+from core.training.arguments import build_config, parse_arguments
+from core.training.checkpointing import load_checkpoint
+from core.training.pretrained import _settings_of, flags_of, load_pretrained, run_from_hugging_face, save_weights
+from core.training.state import TrainingState, build_scheduler
+from core.transformer.module import Float16Module
+from tests.functional._program import load_program
+from tests.functional._runs import _whole
+from tests.unit._spawn import run_distributed
+from tests.unit.models.gpt.test_hugging_face import KINDS, build
+
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"data_parallel_sharding_strategy": "optim", "bucket_size": 500},
+    "zero2": {"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 300},
+    "fsdp2": {"use_torch_fsdp2": True},
+}
+
+
+def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
+    """A new run of the kind "qwen3", in bf16 as its wrapper takes it."""
+    parallel_state.destroy_model_parallel()
+    kind = build("qwen3", vocab_size=64, seed=9)
+    settings = _settings_of(architecture_of(kind)) | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    config = build_config(settings | WRAPPERS[wrapper] | {"bf16": True} | changes)
+    parallel_state.initialize_model_parallel(config.model.tensor_model_parallel_size)
+    torch.manual_seed(9)
+    gpt = GPTModel(config.model, 64, config.max_sequence_length, True, "rope")
+    model = wrap_model(gpt if config.use_torch_fsdp2 else Float16Module(config.model, gpt), config.model, config.ddp)
+    optimizer = get_megatron_optimizer(config.optimizer, [model])
+    scheduler = build_scheduler(config, optimizer)
+    return TrainingState(model=model, optimizer=optimizer, scheduler=scheduler, vocab_size=64), gpt
+
+
+def _starts(folders: list[Path]) -> list[str]:
+    """What is wrong on this rank with the weights that runs start from."""
+    expected = {name: tensor.detach() for name, tensor in build("qwen3", vocab_size=64).state_dict().items()}
+    problems = []
+    for wrapper in WRAPPERS:
+        for tp in (1, 2):
+            state, gpt = _state(wrapper, tensor_model_parallel_size=tp)
+            for folder in folders:
+                for tensor in gpt.parameters():
+                    tensor.data.zero_()
+                load_pretrained(state, folder)
+                low = _whole(model_state_dict(gpt))
+                masters = {
+                    name.removeprefix("master."): tensor
+                    for name, tensor in _whole(state.optimizer.state_tensors()).items()
+                    if name.startswith("master.")
+                }
+                for name, tensor in expected.items():
+                    where = f"{wrapper}, tp {tp}, {folder.name}: {name}"
+                    if not torch.equal(masters.get(name, low[name]), tensor):
+                        problems.append(f"{where}, the master")
+                    if not torch.equal(low[name], tensor.to(low[name].dtype)):
+                        problems.append(f"{where}, the parameter")
+    return problems
+
+
+def test_every_wrapper_starts_from_either(tmp_path: Path):
+    model = build("qwen3", vocab_size=64)
+    save_hugging_face(model, tmp_path / "hf")
+    save_weights(model, build_config(_settings_of(architecture_of(model))), tmp_path / "ours")
+    assert run_distributed(_starts, 2, [tmp_path / "hf", tmp_path / "ours"]) == [[], []]
+
+
+def _refused(folder: Path, how: str) -> str:
+    state, gpt = _state("ddp", **({"rotary_base": 7.0} if how == "other" else {}))
+    before = [parameter.clone() for parameter in gpt.parameters()]
+    with pytest.raises(CheckpointError) as caught:
+        if how == "load":
+            load_checkpoint(state, build_config(_settings_of(architecture_of(gpt))), folder)
+        else:
+            load_pretrained(state, folder)
+    assert all(torch.equal(a, b) for a, b in zip(gpt.parameters(), before, strict=True))
+    return str(caught.value)
+
+
+def test_what_cannot_be_started_from_is_told(tmp_path: Path):
+    model = build("qwen3", vocab_size=64)
+    save_weights(model, build_config(_settings_of(architecture_of(model))), tmp_path / "ours")
+    told = run_distributed(_refused, 1, tmp_path / "ours", "load")[0]
+    assert f"holds weights alone, and no run to continue; start one with --pretrained-checkpoint {tmp_path}" in told
+    assert "rotary_base 7.0 and 5000.0 (here and there)" in run_distributed(_refused, 1, tmp_path / "ours", "other")[0]
+    assert "no such folder" in run_distributed(_refused, 1, tmp_path / "nowhere", "missing")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_flags_that_are_told_make_the_model(kind: str, tied: bool, tmp_path: Path):
+    save_hugging_face(build(kind, tied), tmp_path / "hf")
+    architecture = hf_architecture(tmp_path / "hf")
+    program = load_program("pretrain_gpt").DEFAULTS | {"seq_length": 8}  # which would say otherwise
+    rest = ["--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]
+    config = parse_arguments([*shlex.split(shlex.join(flags_of(architecture))), *rest], program)
+    for name, value in architecture.transformer.items():
+        assert getattr(config.model, name) == value, name
+    assert config.gpt.position_embedding_type == architecture.position_embedding_type
+    assert config.gpt.untie_embeddings_and_output_weights is not tied
+    assert config.max_sequence_length == architecture.max_sequence_length
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path):
+    save_hugging_face(build("llama"), tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        run_from_hugging_face(tmp_path / "hf", tmp_path)
