@@ -16,7 +16,7 @@ EXTRAS = {
         "matplotlib>=3.8",
     ],
     "hf": ["transformers>=4.50", "peft>=0.15", "safetensors>=0.4", "tokenizers>=0.20", "pyyaml>=6"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "pyyaml>=6"],
     "dev": ["ruff>=0.9", "mypy>=1.14", "import-linter>=2.1", "types-tqdm"],
 }
 

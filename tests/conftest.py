@@ -15,6 +15,14 @@ import torch
 from tests.unit._spawn import close_pools
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden values of tests/functional/cases anew, and say what changed",
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_end_with_the_session() -> Iterator[None]:
     torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from core.dist_checkpointing import storage
 from core.errors import CheckpointError
 from tests.functional._program import REPOSITORY, TINY, ProgramServer, load_program, program_environment
 from tests.functional.test_resume import content, log
@@ -120,14 +121,22 @@ def test_a_flipped_bit_is_found_unasked_where_tensors_are_cut_anew(corpus: Path,
 
 
 def _pretrain_with_little_room(*arguments: str) -> str:
-    """The second rank's files may grow to 20 kB: less than its part of the model, more than anything else."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """While the second rank writes tensors, the kernel refuses to let a file grow."""
+    append, limits = storage._append, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def in_little_room(stream, tensor):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (stream.tell() + 100, limits[1]))
+        try:
+            return append(stream, tensor)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        storage._append = in_little_room
     try:
         return _pretrain(*arguments)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        storage._append = append
 
 
 @pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["at once", "beside training"])
@@ -159,8 +168,8 @@ def _killed_runs(corpus: Path, folder: Path, *flags: str, limit_s: float) -> dic
 
 
 def test_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    told = _killed_runs(corpus, tmp_path, "--kills", "4", "--seed", "1", "--kinds", "ddp", "fsdp2, async", limit_s=120)
-    assert told["kills"] == 4
+    told = _killed_runs(corpus, tmp_path, "--kills", "3", "--seed", "1", "--kinds", "fsdp2, async", limit_s=120)
+    assert told["kills"] == 3
 
 
 @pytest.mark.long
@@ -192,7 +201,7 @@ def test_no_file_of_a_run_can_run_anything(
     (run / file).write_bytes(pickle.dumps(_Bomb(ran)))
     if file.endswith(".metadata"):
         (run / "iter_0000006" / "checkpoint.json").unlink()  # else nobody would read it
-    flags = ["--data-path", corpus, "--load", run, "--train-iters", "7"]
+    flags = ["--data-path", corpus, "--load", run, "--train-iters", "7", "--override-opt_param-scheduler"]
     flags = [*(f for f in FLAGS if f not in ("--use-torch-fsdp2", "--train-iters", "6")), *flags]
     resumed = programs.run("pretrain_gpt", *flags, "--verify-checkpoint", folder=tmp_path)
     written = programs.run("generate", "--load", run, "--prompt", "a", "--num-tokens", "2", folder=tmp_path)
