@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from core.dist_checkpointing.safe_metadata import seal
 from tests.functional._program import PROGRAMS, TINY, Ended, ProgramServer, program_environment
 
 TRAIN = (*TINY, "--train-iters", "2")
@@ -230,6 +231,7 @@ def test_a_missing_and_a_foreign_checkpoint_are_refused(
     index = foreign / "iter_0000002" / "checkpoint.json"
     document = json.loads(index.read_text())
     document["metadata"] = {}
+    document["sha256"] = seal(document)
     index.write_text(json.dumps(document))
     for program, base in (("pretrain_gpt", [*TRAIN, "--data-path", corpus]), ("generate", [])):
         line = one_line(programs.run(program, *base, "--load", foreign, folder=tmp_path))
