@@ -268,24 +268,21 @@ def _import_all() -> None:
 def measure_live(name: str) -> int:
     """With collectives in this thread, for the allocator reports what one thread does; none lives longer elsewhere.
 
-    Whole gradients that come and go are torch's memory here, for what is not it is not reported.
+    Whole gradients that come and go are torch's memory here, for what is not is not reported.
     """
     from core.distributed import _BaseDataParallel
+    from core.distributed.passing_memory import passing_memory_seen_by_profilers
 
     lane = _late_lane()
-    mock.patch("core.distributed.param_and_grad_buffer.passing_memory", _torchs_memory).start()  # to the process' end
     with mock.patch("core.distributed.distributed_data_parallel.comm_lane", lambda device: lane):
         built = _build(name)
     built.model.register_forward_pre_hook(lambda *unused: lane.catch_up())
-    for _ in range(2):  # the first makes the optimizer's state
-        built.step()
-    if isinstance(built.model, _BaseDataParallel):
-        built.model.zero_grad_buffer()  # what lives before it is reported is not reported when it goes
-    return live_tensor_bytes(built.live_tensors()) + peak_allocation_above_start(built.step)
-
-
-def _torchs_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device=device)
+    with passing_memory_seen_by_profilers():
+        for _ in range(2):  # the first makes the optimizer's state
+            built.step()
+        if isinstance(built.model, _BaseDataParallel):
+            built.model.zero_grad_buffer()  # what lives before it is reported is not reported when it goes
+        return live_tensor_bytes(built.live_tensors()) + peak_allocation_above_start(built.step)
 
 
 def _build(name: str) -> Built:

@@ -56,6 +56,7 @@ def check_output_folders(config: PretrainConfig) -> None:
     Raises:
         ConfigError: on the first rank, which is the one that writes.
     """
+    dist.barrier()  # others may still be looking for what lies there
     for flag, folder in (("--save", config.checkpoint.folder), ("--tensorboard-dir", config.run.tensorboard_dir)):
         if folder is None or dist.get_rank() != 0:
             continue

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from .. import device
 from ..distributed import _BaseDataParallel
+from ..distributed.passing_memory import passing_memory_seen_by_profilers
 from ..errors import MissingExtraError
 from ..optimizer import MegatronOptimizer
 
@@ -103,6 +104,7 @@ def measure_step(
     notes = _Notes(model, optimizer)
     before = torch.cuda.memory_allocated() if kind == "cuda" else None
     with ExitStack() as hooks, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        hooks.enter_context(passing_memory_seen_by_profilers())
         for handle in notes.watch():
             hooks.callback(handle.remove)
         notes.take()

@@ -182,6 +182,10 @@ def _tear_down() -> None:
         from core._torch_compat import forget_sharding_decisions
 
         forget_sharding_decisions()
+    random_streams = sys.modules.get("core.tensor_parallel.random")
+    if random_streams is not None:  # else dropout of the next job would draw from the streams of this one
+        random_streams.get_rng_tracker().reset()
+    torch.use_deterministic_algorithms(False)
     # Old groups must have closed their sockets before new ones open theirs: gloo closes late, and then now and then a
     # socket that has come to have the same number.
     gc.collect()

@@ -47,3 +47,21 @@ def test_a_failing_rank_shows_its_traceback_and_the_next_job_gets_new_ranks():
 def test_a_dead_rank_is_reported_with_its_exit_code():
     with pytest.raises(RankFailure, match="exit code 7"):
         run_distributed(_dies, 1)
+
+
+def _leaves_settings_behind() -> None:
+    from core.tensor_parallel.random import get_rng_tracker
+
+    get_rng_tracker().add("left behind", 1)
+    torch.use_deterministic_algorithms(True)
+
+
+def _found_settings() -> tuple[list[str], bool]:
+    from core.tensor_parallel.random import get_rng_tracker
+
+    return sorted(get_rng_tracker().get_states()), torch.are_deterministic_algorithms_enabled()
+
+
+def test_no_job_finds_what_another_has_set():
+    run_distributed(_leaves_settings_behind, 2)
+    assert run_distributed(_found_settings, 2) == [([], False)] * 2

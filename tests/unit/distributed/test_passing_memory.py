@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from core.distributed.passing_memory import passing_memory
+from core.distributed.passing_memory import passing_memory, passing_memory_seen_by_profilers
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -47,3 +49,13 @@ def test_it_has_the_length_and_the_dtype_that_were_asked_for(dtype, numel):
     taken = passing_memory(numel, dtype, CPU)
     assert (taken.shape, taken.dtype, taken.device) == ((numel,), dtype, CPU)
     assert taken.fill_(2.0).sum().item() == pytest.approx(2.0 * numel, rel=0.01)
+
+
+def test_profilers_see_it_where_they_are_to():
+    most = []
+    for seen in (passing_memory_seen_by_profilers(), nullcontext()):
+        with seen, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            taken = passing_memory(4 * MIB, torch.float32, CPU)
+        most.append(max((event.self_cpu_memory_usage for event in profiler.key_averages()), default=0))
+        del taken
+    assert most[0] >= 16 * MIB > most[1]
