@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Mapping
@@ -22,9 +23,10 @@ _GROUP_LIMIT = timedelta(hours=6)
 class AsyncSaver:
     """Writes one checkpoint at a time in the background, on a gloo group of its own; collective over all ranks.
 
-    Each rank copies what it will write into host memory, which it keeps, as large as its part of a checkpoint. Then a
+    Each rank copies what it will write into host memory, which it keeps, as large as its part of a checkpoint. A
     thread of it does the rest, as `save` does: what appears, appears at once, and a rank that ends before then leaves
-    the last checkpoint as it was. Call `wait` before the process group is taken down.
+    the last checkpoint as it was. The first time, and when the state is cut otherwise than the last time, training
+    also waits until the ranks have planned who writes what. Call `wait` before the process group is taken down.
     """
 
     def __init__(self) -> None:
@@ -50,8 +52,14 @@ class AsyncSaver:
             CheckpointError: as `wait` does, for the checkpoint before.
         """
         self.wait()
-        self._staging.done.clear()
-        arguments = {"metadata": metadata, "keep": keep, "staging": self._staging, "process_group": self._group}
+        state = dict(state)  # as the values, what is in it may change as soon as this returns
+        self._staging.begin(state, self._agree)
+        arguments = {
+            "metadata": copy.deepcopy(dict(metadata)) if isinstance(metadata, Mapping) else metadata,
+            "keep": keep,
+            "staging": self._staging,
+            "process_group": self._group,
+        }
         self._thread = threading.Thread(
             target=self._write, args=(state, directory, arguments), name="checkpoint", daemon=True
         )
@@ -81,6 +89,13 @@ class AsyncSaver:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _agree(self, known: bool) -> bool:
+        if self._group is None:
+            return known
+        all_know = torch.tensor(int(known))
+        dist.all_reduce(all_know, dist.ReduceOp.MIN, group=self._group)
+        return bool(all_know)
 
     def _write(
         self, state: Mapping[str, torch.Tensor], directory: str | os.PathLike[str], arguments: dict[str, Any]

@@ -81,9 +81,7 @@ class RawWriter(StorageWriter):
             for item in plan.items
             if item.tensor_data is not None and 0 not in item.tensor_data.chunk.sizes
         ]
-        tensors = [_tensor_of(item, planner) for item, _ in items]
-        if self.staging is not None:
-            tensors = self.staging.take(tensors)
+        tensors = self._values([item for item, _ in items], planner)
         if items:
             with (folders.temporary_folder(self.folder) / plan.storage_data).open("wb") as stream:
                 for (item, described), tensor in zip(items, tensors, strict=True):
@@ -97,6 +95,11 @@ class RawWriter(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _values(self, items: list[WriteItem], planner: SavePlanner) -> list[torch.Tensor]:
+        if self.staging is None:
+            return [_tensor_of(item, planner) for item in items]
+        return self.staging.take([item.index for item in items], lambda i: _tensor_of(items[i], planner))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pieces: dict[str, list[Piece]] = {}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from ..host_memory import host_pages
 
 
 def passing_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -20,10 +21,7 @@ def passing_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
     num_bytes = numel * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LEAST_BYTES or _is_torchs:
         return torch.empty(numel, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, num_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)
+    return host_pages(num_bytes).view(dtype)
 
 
 @contextmanager

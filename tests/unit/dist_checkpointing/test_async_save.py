@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save, storage
 from core.dist_checkpointing.staging import HostStaging
@@ -126,10 +127,93 @@ def test_a_failure_before_the_copies_are_made_does_not_hold_training_back(tmp_pa
         saver.save({"w": torch.ones(2)}, tmp_path / "it", metadata={})
 
 
+def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
+    model, saver = toy(layout, filled=True), AsyncSaver()
+    saver.save(model_state_dict(model), f"{root}/it", metadata={})
+    saver.wait()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.mul_(2)
+    save(model_state_dict(model), f"{root}/now", metadata={})
+    kept = storage.RawWriter._values
+    storage.RawWriter._values = lambda *args: [tensor for tensor in kept(*args) if tensors.append(tensor) is None]
+    tensors: list[torch.Tensor] = []
+    begun = storage.folders.begin
+    planning, storage.folders.begin = threading.Event(), lambda folder: planning.wait(30) and begun(folder)
+    saver.save(model_state_dict(model), f"{root}/it", metadata={})  # returns, though no plan can be made yet
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    waited = not tensors
+    planning.set()
+    saver.wait()
+    storage.RawWriter._values, storage.folders.begin = kept, begun
+    return waited and bool(tensors)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp2"])
+def test_a_state_that_is_cut_as_the_last_one_is_copied_before_it_is_planned(tmp_path, layout):
+    assert all(run_distributed(_copies_ahead_of_the_plan, 2, layout, str(tmp_path), limit_s=60))
+    assert content(tmp_path / "it") == content(tmp_path / "now")
+
+
+def _cut_anew_on_rank_1(root: str) -> None:
+    saver, first = AsyncSaver(), dist.get_rank() == 0
+    both = {"a": torch.arange(4.0), "b": torch.arange(8.0)}
+    saver.save(both, f"{root}/it", metadata={})  # rank 0 writes one of them, rank 1 the other
+    saver.wait()
+    other = both | {"mine": torch.ones(3)} if not first else both
+    save(other, f"{root}/now", metadata={})
+    saver.save(other, f"{root}/it", metadata={})
+    saver.wait()
+    save({"b": both["b"]} if first else {"a": both["a"]}, f"{root}/fewer now", metadata={})
+    saver.save({"b": both["b"]} if first else {"a": both["a"]}, f"{root}/fewer", metadata={})
+    saver.wait()
+
+
+def test_what_is_cut_otherwise_on_one_rank_is_planned_before_it_is_copied_on_all(tmp_path):
+    run_distributed(_cut_anew_on_rank_1, 2, str(tmp_path), limit_s=60)
+    assert content(tmp_path / "it") == content(tmp_path / "now")
+    assert content(tmp_path / "fewer") == content(tmp_path / "fewer now")
+
+
+def indices(count: int) -> list[MetadataIndex]:
+    return [MetadataIndex(f"t{i}") for i in range(count)]
+
+
 def test_staging_memory_is_kept_and_grows():
     staging = HostStaging()
-    small = staging.take([torch.arange(3.0), torch.ones(2, 2, dtype=torch.bfloat16)])
-    address = small[0].data_ptr()
-    assert staging.take([torch.zeros(1)])[0].data_ptr() == address
-    odd = [torch.arange(5, dtype=torch.uint8), torch.arange(12.0).view(3, 4).t(), torch.tensor(7), torch.empty(0)]
-    assert all(torch.equal(a, b) for a, b in zip(staging.take(odd * 9), odd * 9, strict=True))
+    small = [torch.arange(3.0), torch.ones(2, 2, dtype=torch.bfloat16)]
+    address = staging.take(indices(2), small.__getitem__)[0].data_ptr()
+    assert staging.take(indices(1), [torch.zeros(1)].__getitem__)[0].data_ptr() == address
+    odd = [torch.arange(5, dtype=torch.uint8), torch.arange(12.0).view(3, 4).t(), torch.tensor(7), torch.empty(0)] * 9
+    assert all(torch.equal(a, b) for a, b in zip(staging.take(indices(36), odd.__getitem__), odd, strict=True))
+
+
+def test_a_piece_that_was_not_copied_in_time_is_no_part_of_a_checkpoint():
+    staging, state = HostStaging(), {"t0": torch.ones(2), "t1": torch.ones(2)}
+    staging.begin(state, lambda known: known)
+    assert not staging.done.is_set()
+    staging.take(indices(1), [state["t0"]].__getitem__)
+    staging.begin(state, lambda known: known)
+    assert staging.done.is_set()
+    with pytest.raises(CheckpointError, match="t1 was not copied in time"):
+        staging.take(indices(2), [*state.values()].__getitem__)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"t0": torch.ones(2), "t1": torch.ones(2)},
+        {"t0": torch.ones(3)},
+        {"t0": torch.ones(2, dtype=torch.int32)},
+        {"t1": torch.ones(2)},
+    ],
+    ids=["one more", "longer", "of another dtype", "of another name"],
+)
+def test_another_state_is_not_copied_ahead(changed):
+    staging = HostStaging()
+    staging.begin({"t0": torch.ones(2)}, lambda known: known)
+    staging.take(indices(1), [torch.ones(2)].__getitem__)
+    staging.begin(changed, lambda known: known)
+    assert not staging.done.is_set()
