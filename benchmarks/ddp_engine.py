@@ -235,9 +235,7 @@ def memory_formula(name: str, parameter_bytes: int, ranks: int, alone_bytes: int
       with two under way at most, and the last one is reduced while the next forward begins.
 
     A rank also keeps 8 MiB to receive into (`collectives.CHUNK_BYTES`). What is resident beyond is memory that the C
-    allocator holds after it was freed; at the peak, 80 MiB with the model alone, which `alone_bytes` has, and with it
-    trained. (While inboxes were allocated for each reduction it was 20 more: the thread that runs collectives has an
-    arena of its own. With `MALLOC_ARENA_MAX=1` they were gone.)
+    allocator holds after it was freed; `alone_bytes` has it too, as the peak of the model alone.
     """
     shard = 1.0 / ranks
     gradients = shard if name == "ZeRO-2 every" else 1.0
