@@ -173,8 +173,9 @@ def test_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1830)
 def test_fifty_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    told = _killed_runs(corpus, tmp_path, "--kills", "50", "--seed", "2", limit_s=900)
+    told = _killed_runs(corpus, tmp_path, "--kills", "50", "--seed", "2", limit_s=1800)
     assert told["kills"] == 50
     assert told["of all"] > 10 and told["of one rank"] > 10 and told["while saving"] > 5
     assert len(set(told["resumed from"])) > 10
