@@ -16,13 +16,14 @@ from .. import device
 from ..tensor_parallel import VocabParallelEmbedding
 from .between_micro_batches import KeptBetweenMicroBatches
 from .composition import prepare_units
+from .dtypes import as_dtype
 from .explain.plain_state_dicts import reject_plain_state_dicts
 from .explain.recorded_fsdp_collectives import record_fsdp_collectives
 from .explain.structure import reject_different_models
 from .forward_methods import register_forward_methods
 from .fsdp_state import complete_accumulated_gradients, drop_pending_gathers, free_partial_shards
 from .initial_values import InitialValues
-from .precision import as_dtype, cast_buffers, mixed_precision_policy
+from .precision import cast_buffers, mixed_precision_policy
 from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..errors import ParallelConfigError
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .precision import Dtype, as_dtype
+from .dtypes import Dtype, as_dtype
 from .resharding import parse_overrides
 
 

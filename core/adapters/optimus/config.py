@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...distributed.dtypes import DTYPE_NAMES, as_dtype
 from ...distributed.explain.words import choices
-from ...distributed.precision import DTYPE_NAMES, as_dtype
 from ...errors import ConfigError, ParallelConfigError
 
 _OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}

@@ -21,8 +21,8 @@ from ...distributed import (
     wrap_model,
 )
 from ...distributed.data_parallel_base import unwrap_model
+from ...distributed.dtypes import as_dtype
 from ...distributed.mesh_axes import whole_group
-from ...distributed.precision import as_dtype
 from ...distributed.units import UnitChoice
 from ...distributed.warn import warn_once
 from ...errors import CheckpointError

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
 
+from ...distributed.dtypes import as_dtype
 from ...distributed.explain.words import choices
-from ...distributed.precision import as_dtype
 from ...errors import ConfigError, MissingExtraError
 
 

@@ -1,4 +1,4 @@
-"""Dtypes by name, and the policy that a model's parameters and the settings make together."""
+"""The policy that a model's parameters and the settings make together."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core.distributed import TorchFullyShardedDataParallelConfig
-from core.distributed.precision import as_dtype, cast_buffers, mixed_precision_policy
+from core.distributed.precision import cast_buffers, mixed_precision_policy
 from core.errors import ParallelConfigError
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-
-
-def test_dtypes_have_their_short_and_their_long_names():
-    assert [as_dtype(name) for name in ("bf16", "bfloat16", "torch.float16", "fp32")] == [BF16, BF16, FP16, FP32]
-    assert as_dtype(BF16) is BF16 and as_dtype(None) is None
-    for wrong in ("int8", torch.int64, "half"):
-        with pytest.raises(ParallelConfigError, match=f"reduce_dtype is .*{wrong}.*fp32, float32, bf16"):
-            as_dtype(wrong, "reduce_dtype")
 
 
 @pytest.mark.parametrize(
