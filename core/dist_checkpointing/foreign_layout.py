@@ -14,8 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..errors import CheckpointError
-from .flat_range import FlatRange
-from .global_view import local_slices, local_tensor
+from .flat_range import held_boxes
 from .index import CheckpointIndex, Piece, dtype_name
 from .ranks import Ranks
 from .storage import IndexedReader
@@ -166,13 +165,6 @@ def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
             rows = held[start : start + (end - begin - 1) * run.step + 1 : run.step]
             read = source.read(run.source, _source_box(run, slice(begin, end), rest))
             rows.copy_(_turned(run, read))
-
-
-def held_boxes(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """What this rank holds of a tensor of the whole model: where each box of it begins, and a view of its storage."""
-    if isinstance(tensor, FlatRange):
-        return tensor.pieces()
-    return [(tuple(part.start for part in local_slices(tensor)), local_tensor(tensor))]
 
 
 def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:
