@@ -15,7 +15,7 @@ EXTRAS = {
         "tensorboard>=2.16",
         "matplotlib>=3.8",
     ],
-    "hf": ["transformers>=4.50", "peft>=0.15", "safetensors>=0.4", "tokenizers>=0.20", "pyyaml>=6"],
+    "hf": ["transformers>=4.50", "peft>=0.15", "safetensors>=0.4.3", "tokenizers>=0.20", "pyyaml>=6"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "pyyaml>=6"],
     "dev": ["ruff>=0.9", "mypy>=1.14", "import-linter>=2.1", "types-tqdm"],
 }

@@ -61,7 +61,9 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
     """
     index = opened.index
     total, count = sum(map(_num_bytes, index.tensors.values())), len(index.tensors)
-    kind = "torch.distributed.checkpoint, no metadata" if index.pickled else "tensors alone, no metadata"
+    kind = (
+        "torch.distributed.checkpoint, no metadata" if index.encoding == "torch.save" else "tensors alone, no metadata"
+    )
     where = _provenance(index.metadata) if index.metadata else kind
     files = f"{len(index.file_bytes)} files" if len(index.file_bytes) != 1 else "1 file"
     held = f"{count} tensors" if count != 1 else "1 tensor"

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..errors import CheckpointError
-from .global_view import global_shape, local_slices
+from .global_view import global_shape, local_slices, local_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, per dimension."""
@@ -45,6 +47,21 @@ def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
     boxes = boxes_of_range(tuple(param.shape), start, start + len(values))
     moved = [(tuple(a + b for a, b in zip(origin, offsets, strict=True)), sizes) for offsets, sizes in boxes]
     return FlatRange(values.detach(), tuple(global_shape(param)), moved)
+
+
+def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """What this rank holds of a tensor of the whole model: where each box of it begins, and a view of its storage.
+
+    Args:
+        tensor: as :func:`~core.dist_checkpointing.global_view` and :func:`flat_range_view` give it: a plain one is
+            whole.
+    """
+    if isinstance(tensor, FlatRange):
+        return tensor.pieces()
+    offsets: Sequence[int] = (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [(tuple(offsets), local_tensor(tensor))]
 
 
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ..errors import CheckpointError
-from .flat_range import FlatRange
-from .global_view import local_slices, local_tensor
+from .flat_range import held_boxes
 from .index import CheckpointIndex, Piece, dtype_name
 from .ranks import Ranks
+from .safetensors_io import open_safetensors
 from .storage import IndexedReader
 
 _PROBLEMS_SHOWN = 20
@@ -149,6 +150,7 @@ def _check(
 def _fill_all(targets: Mapping[str, torch.Tensor], recipes: list[Recipe], source: BoxReader) -> None:
     for recipe in recipes:
         _fill(targets[recipe.name], recipe, source)
+        source.close_files()
 
 
 def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
@@ -168,13 +170,6 @@ def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
             rows.copy_(_turned(run, read))
 
 
-def held_boxes(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """What this rank holds of a tensor of the whole model: where each box of it begins, and a view of its storage."""
-    if isinstance(tensor, FlatRange):
-        return tensor.pieces()
-    return [(tuple(part.start for part in local_slices(tensor)), local_tensor(tensor))]
-
-
 def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:
     """Where in the foreign tensor these rows of the run lie, and of them these elements."""
     own = slice(run.source_start + rows.start, run.source_start + rows.stop)
@@ -187,12 +182,20 @@ def _turned(run: Run, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BoxReader:
-    """Reads boxes of foreign tensors; keeps the last piece that it had to unpack, for the boxes that follow in it."""
+    """Reads boxes of foreign tensors; what it gives may be a view of the file, and is not to be written to.
+
+    Keeps the last piece that it had to unpack, and files open, for the boxes that follow in them.
+    """
+
+    def close_files(self) -> None:
+        """Files are mapped, and what was read of one counts as this process's memory for as long as it is open."""
+        self.files.clear()
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         self.index = index
         self.reader = IndexedReader(folder, index)
         self.last: tuple[Piece, torch.Tensor] | None = None
+        self.files: dict[str, Any] = {}
 
     def read(self, name: str, box: tuple[slice | int, ...]) -> torch.Tensor:
         entry = self.index.tensors[name]
@@ -216,8 +219,13 @@ class BoxReader:
             raise CheckpointError(f"{name} has no element in {ranges}")
         return whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
 
-    def _piece(self, name: str, piece: Piece) -> torch.Tensor:
-        if not self.index.pickled:
+    def _piece(self, name: str, piece: Piece) -> Any:
+        """What gives the part of a piece that it is indexed with."""
+        if self.index.encoding == "safetensors":
+            if piece.file not in self.files:
+                self.files[piece.file] = open_safetensors(self.reader.folder / piece.file)
+            return self.files[piece.file].get_slice(name)
+        if self.index.encoding == "raw":
             return self.reader._read(name, piece)  # mapped: only the pages that are used are read
         if self.last is None or self.last[0] is not piece:
             self.last = None

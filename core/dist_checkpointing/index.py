@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -34,6 +34,10 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 """The dtypes that a checkpoint may hold, by name."""
+
+Encoding = Literal["raw", "torch.save", "safetensors"]
+"""How pieces are stored: as raw bytes in row-major order; as archives of ``torch.save``, as torch's own writer makes
+them; or as whole tensors in safetensors files, where their library finds them by name."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -59,7 +63,7 @@ class Piece(Box):
     file: str
     """Name of a file in the checkpoint's folder."""
     start: int
-    """Bytes from the beginning of the file."""
+    """Bytes from the beginning of the file; 0 in a safetensors file."""
     num_bytes: int
     hash: int | None = None
     """What the box adds to the hash of the whole tensor (`content_hash`); None where the writer kept none."""
@@ -86,11 +90,10 @@ class CheckpointIndex:
 
     tensors: dict[str, TensorEntry]
     file_bytes: dict[str, int]
-    """Size of each file; a lower bound of it if `pickled`."""
+    """Size of each file; a lower bound of it where pieces are archives."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """What the caller of ``save`` gave."""
-    pickled: bool = False
-    """The pieces are ``torch.save`` archives, as torch's own writer makes them; else raw bytes in row-major order."""
+    encoding: Encoding = "raw"
     others: frozenset[str] = frozenset()
     """Entries that are not tensors, which only torch's own writer makes; they are never read."""
 
@@ -118,7 +121,7 @@ class CheckpointIndex:
             in_file = in_file and piece.start + piece.num_bytes <= self.file_bytes[piece.file]
             _require(in_file, f"{where} has a piece beyond the end of {piece.file!r}")
             elements = math.prod(piece.sizes)
-            if not self.pickled:
+            if self.encoding != "torch.save":
                 fits = piece.num_bytes == elements * entry.dtype.itemsize
                 _require(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
                 _require(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingExtraError
 from .description import check_comparable, describe, differences, have_hashes, open_checkpoint, shown
 
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         other = open_checkpoint(asked.other)
         check_comparable(one, other)
         found = differences(one, other, contents=asked.contents)
-    except CheckpointError as error:
+    except (CheckpointError, MissingExtraError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     compared = "contents not compared, for want of hashes: add --contents"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ShardstackError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -107,4 +107,4 @@ def joined_by_rank(told: list[str | None]) -> str:
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ShardstackError) else f"{type(error).__name__}: {error}"

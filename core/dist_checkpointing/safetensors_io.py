@@ -1,8 +1,8 @@
-"""Folders of safetensors files, as Hugging Face keeps models: read as an index of raw pieces, and written.
+"""Folders of safetensors files, as Hugging Face keeps models: an index of what they hold, and writing them.
 
-A file is the length of a header, the header (JSON: for each tensor dtype, shape and where its bytes lie), and the
-bytes, row-major and little-endian. Nothing in it can run. Several files of one model share an index, a JSON file that
-says which tensor lies in which; see https://huggingface.co/docs/safetensors.
+Files are read and written by the library `safetensors` (extra `hf`), whose reader maps them: what is asked of a
+tensor is all that is read of it. It refuses files whose length or header does not add up. Several files of one model
+share an index, a JSON file that says which tensor lies in which; see https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -10,38 +10,35 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MissingExtraError
 from . import folders
-from .index import CheckpointIndex, Piece, TensorEntry, dtype_name
+from .index import CheckpointIndex, Piece, TensorEntry
 
 SINGLE_FILE = "model.safetensors"
 SHARDS_INDEX_FILE = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """What `transformers` cuts at."""
 
-_HEADER_LIMIT_BYTES = 100 * 10**6  # the format's own
-_ALIGNMENT_BYTES = 8
-_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-    "bool": "BOOL",
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    "BOOL": torch.bool,
 }
-"""What the format calls each dtype."""
-_DTYPES: dict[str, torch.dtype] = {theirs: getattr(torch, ours) for ours, theirs in _NAMES.items()}
+"""By the name that the format has for each: the library keeps its own table to itself."""
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -55,8 +52,8 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
     Raises:
         CheckpointError: no such model, a file that is missing, truncated or no safetensors file, or an index that is
             not what the files hold.
+        MissingExtraError: the library is not installed.
     """
-    _refuse_big_endian()
     shards_index = folder / SHARDS_INDEX_FILE
     if shards_index.is_file():
         places = _weight_map(shards_index)
@@ -69,7 +66,8 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
     tensors: dict[str, TensorEntry] = {}
     file_bytes: dict[str, int] = {}
     for name in sorted(set(places.values())) if places is not None else [SINGLE_FILE]:
-        held, file_bytes[name] = _read_header(folder / name)
+        held = _entries(folder / name)
+        file_bytes[name] = (folder / name).stat().st_size
         wrong = sorted(key for key in held if places is not None and places.get(key) != name)
         if wrong:
             raise CheckpointError(f"{folder / name} holds {wrong[0]}, which {SHARDS_INDEX_FILE} does not say")
@@ -79,12 +77,32 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
         raise CheckpointError(
             f"{shards_index} names {missing[0]}, which {places and places[missing[0]]} does not hold"
         )
-    index = CheckpointIndex(tensors, file_bytes)
+    index = CheckpointIndex(tensors, file_bytes, encoding="safetensors")
     try:
         index.check()
     except CheckpointError as error:
         raise CheckpointError(f"{folder} is damaged: {error}") from error
     return index
+
+
+def open_safetensors(path: Path) -> Any:
+    """The library's reader of a file, mapped into memory, of which ``get_slice(name)`` reads what it is asked for.
+
+    What it gives shares the mapping, which is of this process alone: the file stays as it is whatever is done to it.
+
+    Raises:
+        CheckpointError: a file that is missing, truncated or no safetensors file.
+        MissingExtraError: the library is not installed.
+    """
+    library = _library()
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; restore it")
+    try:
+        return library.safe_open(path, framework="pt")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); restore it") from error
+    except library.SafetensorError as error:
+        raise CheckpointError(f"{path} is no safetensors file, or damaged ({error}); restore it") from error
 
 
 def write_safetensors(
@@ -97,26 +115,38 @@ def write_safetensors(
 ) -> None:
     """Writes a model into `folder`, which exists; no file is longer than `max_shard_bytes` but for one tensor's sake.
 
+    The rank that writes holds the tensors of one file at a time in its host's memory; ranks that do not, one tensor.
+
     Args:
-        plan: dtype and shape of every tensor by name, which are written in that order where dtypes are the same.
-        make: the tensor of that name, asked for in an order that `plan` decides, one at a time, and dropped when it is
-            written; also after a failure to write, which is raised at the end, because ranks may gather it together.
+        plan: dtype and shape of every tensor by name, which are cut into files in that order.
+        make: the tensor of that name, asked for in an order that `plan` decides, one at a time; it shares no memory
+            with another. Also asked for after a failure, which is raised at the end, because ranks may gather it
+            together.
         writes: False asks for every tensor and writes nothing: ranks that help to gather what another one writes.
+        max_shard_bytes: of the tensors in one file.
+
+    Raises:
+        CheckpointError: a tensor that is not what `plan` says, or a file that cannot be written.
+        MissingExtraError: the library is not installed.
     """
-    _refuse_big_endian()
-    shards = _shards(plan, max_shard_bytes)
     failure: Exception | None = None
+    shards = _shards(plan, max_shard_bytes)
     for number, names in enumerate(shards):
-        path = folder / _file_name(number, len(shards))
-        made = _Counted(make)
+        shard: dict[str, torch.Tensor] = {}
+        for name in names:
+            try:
+                if writes and failure is None:
+                    shard[name] = _as_planned(name, make(name), *plan[name])
+                else:
+                    make(name)
+            except Exception as error:
+                failure = failure or error
+                shard.clear()
         try:
             if writes and failure is None:
-                _write_file(path, {name: plan[name] for name in names}, made)
-                continue
+                _write_file(folder / _file_name(number, len(shards)), shard)
         except Exception as error:
-            failure, names = error, names[made.count :]  # the others still wait in what `make` gathers
-        for name in names:
-            make(name)
+            failure = error
     if failure is not None:
         raise failure
     if writes and len(shards) > 1:
@@ -125,29 +155,20 @@ def write_safetensors(
         folders.write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
 
 
-class _Counted:
-    """`make`, and how often it was called."""
-
-    def __init__(self, make: Callable[[str], torch.Tensor]) -> None:
-        self.make, self.count = make, 0
-
-    def __call__(self, name: str) -> torch.Tensor:
-        self.count += 1
-        return self.make(name)
+def _as_planned(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        raise CheckpointError(f"{name} came as {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
+    return tensor.detach().cpu().contiguous()
 
 
-def _write_file(
-    path: Path, plan: Mapping[str, tuple[torch.dtype, Sequence[int]]], make: Callable[[str], torch.Tensor]
-) -> None:
-    with path.open("wb") as stream:
-        stream.write(_header(plan))
-        for name, (dtype, shape) in plan.items():
-            tensor = make(name)
-            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-                raise CheckpointError(f"{name} came as {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
-            stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        stream.flush()
-        os.fsync(stream.fileno())
+def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    library = _library()
+    try:
+        library.torch.save_file(tensors, path, metadata={"format": "pt"})  # which transformers asks for
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+    except (OSError, library.SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written ({error}); make room, or choose another folder") from error
 
 
 def begin_new_folder(folder: Path) -> Path:
@@ -155,7 +176,9 @@ def begin_new_folder(folder: Path) -> Path:
 
     Raises:
         CheckpointError: `folder` exists and is not empty, or nothing can be written there.
+        MissingExtraError: the library is not installed; told here, before tensors are gathered to be written.
     """
+    _library()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty; choose another folder, or move it away")
     folders.discard(folder)  # of a call that was killed
@@ -175,9 +198,13 @@ def publish_new_folder(folder: Path) -> None:
     folders.sync_folder(folder.parent)
 
 
-def _refuse_big_endian() -> None:
-    if sys.byteorder != "little":
-        raise CheckpointError("safetensors files are little-endian, and this machine is not; convert them elsewhere")
+def _library() -> ModuleType:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError:
+        raise MissingExtraError("safetensors", "hf", "A safetensors file") from None
+    return safetensors
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -191,45 +218,18 @@ def _weight_map(path: Path) -> dict[str, str]:
     return dict(places)
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorEntry], int]:
-    """What a file holds, and how long it is."""
-    try:
-        num_bytes = path.stat().st_size
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 2 <= length <= min(_HEADER_LIMIT_BYTES, num_bytes - 8):
-                raise CheckpointError(f"{path} is no safetensors file, or truncated: a header of {length} bytes")
-            header = json.loads(stream.read(length))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no safetensors file: its header is no JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is no safetensors file: its header is no table")
-    header.pop("__metadata__", None)
-    entries = {name: _entry(path, name, value, 8 + length) for name, value in header.items()}
-    end = max((piece.start + piece.num_bytes for entry in entries.values() for piece in entry.pieces), default=0)
-    if num_bytes != max(end, 8 + length):
-        raise CheckpointError(f"{path} has {num_bytes} bytes where its header says {end}; restore it")
-    return entries, num_bytes
+def _entries(path: Path) -> dict[str, TensorEntry]:
+    """What a file holds."""
+    file = open_safetensors(path)
+    return {name: _entry(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
-def _entry(path: Path, name: str, value: Any, base: int) -> TensorEntry:
-    known = isinstance(value, dict) and value.keys() == {"dtype", "shape", "data_offsets"}
-    dtype = _DTYPES.get(value["dtype"]) if known and isinstance(value["dtype"], str) else None
+def _entry(path: Path, name: str, stored: Any) -> TensorEntry:
+    dtype, shape = _DTYPES.get(stored.get_dtype()), tuple(stored.get_shape())
     if dtype is None:
-        found = value["dtype"] if known else value
-        raise CheckpointError(f"{path}: {name} is {found!r}, which no tensor here can be")
-    shape, span = value["shape"], value["data_offsets"]
-    sizes = isinstance(shape, list) and isinstance(span, list) and len(span) == 2
-    if not sizes or any(type(size) is not int or not 0 <= size < 2**63 for size in shape + span):
-        raise CheckpointError(f"{path}: {name} has the shape {shape!r} at {span!r}")
-    start, end = span
-    if end - start != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(f"{path}: {name} of shape {shape} has {end - start} bytes")
-    zeros = (0,) * len(shape)
-    pieces = (Piece(zeros, tuple(shape), path.name, base + start, end - start),) if end > start else ()
-    return TensorEntry(dtype, tuple(shape), pieces)
+        raise CheckpointError(f"{path}: {name} is {stored.get_dtype()!r}, which no tensor here can be")
+    num_bytes = _bytes(dtype, shape)
+    return TensorEntry(dtype, shape, (Piece((0,) * len(shape), shape, path.name, 0, num_bytes),) if num_bytes else ())
 
 
 def _shards(plan: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: int) -> list[list[str]]:
@@ -242,8 +242,7 @@ def _shards(plan: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: in
             taken = 0
         shards[-1].append(name)
         taken += size
-    # Wide elements first: each tensor then begins at a multiple of its element's size, without gaps.
-    return [sorted(names, key=lambda name: -plan[name][0].itemsize) for names in shards]
+    return shards
 
 
 def _file_name(number: int, count: int) -> str:
@@ -252,15 +251,3 @@ def _file_name(number: int, count: int) -> str:
 
 def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
-
-
-def _header(plan: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
-    position = 0
-    for name, (dtype, shape) in plan.items():
-        end = position + _bytes(dtype, shape)
-        table[name] = {"dtype": _NAMES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    return len(text).to_bytes(8, "little") + text

@@ -158,7 +158,7 @@ class IndexedReader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             if tuple(item.lengths) != piece.sizes or sources[item.dest_index] > 1:
                 self.resharded.add(item.storage_index.fqn)
-            if tuple(item.lengths) != piece.sizes or self.index.pickled or not _is_plain_memory(target):
+            if tuple(item.lengths) != piece.sizes or self.index.encoding != "raw" or not _is_plain_memory(target):
                 stored = self._read(item.storage_index.fqn, piece)
                 target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
             else:
@@ -182,7 +182,7 @@ class IndexedReader(StorageReader):
 
     def _read(self, name: str, piece: Piece) -> torch.Tensor:
         path, dtype = self.folder / piece.file, self.index.tensors[name].dtype
-        if not self.index.pickled:
+        if self.index.encoding == "raw":
             # Copy-on-write, so that torch gets the writable memory that it insists on and the file stays as it is.
             mapped = np.memmap(path, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
             return torch.from_numpy(mapped).view(dtype).view(piece.sizes)
@@ -226,7 +226,7 @@ def read_index(folder: Path) -> CheckpointIndex:
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; restore it, or use another checkpoint")
         found_bytes = file.stat().st_size
-        if found_bytes < num_bytes or (found_bytes > num_bytes and not index.pickled):
+        if found_bytes < num_bytes or (found_bytes > num_bytes and index.encoding == "raw"):
             raise CheckpointError(
                 f"{file} has {found_bytes} bytes where {num_bytes} were written; restore it, or use another checkpoint"
             )

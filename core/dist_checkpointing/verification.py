@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..errors import CheckpointError
 from .content_hash import MODULUS, box_hash
-from .flat_range import FlatRange
+from .flat_range import held_boxes
 from .index import Box, CheckpointIndex, Piece, overlap
 from .ranks import Ranks
 from .storage import read_index
@@ -85,16 +83,9 @@ def _differs(held: list[BoxHash], index: CheckpointIndex, name: str) -> bool:
 def _box_hashes(tensor: Tensor) -> list[BoxHash]:
     """The boxes of the whole tensor that this rank holds, each with what it adds to the hash."""
     shape = tuple(tensor.shape)
-    if isinstance(tensor, FlatRange):
-        pieces = tensor.pieces()
-    elif isinstance(tensor, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        pieces = [(tuple(offsets), tensor.to_local())]
-    else:
-        pieces = [((0,) * len(shape), tensor)]
     return [
         (Box(offsets, tuple(values.shape)), box_hash(values, offsets, shape))
-        for offsets, values in pieces
+        for offsets, values in held_boxes(tensor)
         if values.numel()
     ]
 

@@ -20,8 +20,19 @@ from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer
 from core.transformer import Float16Module, TransformerConfig, own_chunks
 from core.transformer.context_parallel import _Scattering
-from tests.functional import _runs
-from tests.functional._runs import MICRO_BATCHES, VOCABULARY, Curve, Training, ddp_config, gradients, micro_batches
+from tests.functional._runs import (
+    VOCABULARY,
+    Batch,
+    Curve,
+    Training,
+    _whole,
+    ddp_config,
+    in_precision,
+    loss_and_report,
+    micro_batches,
+    train_serially,
+    train_wrapped,
+)
 
 SEQUENCE = 16
 """Divides into two chunks a rank, each cut once more by sequence parallelism."""
@@ -106,28 +117,15 @@ def _run_layout(wrapper: str, layout: Layout, trained: Trained) -> Curve:
     )
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     module = build(trained, layout)
-    for parameter in module.parameters() if low else ():
-        parameter.data = parameter.data.to(module.config.compute_dtype).float()
-    inner: nn.Module = Float16Module(module.config, module) if low and "fsdp2" not in wrapper else module
-    model = wrap_model(inner, module.config, config)
-    optimizer = _runs._optimizer(training, model)
-    scheduler = _runs._scheduler(training, optimizer)
-    curve = Curve()
-    for step in range(training.steps):
-        model.zero_grad_buffer()
-        totals = torch.zeros(2, dtype=torch.float64)
-        batches = micro_batches(step, parallel_state.get_data_parallel_rank(), training.per_token, SEQUENCE)
-        for index, batch in enumerate(batches):
-            with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
-                loss, reported = _loss(model, batch, trained)
-                optimizer.scale_loss(loss).backward()
-            totals += reported
-        finalize_model_grads([model], totals[1] if training.per_token else None)
-        if step == training.steps - 1:
-            curve.gradients = gradients(optimizer)
-        _runs._step(curve, step, optimizer, scheduler)
-        dist.all_reduce(totals, group=group)
-        curve.losses.append((totals[0] / totals[1]).item())
+    model = wrap_model(in_precision(module, wrapper), module.config, config)
+    replica = parallel_state.get_data_parallel_rank()
+    curve, optimizer = train_wrapped(
+        model,
+        training,
+        lambda step: micro_batches(step, replica, training.per_token, SEQUENCE),
+        lambda batch: _loss(model, batch, trained),
+        group,
+    )
     curve.masters = _masters(module, optimizer)
     return curve
 
@@ -139,36 +137,20 @@ def run_serial(trained: Trained, replicas: int) -> Curve:
     module = model
     if training.precision != "fp32":
         model = Float16Module(module.config, module)  # type: ignore[arg-type]
-    optimizer = _runs._optimizer(training, model)
-    scheduler = _runs._scheduler(training, optimizer)
-    curve = Curve()
-    for step in range(training.steps):
-        optimizer.zero_grad()
-        totals = torch.zeros(2, dtype=torch.float64)
-        for replica in range(replicas):
-            for batch in micro_batches(step, replica, training.per_token, SEQUENCE):
-                loss, reported = _loss(model, batch, trained)
-                (loss if training.per_token else loss / replicas).backward()
-                totals += reported
-        for parameter in model.parameters():
-            if training.per_token and parameter.grad is not None:
-                parameter.grad /= totals[1]
-        if step == training.steps - 1:
-            curve.gradients = gradients(optimizer)
-        _runs._step(curve, step, optimizer, scheduler)
-        curve.losses.append((totals[0] / totals[1]).item())
+    curve, optimizer = train_serially(
+        model,
+        training,
+        lambda step: [micro_batches(step, replica, training.per_token, SEQUENCE) for replica in range(replicas)],
+        lambda batch: _loss(model, batch, trained),
+    )
     curve.masters = _masters(module, optimizer)
     return curve
 
 
-def _loss(
-    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], trained: Trained
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss(model: nn.Module, batch: Batch, trained: Trained) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, labels = (own_chunks(tensor) for tensor in batch)
     packed = {"document_starts": own_chunks(document_starts(len(tokens)))} if trained.packed else {}
-    losses = model(tokens, labels=labels, **packed)  # [b, s / cp]
-    reported = torch.stack([losses.detach().double().sum(), (labels != -100).sum()])
-    return (losses.sum() if trained.training.per_token else losses.mean() / MICRO_BATCHES), reported
+    return loss_and_report(model(tokens, labels=labels, **packed), labels, trained.training)
 
 
 def document_starts(rows: int) -> torch.Tensor:
@@ -182,7 +164,7 @@ def _masters(module: nn.Module, optimizer: MegatronOptimizer) -> dict[str, torch
     tensors = module.state_dict(keep_vars=True)
     state = {name.partition(".")[2]: t for name, t in optimizer.state_tensors().items() if name.startswith("master.")}
     names = [name for name, _ in module.named_parameters()]
-    return _runs._whole({name: state.get(name, global_view(tensors[name])) for name in names})
+    return _whole({name: state.get(name, global_view(tensors[name])) for name in names})
 
 
 def _positions_of_the_first_rank() -> AbstractContextManager[Any]:

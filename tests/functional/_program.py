@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,28 @@ def program_environment(**variables: str) -> dict[str, str]:
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     common = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SHARDSTACK_DEVICE": "cpu"}
     return {**os.environ, **common, **variables}
+
+
+def programs_in(page: Path) -> list[str]:
+    """The Python programs that a page of Markdown shows."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def run_scripts(programs: list[str], folder: Path, *, limit_s: float) -> Ended:
+    """Runs programs one after the other, as scripts in `folder`, in one process of their own."""
+    scripts = [folder / f"program{number}.py" for number in range(len(programs))]
+    for script, program in zip(scripts, programs, strict=True):
+        script.write_text(program)
+    one_after_the_other = "import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path)"
+    ended = subprocess.run(
+        [sys.executable, "-c", one_after_the_other, *scripts],
+        cwd=folder,
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
 class ProgramServer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,9 @@ from core.transformer.transformer_config import TransformerConfig
 
 # Odd widths: two ranks divide neither the hidden size, nor the MLP's, nor the vocabulary.
 HIDDEN, FFN, VOCABULARY, SEQUENCE, MICRO_BATCHES = 15, 37, 61, 13, 4
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and labels of a micro-batch."""
 
 _BUCKETS = {"bucket_size": 700}  # elements; the model has some 6000
 _OVERLAP = {**_BUCKETS, "overlap_grad_reduce": True}
@@ -119,9 +122,7 @@ def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel
     return GPTModel(config, vocab, SEQUENCE, share_embeddings_and_output_weights=tied)
 
 
-def micro_batches(
-    step: int, rank: int, masked: bool = False, length: int = SEQUENCE
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(step: int, rank: int, masked: bool = False, length: int = SEQUENCE) -> list[Batch]:
     """Tokens and labels, `[2, s]`, of a sequence that can be learned: each token follows from the one before."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     sequence = [torch.randint(0, VOCABULARY, (MICRO_BATCHES, 2), generator=generator)]
@@ -135,7 +136,7 @@ def micro_batches(
     return list(zip(tokens, labels, strict=True))
 
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
     tokens, labels = batch
     losses: torch.Tensor = model(tokens, labels=labels)  # [b, s]
     return losses.mean()
@@ -148,23 +149,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def run_wrapped(wrapper: str, training: Training) -> Curve:
     """Trains on this rank's micro-batches under a wrapper; every rank calls it."""
     module, model = _wrapped(wrapper, training)
-    optimizer = _optimizer(training, model)
-    scheduler = _scheduler(training, optimizer)
-    curve = Curve()
-    for step in range(training.steps):
-        model.zero_grad_buffer()
-        totals = torch.zeros(2, dtype=torch.float64)
-        for index, batch in enumerate(micro_batches(step, dist.get_rank(), training.per_token)):
-            with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
-                loss, reported = _loss(model, batch, training)
-                optimizer.scale_loss(loss).backward()
-            totals += reported
-        finalize_model_grads([model], totals[1] if training.per_token else None)
-        if step == training.steps - 1:
-            curve.gradients = gradients(optimizer)
-        _step(curve, step, optimizer, scheduler)
-        dist.all_reduce(totals)
-        curve.losses.append((totals[0] / totals[1]).item())
+    curve, optimizer = train_wrapped(
+        model,
+        training,
+        lambda step: micro_batches(step, dist.get_rank(), training.per_token),
+        lambda batch: _loss(model, batch, training),
+    )
     _finish(curve, module, optimizer)
     return curve
 
@@ -172,17 +162,62 @@ def run_wrapped(wrapper: str, training: Training) -> Curve:
 def run_serial(training: Training, ranks: int = 2) -> Curve:
     """The same training without a wrapper: one process goes through the micro-batches of all ranks."""
     model = build_gpt(training.tied, calculate_per_token_loss=training.per_token)
+    curve, optimizer = train_serially(
+        model,
+        training,
+        lambda step: [micro_batches(step, rank, training.per_token) for rank in range(ranks)],
+        lambda batch: _loss(model, batch, training),
+    )
+    _finish(curve, model, optimizer)
+    return curve
+
+
+def train_wrapped(
+    model: _BaseDataParallel,
+    training: Training,
+    batches: Callable[[int], list[Batch]],
+    evaluate: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]],
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Curve, MegatronOptimizer]:
+    """Trains on what `batches` gives this rank in each step; losses are means over `group`."""
+    optimizer = _optimizer(training, model)
+    scheduler = _scheduler(training, optimizer)
+    curve = Curve()
+    for step in range(training.steps):
+        model.zero_grad_buffer()
+        totals = torch.zeros(2, dtype=torch.float64)
+        for index, batch in enumerate(batches(step)):
+            with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
+                loss, reported = evaluate(batch)
+                optimizer.scale_loss(loss).backward()
+            totals += reported
+        finalize_model_grads([model], totals[1] if training.per_token else None)
+        if step == training.steps - 1:
+            curve.gradients = gradients(optimizer)
+        _step(curve, step, optimizer, scheduler)
+        dist.all_reduce(totals, group=group)
+        curve.losses.append((totals[0] / totals[1]).item())
+    return curve, optimizer
+
+
+def train_serially(
+    model: nn.Module,
+    training: Training,
+    batches_of_ranks: Callable[[int], list[list[Batch]]],
+    evaluate: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[Curve, MegatronOptimizer]:
+    """Trains a model that nothing wraps on what all ranks are given in each step."""
     optimizer = _optimizer(training, model)
     scheduler = _scheduler(training, optimizer)
     curve = Curve()
     for step in range(training.steps):
         optimizer.zero_grad()
         totals = torch.zeros(2, dtype=torch.float64)
-        for rank in range(ranks):
-            for batch in micro_batches(step, rank, training.per_token):
-                loss, reported = _loss(model, batch, training)
-                (loss if training.per_token else loss / ranks).backward()
-                totals += reported
+        of_ranks = batches_of_ranks(step)
+        for batch in (batch for batches in of_ranks for batch in batches):
+            loss, reported = evaluate(batch)
+            (loss if training.per_token else loss / len(of_ranks)).backward()
+            totals += reported
         for parameter in model.parameters():
             if training.per_token and parameter.grad is not None:
                 parameter.grad /= totals[1]
@@ -190,26 +225,31 @@ def run_serial(training: Training, ranks: int = 2) -> Curve:
             curve.gradients = gradients(optimizer)
         _step(curve, step, optimizer, scheduler)
         curve.losses.append((totals[0] / totals[1]).item())
-    _finish(curve, model, optimizer)
-    return curve
+    return curve, optimizer
 
 
 def _wrapped(wrapper: str, training: Training) -> tuple[GPTModel, _BaseDataParallel]:
-    """The model and its wrapper; in low precision as each wrapper takes it: FSDP2 shards fp32 and casts by itself."""
+    """The model and its wrapper."""
     low = training.precision != "fp32"
     module = build_gpt(
         training.tied, calculate_per_token_loss=training.per_token, **({training.precision: True} if low else {})
     )
-    for parameter in module.parameters() if low else ():  # FSDP2 would start from what the others have rounded away
-        parameter.data = parameter.data.to(module.config.compute_dtype).float()
     config = ddp_config(wrapper, grad_reduce_in_fp32=low)
     instances = config.num_distributed_optimizer_instances
     group = dist.group.WORLD
     if instances > 1:
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         group = None
-    inner: nn.Module = Float16Module(module.config, module) if low and "fsdp2" not in wrapper else module
-    return module, wrap_model(inner, module.config, config, process_group=group)
+    return module, wrap_model(in_precision(module, wrapper), module.config, config, process_group=group)
+
+
+def in_precision(module: GPTModel, wrapper: str) -> nn.Module:
+    """What a wrapper takes of a model in low precision: FSDP2 shards fp32 and casts by itself."""
+    if module.config.compute_dtype == torch.float32:
+        return module
+    for parameter in module.parameters():  # FSDP2 would start from what the others have rounded away
+        parameter.data = parameter.data.to(module.config.compute_dtype).float()
+    return module if "fsdp2" in wrapper else Float16Module(module.config, module)
 
 
 def _optimizer(training: Training, model: nn.Module) -> MegatronOptimizer:
@@ -226,12 +266,15 @@ def _scheduler(training: Training, optimizer: MegatronOptimizer) -> OptimizerPar
     return OptimizerParamScheduler(optimizer, 0.0, lr, 0.1 * lr, 3, 50, "cosine", decay, decay, 50, "constant")
 
 
-def _loss(
-    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], training: Training
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What one micro-batch contributes to the gradient, and the sum of its losses with their number, in double."""
+def _loss(model: nn.Module, batch: Batch, training: Training) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, labels = batch
-    losses = model(tokens, labels=labels)  # [b, s]
+    return loss_and_report(model(tokens, labels=labels), labels, training)
+
+
+def loss_and_report(
+    losses: torch.Tensor, labels: torch.Tensor, training: Training
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a micro-batch with these losses, `[b, s]`, adds to the gradient; their sum and their number, in double."""
     reported = torch.stack([losses.detach().double().sum(), (labels != -100).sum()])
     return (losses.sum() if training.per_token else losses.mean() / MICRO_BATCHES), reported
 

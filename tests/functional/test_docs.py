@@ -5,19 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.functional._program import REPOSITORY, program_environment
+from tests.functional._program import REPOSITORY, programs_in, run_scripts
 
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
-
-
-def _programs(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def _is_whole(program: str) -> bool:
@@ -26,27 +20,16 @@ def _is_whole(program: str) -> bool:
 
 def test_the_programs_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    whole = [program for page in PAGES for program in _programs(page) if _is_whole(program)]
+    whole = [program for page in PAGES for program in programs_in(page) if _is_whole(program)]
     without = {"README", "functional-cases", "mutations", "coming-from-megatron-lm"}  # whose script needs a model
     assert len(whole) == len([page for page in PAGES if page.stem not in without])
-    scripts = [tmp_path / f"program{number}.py" for number in range(len(whole))]
-    for script, program in zip(scripts, whole, strict=True):
-        script.write_text(program)
-    one_after_the_other = "import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path)"
-    ended = subprocess.run(
-        [sys.executable, "-c", one_after_the_other, *scripts],
-        cwd=tmp_path,
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_scripts(whole, tmp_path, limit_s=240)
+    assert ended.status == 0, ended.err
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
-    for program in _programs(page):
+    for program in programs_in(page):
         ast.parse(program)
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         path, _, anchor = link.partition("#")

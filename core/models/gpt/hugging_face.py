@@ -5,7 +5,7 @@
 
     load_hugging_face(model, "my-model")                          # each rank reads what it holds of each tensor
 
-`transformers` is not needed for either.
+`transformers` is not needed for either, `safetensors` is (extra `hf`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def save_hugging_face(
 ) -> None:
     """Writes a GPT as sharded safetensors with ``config.json``; the folder appears at once, complete.
 
-    Collective over `process_group`, whose first rank writes; one parameter at a time is gathered whole.
+    Collective over `process_group`, whose first rank writes: it holds the tensors of one file at a time in its host's
+    memory, and the other ranks one parameter, whole.
 
     Args:
         model: a `GPTModel`, or what wraps one.
@@ -71,10 +72,11 @@ def save_hugging_face(
         dtype: None keeps each tensor's own.
         vocab_size: rows of the vocabulary to write, without those of the model that pad it; None writes all.
         config: entries for ``config.json`` besides, such as the ids of special tokens.
-        max_shard_bytes: of one file.
+        max_shard_bytes: of the tensors in one file.
 
     Raises:
         CheckpointError: on all ranks: what the layout cannot express of the model, or a folder that is in use.
+        MissingExtraError: `safetensors` is not installed; of several ranks, a CheckpointError that says so.
     """
     folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
     architecture = architecture_of(gpt)
@@ -134,6 +136,7 @@ def load_hugging_face(
 
     Raises:
         CheckpointError: on all ranks, before anything is written: another model, or files that are damaged.
+        MissingExtraError: as :func:`save_hugging_face` does.
     """
     folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
     config = ranks.on_all(lambda: read_hf_config(folder))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from core import parallel_state
+from tests.unit._spawn import run_distributed
 
 Shapes = dict[str, tuple[tuple[int, ...], int | None]]
 
@@ -77,3 +81,11 @@ def toy(layout: str, *, filled: bool, dtype: torch.dtype = torch.float32) -> Toy
     model = Toy(filled=filled, dtype=dtype)
     sharded = {"fsdp", "hybrid"} & set(words) and "flat" not in words
     return model.shard(parallel_state.get_data_parallel_mesh()) if sharded else model
+
+
+def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> None:
+    """Calls `fn(*args)` on that many ranks; in this process where one is enough."""
+    if world_size == 1:
+        fn(*args)
+    else:
+        run_distributed(fn, world_size, *args)

@@ -13,7 +13,7 @@ from core.dist_checkpointing import flat_range_view, load, local_slices, local_t
 from core.dist_checkpointing.flat_range import boxes_of_range
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
-from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, toy, whole
+from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, on_ranks, toy, whole
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,6 @@ def _read(layout: str, folder: str) -> None:
     assert model.steps.item() == 11
 
 
-def _on_ranks(fn, world_size: int, *args) -> None:
-    if world_size == 1:
-        fn(*args)
-    else:
-        run_distributed(fn, world_size, *args)
-
-
 FLAT = [(2, "flat"), (2, "tp2 flat")]
 OTHERS = [(1, "plain"), (2, "fsdp"), (2, "tp2")]
 FLAT_ON_FOUR = [(4, "flat"), (4, "tp2 flat"), (4, "hybrid flat")]
@@ -92,8 +85,8 @@ FLAT_ON_FOUR = [(4, "flat"), (4, "tp2 flat"), (4, "hybrid flat")]
     ("writer", "reader"), [*product(FLAT, FLAT + OTHERS), *product(OTHERS, FLAT)], ids=lambda layout: layout[1]
 )
 def test_what_is_written_flat_any_layout_reads_and_the_reverse(tmp_path: Path, writer, reader):
-    _on_ranks(_write, *writer, str(tmp_path / "it"))
-    _on_ranks(_read, *reader, str(tmp_path / "it"))
+    on_ranks(_write, *writer, str(tmp_path / "it"))
+    on_ranks(_read, *reader, str(tmp_path / "it"))
 
 
 @pytest.mark.long
@@ -103,8 +96,8 @@ def test_what_is_written_flat_any_layout_reads_and_the_reverse(tmp_path: Path, w
     ids=lambda layout: f"{layout[0]} {layout[1]}",
 )
 def test_the_same_with_four_ranks(tmp_path: Path, writer, reader):
-    _on_ranks(_write, *writer, str(tmp_path / "it"))
-    _on_ranks(_read, *reader, str(tmp_path / "it"))
+    on_ranks(_write, *writer, str(tmp_path / "it"))
+    on_ranks(_read, *reader, str(tmp_path / "it"))
 
 
 def _files_hold_each_element_once(folder: str) -> int:

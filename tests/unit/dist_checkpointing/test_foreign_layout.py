@@ -13,6 +13,8 @@ from core.dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, 
 from core.dist_checkpointing.safetensors_io import read_safetensors_index, write_safetensors
 from core.errors import CheckpointError
 
+pytest.importorskip("safetensors")
+
 RECIPES = [
     Recipe("fused", tuple(Run(name, 2, start, 1, 2 * (start // 6)) for start in (0, 6) for name in ("q",))
            + tuple(Run(name, 2, start + shift, 1, 2 * (start // 6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def test_two_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("safetensors")
     write_safetensors(tmp_path, {"a.0.b": (torch.float16, (2, 3))}, lambda name: torch.zeros(2, 3).half())
     assert main([str(tmp_path), str(tmp_path)]) == 0
     assert "contents not compared, for want of hashes" in capsys.readouterr().out
@@ -102,7 +104,10 @@ def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytes
     ]
 
 
-def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_read_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("safetensors")
     (tmp_path / "other").mkdir()
     write_safetensors(tmp_path / "other", {"x": (torch.float32, (1,))}, lambda name: torch.zeros(1))
     index = run / "iter_0000030" / "checkpoint.json"
@@ -113,6 +118,9 @@ def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: pyte
         assert main([str(argument) for argument in arguments]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and told in error and error.count("\n") == 1
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert main([str(tmp_path / "other")]) == 2
+    assert "pip install 'shardstack[hf]'" in capsys.readouterr().err
     index.write_text(json.dumps({}))
     assert main([str(run)]) == 2
     assert "damaged or unsafe" in capsys.readouterr().err

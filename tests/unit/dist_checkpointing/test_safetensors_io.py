@@ -1,11 +1,15 @@
-"""The same files as the `safetensors` package's, one or several, and no file that says what is not so."""
+"""Models in one file or several, read without being loaded, and no file that says what is not so."""
 
 from __future__ import annotations
 
 import json
+import resource
+import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +20,9 @@ from core.dist_checkpointing.safetensors_io import (
     read_safetensors_index,
     write_safetensors,
 )
-from core.errors import CheckpointError
+from core.errors import CheckpointError, MissingExtraError
+
+library = pytest.importorskip("safetensors.torch")
 
 TENSORS = {
     "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -51,8 +57,7 @@ def _same(found: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_the_package_reads_what_is_written_and_is_read(tmp_path: Path):
-    library = pytest.importorskip("safetensors.torch")
+def test_others_read_what_is_written_and_are_read(tmp_path: Path):
     theirs = library.load_file(_write(tmp_path / "ours") / "model.safetensors")
     assert theirs.pop("nothing").shape == (0, 4)
     assert _same(theirs)
@@ -77,6 +82,30 @@ def test_a_box_is_read_alone(tmp_path: Path):
     reader = BoxReader(folder, read_safetensors_index(folder))
     found = reader.read("whole", (1, slice(0, 2), slice(1, 3)))
     assert torch.equal(found, TENSORS["whole"][1, 0:2, 1:3])
+    found.zero_()  # the file stays as it is
+    assert _same(_read(folder))
+
+
+def test_an_index_is_read_without_the_tensors(tmp_path: Path):
+    num_bytes = 2**30
+    header = json.dumps({"large": {"dtype": "F32", "shape": [2**14, 2**14], "data_offsets": [0, num_bytes]}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with path.open("r+b") as stream:
+        stream.truncate(8 + len(header) + num_bytes)  # a hole
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    reader = BoxReader(tmp_path, read_safetensors_index(tmp_path))
+    assert not reader.read("large", (slice(5, 8), slice(0, 2**14))).any()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 2000  # pages of 4 KiB; the file has 2**18
+
+
+def test_the_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = _write(tmp_path / "ours")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for use in (lambda: read_safetensors_index(folder), lambda: begin_new_folder(tmp_path / "new")):
+        with pytest.raises(MissingExtraError, match=r"package 'safetensors': pip install 'shardstack\[hf\]'"):
+            use()
+    assert not (tmp_path / "new").exists()
 
 
 def _header_changed(change: Callable[[dict], None]) -> Callable[[Path], None]:
@@ -91,6 +120,9 @@ def _header_changed(change: Callable[[dict], None]) -> Callable[[Path], None]:
     return apply
 
 
+DAMAGED = "model.safetensors is no safetensors file, or damaged"
+
+
 def _place(name: str, start: int, end: int) -> Callable[[Path], None]:
     return _header_changed(lambda header: header[name].update(data_offsets=[start, end]))
 
@@ -98,23 +130,32 @@ def _place(name: str, start: int, end: int) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes where its header says"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes where its header says"),
-        (lambda path: path.write_bytes(b"\xff" * 8), "truncated: a header of"),
-        (lambda path: path.write_bytes((2).to_bytes(8, "little") + b"[]"), "its header is no table"),
-        (lambda path: path.write_bytes((4).to_bytes(8, "little") + b"spam"), "its header is no JSON"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), DAMAGED),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), DAMAGED),
+        (lambda path: path.write_bytes(path.read_bytes()[:200]), DAMAGED),
+        (lambda path: path.write_bytes(b""), DAMAGED),
+        (lambda path: path.write_bytes(b"\xff" * 8), DAMAGED),
+        (lambda path: path.write_bytes((2).to_bytes(8, "little") + b"[]"), DAMAGED),
+        (lambda path: path.write_bytes((4).to_bytes(8, "little") + b"spam"), DAMAGED),
+        (lambda path: path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000), DAMAGED),
+        (lambda path: torch.save(TENSORS, path), DAMAGED),
         (lambda path: path.unlink(), "has no model.safetensors: only pytorch_model.bin, a pickle"),
-        (_place("half", 12, 36), "half of shape .* has 24 bytes"),
-        (_header_changed(lambda header: header["half"].update(dtype="F3")), "half is 'F3'"),
-        (_header_changed(lambda header: header["half"].update(shape=[-2, -3])), r"half has the shape \[-2, -3\]"),
+        (_place("half", 12, 36), DAMAGED),
+        (_place("half", 100, 112), DAMAGED),  # in the midst of another
+        (_place("half", 2**40, 2**40 + 12), DAMAGED),
+        (_header_changed(lambda header: header["half"].update(dtype="F3")), DAMAGED),
+        (_header_changed(lambda header: header["half"].update(dtype="F4", shape=[24])), "half is 'F4', which no"),
+        (_header_changed(lambda header: header["half"].update(shape=[-2, -3])), DAMAGED),
+        (_header_changed(lambda header: header["half"].update(shape=[2**62, 8])), DAMAGED),
     ],
 )
 def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], told: str):
     folder = _write(tmp_path / "ours")
     (folder / "pytorch_model.bin").write_bytes(b"")
     damage(folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=told) as caught:
         read_safetensors_index(folder)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +164,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], told: s
         ({"half": "../model-00001-of-00002.safetensors"}, "does not name files beside it"),
         ({"half": "model-00002-of-00002.safetensors"}, "holds half, which"),
         ({"more": "model-00002-of-00002.safetensors"}, "names more, which"),
-        ({"half": "absent.safetensors"}, "absent.safetensors cannot be read"),
+        ({"half": "absent.safetensors"}, "absent.safetensors is missing"),
         ({"half": 3}, "does not name files"),
     ],
 )
@@ -135,6 +176,28 @@ def test_an_index_that_is_not_what_the_files_hold_is_refused(tmp_path: Path, cha
     path.write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match=told):
         read_safetensors_index(folder)
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["writes", "helps"])
+def test_tensors_of_one_file_are_held_at_a_time(tmp_path: Path, writes: bool):
+    plan = {f"{number}": (torch.float32, (10,)) for number in range(9)}
+    made: list[weakref.ref[np.ndarray]] = []
+    held: list[int] = []
+
+    def make(name: str) -> torch.Tensor:
+        held.append(sum(memory() is not None for memory in made))
+        memory = np.zeros(10, np.float32)
+        made.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    write_safetensors(tmp_path, plan, make, writes=writes, max_shard_bytes=120)
+    assert held == ([0, 1, 2] * 3 if writes else [0] * 9)
+    assert len([*tmp_path.iterdir()]) == (4 if writes else 0)
+
+
+def test_what_cannot_be_written_is_told_by_name(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"absent/model\.safetensors cannot be written"):
+        write_safetensors(tmp_path / "absent", {"x": (torch.float32, (1,))}, lambda name: torch.zeros(1))
 
 
 def test_a_failure_to_write_asks_for_every_tensor_all_the_same(tmp_path: Path):

@@ -25,7 +25,7 @@ from core.dist_checkpointing import (
 from core.dist_checkpointing.index import DTYPES
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
-from tests.unit.dist_checkpointing._pieces import SHAPES, toy, whole
+from tests.unit.dist_checkpointing._pieces import SHAPES, on_ranks, toy, whole
 
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
@@ -64,19 +64,12 @@ def _read(layout: str, directory: str) -> None:
     assert model.steps.item() == 11
 
 
-def _on_ranks(fn, world_size: int, *args) -> None:
-    if world_size == 1:
-        fn(*args)
-    else:
-        run_distributed(fn, world_size, *args)
-
-
 TWO = [(1, "plain"), (2, "fsdp"), (2, "tp2")]
 FOUR = [(4, "tp2 fsdp"), (4, "hybrid"), (2, "fsdp"), (1, "plain")]
 
 
 def _round_trip(writer: tuple[int, str], reader: tuple[int, str], folder: Path) -> None:
-    _on_ranks(_write, *writer, str(folder))
+    on_ranks(_write, *writer, str(folder))
     # of what several ranks hold, one has written: the files hold each element once
     elements = sum(torch.Size(shape).numel() for shape, _ in SHAPES.values())
     pieces = [
@@ -85,7 +78,7 @@ def _round_trip(writer: tuple[int, str], reader: tuple[int, str], folder: Path) 
         for piece in tensor["pieces"]
     ]
     assert sum(num_bytes for *_, num_bytes, _ in pieces) == 4 * elements + 8  # the buffer is one int64
-    _on_ranks(_read, *reader, str(folder))
+    on_ranks(_read, *reader, str(folder))
 
 
 @pytest.mark.parametrize("reader", TWO, ids=str)
