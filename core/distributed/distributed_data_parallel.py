@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -95,7 +96,7 @@ class DistributedDataParallel(_BaseDataParallel):
         for param in self._group_of:
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            param.register_post_accumulate_grad_hook(self._take_gradient)
+            param.register_post_accumulate_grad_hook(_weakly(self._take_gradient))
             if getattr(config, "gradient_accumulation_fusion", True):
                 param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
             if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
@@ -358,3 +359,19 @@ def _check_per_token_loss(sums_gradients: bool, ddp_config: DistributedDataParal
         raise ParallelConfigError(
             "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
         )
+
+
+def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The bound method without its object, which it does not keep alive.
+
+    torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
+    keep the wrapper, the model and their process groups for as long as the process runs (torch 2.13).
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(param: Tensor) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(param)
+
+    return call

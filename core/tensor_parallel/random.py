@@ -1,11 +1,19 @@
-"""Which random numbers tensor-parallel ranks share, and recomputation that draws the same ones again.
+"""Which random numbers ranks of a model share, and recomputation that draws the same ones again.
 
 Activations that every tensor-parallel rank holds whole need the same dropout mask on all of them: they draw from
 torch's default stream, which :func:`model_parallel_manual_seed` seeds alike on all. Activations of which each rank
 holds a part need different masks: they draw inside ``get_rng_tracker().fork()``, from a stream of the rank's own.
-The rule and the offset are Megatron-LM's. Context-parallel ranks hold parts of a sequence, and by the same rule no two
-of them share a mask: activations that are whole among tensor-parallel ranks, but part of a sequence, draw inside
-``fork(CONTEXT_PARALLEL_RNG)``. (Megatron-LM gives them all the same masks; its numbers stay those of one rank here.)
+The rule and its seeds (`seed`, and `seed + 2718 +` the tensor-parallel rank) are Megatron-LM's
+(`model_parallel_cuda_manual_seed` in `megatron/core/tensor_parallel/random.py`); so is that data-parallel replicas
+share both streams.
+
+Context parallelism differs from Megatron-LM on purpose. There no seed contains the context-parallel rank (tensor- and
+expert-parallel ranks enter it, and `_set_random_seed` adds 100 x the pipeline stage), so that all parts of a sequence
+get one mask: what is dropped at a place of one is dropped at the same place of every other, and dropout is no longer
+independent between tokens. Here the rule for parts holds for parts of a sequence too, as for those of sequence
+parallelism: no two context-parallel ranks share a mask. Activations that are whole among tensor-parallel ranks, but
+part of a sequence, draw inside ``fork(CONTEXT_PARALLEL_RNG)``. With one context-parallel rank, and on the first of
+several in ``fork()``, the seeds are Megatron-LM's.
 """
 
 from __future__ import annotations

@@ -118,17 +118,8 @@ def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[Config
             f"context_parallel_size {model.context_parallel_size} x pipeline_model_parallel_size "
             f"{model.pipeline_model_parallel_size} = {model_parallel}; start a multiple of {model_parallel} ranks"
         )
-        return
-    data_parallel = config.data_parallel_size(world_size)
-    try:
-        config.num_microbatches(world_size)
-    except ParallelConfigError as error:
-        yield error
-    instances, replicas = config.ddp.num_distributed_optimizer_instances, data_parallel * model.context_parallel_size
-    if replicas % instances:
-        yield ParallelConfigError(
-            f"num_distributed_optimizer_instances {instances} does not divide the {replicas} data-parallel ranks"
-        )
+    else:
+        yield from _replica_violations(config, world_size)
     yield from division_violations(
         tensor_model_parallel_size=model.tensor_model_parallel_size,
         context_parallel_size=model.context_parallel_size,
@@ -137,6 +128,18 @@ def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[Config
         vocab_size=data.vocab_size,
         make_vocab_size_divisible_by=config.gpt.make_vocab_size_divisible_by,
     )
+
+
+def _replica_violations(config: PretrainConfig, world_size: int) -> Iterator[ConfigError]:
+    try:
+        config.num_microbatches(world_size)
+    except ParallelConfigError as error:
+        yield error
+    instances, replicas = config.ddp.num_distributed_optimizer_instances, config.data_parallel_size(world_size)
+    if replicas % instances:  # context-parallel ranks do not count: an instance holds whole groups of them
+        yield ParallelConfigError(
+            f"num_distributed_optimizer_instances {instances} does not divide the {replicas} data-parallel ranks"
+        )
 
 
 def division_violations(

@@ -157,14 +157,6 @@ class TransformerConfig(ModelParallelConfig):
                 f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}; "
                 f"take a hidden_size of {nearest_multiples(self.hidden_size, heads)}, or give kv_channels"
             )
-        if heads % groups:
-            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-            below = max(n for n in divisors if n <= groups)
-            above = min(n for n in divisors if n >= min(groups, heads))
-            fitting = " or ".join(str(n) for n in sorted({below, above}))
-            yield ConfigError(
-                f"num_query_groups {groups} does not divide num_attention_heads {heads}; take {fitting} groups"
-            )
         for name in ("num_attention_heads", "ffn_hidden_size"):
             size = getattr(self, name)
             if size % tp:
@@ -172,11 +164,16 @@ class TransformerConfig(ModelParallelConfig):
                 yield ParallelConfigError(
                     f"{name} {size} cannot be split over tensor_model_parallel_size {tp}; take {fitting}"
                 )
-        rows = (heads + 2 * groups) * (self.kv_channels or 0)
-        if groups != heads and groups % tp and (tp % groups or rows % tp):
+        channels = self.kv_channels or 0
+        if heads % groups:
+            yield ConfigError(
+                f"num_query_groups {groups} does not divide num_attention_heads {heads}; take "
+                f"{_fitting_groups(groups, heads, tp, channels)} groups"
+            )
+        elif groups != heads and groups % tp and (tp % groups or (heads + 2 * groups) * channels % tp):
             yield ParallelConfigError(
                 f"num_query_groups {groups} cannot be split over tensor_model_parallel_size {tp}, nor its ranks over "
-                f"the groups; take {_fitting_groups(groups, heads, tp)}"
+                f"the groups; take {_fitting_groups(groups, heads, tp, channels)}"
             )
 
     def _recompute_violations(self) -> Iterator[ConfigError]:
@@ -203,9 +200,11 @@ class TransformerConfig(ModelParallelConfig):
             )
 
 
-def _fitting_groups(groups: int, heads: int, tp: int) -> str:
+def _fitting_groups(groups: int, heads: int, tp: int, channels: int) -> str:
     """The numbers of query groups on both sides of `groups` that divide the heads and go with the ranks."""
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    fitting = [n for n in divisors if n % tp == 0 or (tp % n == 0 and (heads + 2 * n) * channels % tp == 0)]
+    fitting = fitting or divisors  # where it is the heads that do not go with the ranks
     below, above = (n for n in fitting if n < groups), (n for n in fitting if n > groups)
     return " or ".join(str(n) for n in (max(below, default=None), min(above, default=None)) if n is not None)
 

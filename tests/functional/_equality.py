@@ -112,14 +112,32 @@ def assert_bitwise(found: Curve, expected: Curve) -> None:
         assert not wrong, f"{kind} differ: {wrong}"
 
 
-def assert_close(found: Curve, expected: Curve, loss: float = 1e-6, gradient: float = 1e-5) -> None:
+@dataclass(frozen=True)
+class Tolerance:
+    """How far one run may be from another, relative to that."""
+
+    losses: float = 1e-6
+    grad_norms: float = 1e-5
+    gradients: float = 1e-5
+    """Of the last step, all of them together: the L2 norm of the difference."""
+    masters: float = 1e-5
+    """Weights after the last step, likewise."""
+    each_gradient: float = math.inf
+    """Of the last step, each parameter's by itself, so that a small one cannot hide among others."""
+
+
+def assert_close(found: Curve, expected: Curve, tolerance: Tolerance = Tolerance()) -> None:
     assert found.skipped == expected.skipped
-    for what, tolerance in (("losses", loss), ("grad_norms", gradient)):
+    for what in ("losses", "grad_norms"):
+        limit = getattr(tolerance, what)
         for step, (ours, theirs) in enumerate(zip(getattr(found, what), getattr(expected, what), strict=True)):
-            assert abs(ours - theirs) <= tolerance * abs(theirs), f"{what} of step {step}: {ours} against {theirs}"
+            assert abs(ours - theirs) <= limit * abs(theirs), f"{what} of step {step}: {ours} against {theirs}"
     for kind in ("gradients", "masters"):
         off = _distance(getattr(found, kind), getattr(expected, kind))
-        assert off <= gradient, f"{kind} are off by {off:.1e} of their norm"
+        assert off <= getattr(tolerance, kind), f"{kind} are off by {off:.1e} of their norm"
+    for name, gradient in expected.gradients.items():
+        off = _distance({name: found.gradients[name]}, {name: gradient})
+        assert off <= tolerance.each_gradient, f"the gradient of {name} is off by {off:.1e} of its norm"
 
 
 def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

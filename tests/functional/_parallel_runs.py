@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from torch import nn
 
 from core import parallel_state
 from core.dist_checkpointing import global_view
-from core.distributed import finalize_model_grads, wrap_model
+from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer
 from core.transformer import Float16Module, TransformerConfig, own_chunks
@@ -195,12 +196,35 @@ def _keys_keep_their_own_gradient() -> AbstractContextManager[Any]:
     return mock.patch.object(_Scattering, "wait", wait)
 
 
+_finalize_module = sys.modules[finalize_model_grads.__module__]  # whose name in the package is its function's
+_sum_partial = _finalize_module._sum_over_sequence_parallel_ranks
+
+
 def _norms_stay_partial() -> AbstractContextManager[Any]:
     """Gradients of what tensor-parallel ranks hold alike and use on different tokens or heads are not summed."""
-    import sys
+    return mock.patch.object(_finalize_module, "_sum_over_sequence_parallel_ranks", lambda chunks: None)
 
-    module = sys.modules[finalize_model_grads.__module__]
-    return mock.patch.object(module, "_sum_over_sequence_parallel_ranks", lambda chunks: None)
+
+def _one_norm_stays_partial() -> AbstractContextManager[Any]:
+    """The gradient of one of them, of six elements, is not summed."""
+
+    def sum_others(chunks: list[_BaseDataParallel]) -> None:
+        (norm,) = (
+            p for name, p in chunks[0].named_parameters() if name.endswith("1.self_attention.q_layernorm.weight")
+        )
+        norm.sequence_parallel = False  # type: ignore[attr-defined]
+        _sum_partial(chunks)
+        norm.sequence_parallel = True  # type: ignore[attr-defined]
+
+    return mock.patch.object(_finalize_module, "_sum_over_sequence_parallel_ranks", sum_others)
+
+
+def _gradients_a_twentieth_too_large() -> AbstractContextManager[Any]:
+    def sum_and_scale(chunks: list[_BaseDataParallel]) -> None:
+        _sum_partial(chunks)
+        chunks[0].scale_gradients(1.05)
+
+    return mock.patch.object(_finalize_module, "_sum_over_sequence_parallel_ranks", sum_and_scale)
 
 
 def _inputs_keep_their_own_gradient() -> AbstractContextManager[Any]:
@@ -216,6 +240,8 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         _labels_in_whole_order,
         _keys_keep_their_own_gradient,
         _norms_stay_partial,
+        _one_norm_stays_partial,
+        _gradients_a_twentieth_too_large,
         _inputs_keep_their_own_gradient,
     )
 }

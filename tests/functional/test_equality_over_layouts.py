@@ -1,8 +1,8 @@
 """Cut by tensor, sequence and context parallelism, under every wrapper, a GPT trains to what one process reaches.
 
-Losses agree with the serial run's to 1e-6 and gradients and weights to 1e-5: sums over ranks and over the two halves
-of an attention round in another order. Ten steps of SGD, because AdamW would turn rounding noise in a tiny gradient
-into a step of the size of the learning rate.
+Losses agree with the serial run's to 1e-6, and weights, the gradient and each parameter's part of it to 1e-5: sums
+over ranks and over the two halves of an attention round in another order. Ten steps of SGD, because AdamW would turn
+rounding noise in a tiny gradient into a step of the size of the learning rate.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 
 import pytest
 
-from tests.functional._equality import SGD, assert_close
+from tests.functional._equality import SGD, Tolerance, assert_close
 from tests.functional._parallel_runs import Layout, Trained, run_layout, run_serial
 from tests.functional._runs import HYBRIDS, WRAPPERS, Curve, Training
 from tests.unit._spawn import run_distributed
@@ -48,6 +48,15 @@ LAYOUTS = [
 ]
 
 
+FP32 = Tolerance(each_gradient=1e-5)
+"""The largest that was measured over two ranks: 4e-8 of losses, 4e-7, 1e-6 and 7e-8 of the next, 2e-6 of the last."""
+
+BF16 = Tolerance(losses=3e-3, grad_norms=2e-2, gradients=8e-2, masters=3e-3, each_gradient=0.2)
+"""Three times the largest that was measured over all layouts: 9e-4, 7e-3, 2.8e-2, 1e-3 and 7e-2 (of a norm of six
+elements). With 8 bits of mantissa what is rounded at another place is off by up to 4e-3, which makes half of these in
+the first gradient already; nine more steps go on from weights that differ by it."""
+
+
 @functools.cache
 def serial(trained: str, replicas: int, steps: int = 10) -> Curve:
     found = TRAINED[trained]
@@ -58,10 +67,10 @@ def _compare(wrapper: str, layout: Layout, trained: str) -> None:
     expected = serial(trained, layout.dp)
     assert expected.losses[-1] < 0.9 * expected.losses[0]
     for curve in run_distributed(run_layout, layout.ranks, wrapper, layout, TRAINED[trained]):
-        if trained == "bf16":  # 8 bits of mantissa, cut at other places
-            assert_close(curve, expected, loss=1e-2, gradient=0.1)
+        if trained == "bf16":
+            assert_close(curve, expected, BF16)
         else:
-            assert_close(curve, expected)
+            assert_close(curve, expected, FP32)
             assert curve.zeros == expected.zeros and len(curve.zeros) == 10
 
 
@@ -124,20 +133,23 @@ def test_every_kind_of_training_equals_the_serial_run(trained: str, wrapper: str
 
 
 @pytest.mark.parametrize(
-    ("fault", "wrapper", "layout"),
+    ("fault", "trained", "wrapper", "layout"),
     [
-        ("positions_of_the_first_rank", "ddp", Layout(cp=2)),
-        ("labels_in_whole_order", "ddp", Layout(cp=2)),
-        ("keys_keep_their_own_gradient", "fsdp2", Layout(cp=2)),
-        ("norms_stay_partial", "ddp", Layout(tp=2)),
-        ("norms_stay_partial", "fsdp2", Layout(tp=2, sequence_parallel=True)),
-        ("inputs_keep_their_own_gradient", "zero1", Layout(tp=2)),
+        ("positions_of_the_first_rank", "tied", "ddp", Layout(cp=2)),
+        ("labels_in_whole_order", "tied", "ddp", Layout(cp=2)),
+        ("keys_keep_their_own_gradient", "tied", "fsdp2", Layout(cp=2)),
+        ("norms_stay_partial", "tied", "ddp", Layout(tp=2)),
+        ("norms_stay_partial", "tied", "fsdp2", Layout(tp=2, sequence_parallel=True)),
+        ("inputs_keep_their_own_gradient", "tied", "zero1", Layout(tp=2)),
+        ("one_norm_stays_partial", "bf16", "fsdp2", Layout(tp=2, sequence_parallel=True)),
+        ("gradients_a_twentieth_too_large", "bf16", "zero1", Layout(cp=2)),
+        ("keys_keep_their_own_gradient", "bf16", "ddp", Layout(cp=2)),
     ],
 )
-def test_the_comparison_sees_a_planted_fault(fault: str, wrapper: str, layout: Layout):
+def test_the_comparison_sees_a_planted_fault(fault: str, trained: str, wrapper: str, layout: Layout):
     steps = 5  # warm-up begins at zero, so the third step is the first to show what the first got wrong
-    trained = dataclasses.replace(TRAINED["tied"], training=dataclasses.replace(TEN_STEPS, steps=steps))
-    curves = run_distributed(run_layout, layout.ranks, wrapper, layout, trained, fault)
+    kind = dataclasses.replace(TRAINED[trained], training=dataclasses.replace(TRAINED[trained].training, steps=steps))
+    curves = run_distributed(run_layout, layout.ranks, wrapper, layout, kind, fault)
     with pytest.raises(AssertionError):
         for curve in curves:
-            assert_close(curve, serial("tied", layout.dp, steps))
+            assert_close(curve, serial(trained, layout.dp, steps), BF16 if trained == "bf16" else FP32)

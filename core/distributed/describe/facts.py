@@ -94,6 +94,10 @@ class ModelFacts:
     buffer_bytes: int
     settings: str
     """Those of the wrapper that differ from their defaults."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the layers underneath; the facts are those of one's part."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence."""
 
 
 @dataclass(frozen=True)
@@ -335,4 +339,6 @@ def _model_facts(
         num_buffers=len(buffers),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers),
         settings=", ".join(f"{name}={value}" for name, value in changed.items()),
+        tensor_parallel_size=getattr(wrapper.config, "tensor_model_parallel_size", 1),
+        context_parallel_size=getattr(wrapper.config, "context_parallel_size", 1),
     )

@@ -122,6 +122,11 @@ def notes(facts: ModelFacts) -> list[str]:
     sent = size(sum(entry.sent_bytes for entry in traffic))
     of = f"a step of {batches} micro-batch{'es' if batches > 1 else ''}"
     found = [f"{of}: {', '.join(kinds)}; each rank sends {sent}" if kinds else f"{of}: nothing is sent"]
+    sharing = {"tensor-parallel": facts.tensor_parallel_size, "context-parallel": facts.context_parallel_size}
+    among = " and ".join(f"{number} {kind}" for kind, number in sharing.items() if number > 1)
+    if among:
+        part = "one tensor-parallel part of the model; " if facts.tensor_parallel_size > 1 else ""
+        found.append(f"{part}what layers send among {among} ranks is not counted")
     if facts.ties:
         found.append("tied: " + "; ".join(" = ".join(tie.names) for tie in facts.ties))
     if facts.num_buffers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -364,3 +366,21 @@ def _refuses_to_compute_in_fp32_in_silence() -> None:
 
 def test_half_precision_needs_parameters_in_it():
     run_distributed(_refuses_to_compute_in_fp32_in_silence, 1)
+
+
+# ---- what is left behind
+
+
+def _leaves_nothing(kind: str) -> None:
+    model = build(kind, toy())
+    accumulate(model)
+    model.finish_grad_sync()
+    left = [weakref.ref(model), *(weakref.ref(parameter) for parameter in model.parameters())]
+    del model
+    gc.collect()
+    assert not any(reference() is not None for reference in left)
+
+
+@pytest.mark.parametrize("kind", BUFFERED)
+def test_a_wrapper_that_nobody_holds_is_freed_with_its_model(kind):
+    run_distributed(_leaves_nothing, 1, kind)

@@ -47,6 +47,16 @@ def test_batch_sizes_follow_from_the_number_of_ranks():
         ({"global_batch_size": 6}, 2, "global_batch_size 6 .* 4 or 8"),
         ({"use_torch_fsdp2": True, "num_distributed_optimizer_instances": 2}, 3, "instances 2 does not divide the 3"),
         (
+            {"use_torch_fsdp2": True, "num_distributed_optimizer_instances": 2, "context_parallel_size": 2},
+            2,
+            "instances 2 does not divide the 1 ",
+        ),
+        (
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 9},
+            3,
+            "(?s)3 ranks do not divide.*seq_length 9 is cut into 2 parts",
+        ),
+        (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 9},
             2,
             "seq_length 9 is cut into 2 parts .*; take 8 or 10",

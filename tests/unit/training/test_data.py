@@ -48,9 +48,9 @@ def test_a_corpus_without_a_tokenizer_needs_to_be_told_its_vocabulary(corpus: Pa
     assert named.tokenizer is not None
 
 
-def _micro_batches(prefix: Path, consumed: int, num_workers: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _micro_batches(prefix: Path, consumed: int, num_workers: int, **cut: int) -> tuple[torch.Tensor, torch.Tensor]:
     config = small_config(global_batch_size=8, train_iters=3, eval_iters=1, num_workers=num_workers)
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(**cut)
     data = load_data(config, prefix, 2)
     train = torch.stack([batch["tokens"] for batch in training_batches(data, config, consumed)])
     valid = torch.stack([batch["tokens"] for batch in validation_batches(data.valid, config)])
@@ -65,6 +65,16 @@ def test_batches_go_on_after_the_samples_that_were_consumed(corpus: Path):
         assert len(rest) == len(train) - 2
         assert torch.equal(valid, again)
     assert not torch.equal(whole[0][0], whole[1][0])  # each rank its own
+
+
+def _first_micro_batch(prefix: Path, kind: str) -> torch.Tensor:
+    return _micro_batches(prefix, 0, 0, **{kind: 2})[0][0]
+
+
+@pytest.mark.parametrize("kind", ["tensor_model_parallel_size", "context_parallel_size"])
+def test_ranks_of_one_model_read_the_same_whole_sequences(corpus: Path, kind: str):
+    first, second = run_distributed(_first_micro_batch, 2, corpus, kind)
+    assert torch.equal(first, second) and first.shape[1] == small_config().data.seq_length
 
 
 def test_validation_is_left_out_where_no_document_falls_to_it(tmp_path: Path, corpus: Path):

@@ -21,7 +21,11 @@ from tests.unit.training._configs import small_config
 VOCAB = 32
 
 
-def batches(rank: int, count: int) -> list[Batch]:
+STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4], [0, 1, 1, 1, 1, 5, 5, 5]])
+"""Where documents begin, `[b, s]`: two of one token, and borders off those of chunks."""
+
+
+def batches(rank: int, count: int, packed: bool = False) -> list[Batch]:
     """Micro-batches whose numbers of tokens that count differ, between micro-batches and between ranks."""
     generator = torch.Generator().manual_seed(10 + rank)
     made: list[Batch] = []
@@ -33,6 +37,7 @@ def batches(rank: int, count: int) -> list[Batch]:
         made.append(
             {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
             | {"position_ids": positions}
+            | ({"document_starts": STARTS} if packed else {})
         )
     return made
 
@@ -42,7 +47,9 @@ def model_of(config) -> GPTModel:
     return GPTModel(config.model, VOCAB, 8, share_embeddings_and_output_weights=True)
 
 
-def step_on_ranks(changes: dict, stopping_rank: int | None) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
+def step_on_ranks(
+    changes: dict, stopping_rank: int | None, packed: bool = False
+) -> tuple[StepResult, float, dict[str, torch.Tensor]]:
     config = small_config(**changes)
     parallel_state.initialize_model_parallel(
         config.model.tensor_model_parallel_size, context_parallel_size=config.model.context_parallel_size
@@ -50,7 +57,7 @@ def step_on_ranks(changes: dict, stopping_rank: int | None) -> tuple[StepResult,
     model = wrap_model(model_of(config), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
     scheduler = build_scheduler(config, optimizer)
-    mine = batches(parallel_state.get_data_parallel_rank(), 2)
+    mine = batches(parallel_state.get_data_parallel_rank(), 2, packed)
     before = evaluate(model, iter(mine), 2)
     result = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
     assert scheduler.num_steps == 1
@@ -61,15 +68,18 @@ def step_on_ranks(changes: dict, stopping_rank: int | None) -> tuple[StepResult,
     return result, before, whole
 
 
-def expected_step(changes: dict, num_ranks: int) -> tuple[float, float, dict[str, torch.Tensor], float]:
+def expected_step(
+    changes: dict, num_ranks: int, packed: bool = False
+) -> tuple[float, float, dict[str, torch.Tensor], float]:
     """Loss, mean loss over tokens, weights after a step of SGD, and gradient norm: one process, one sum."""
     config = small_config(**changes)
     model = model_of(config)
     per_token = config.model.calculate_per_token_loss
-    everything = [batch for rank in range(num_ranks) for batch in batches(rank, 2)]
+    everything = [batch for rank in range(num_ranks) for batch in batches(rank, 2, packed)]
     sums, counts = [], []
     for batch in everything:
-        losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"])
+        starts = batch.get("document_starts")
+        losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], document_starts=starts)
         sums.append((losses * batch["loss_mask"]).sum())
         counts.append(batch["loss_mask"].sum())
     over_tokens = torch.stack(sums).sum() / torch.stack(counts).sum()
@@ -107,12 +117,17 @@ def test_a_step_on_two_ranks_is_the_step_of_one_process(fsdp2: bool, per_token: 
             torch.testing.assert_close(found[name], weight.detach(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "per token"])
-def test_a_step_over_cut_sequences_is_the_step_of_one_process(per_token: bool) -> None:
+@pytest.mark.parametrize(
+    ("per_token", "packed"),
+    [(False, False), (True, False), (False, True)],
+    ids=["mean of means", "per token", "packed"],
+)
+def test_a_step_over_cut_sequences_is_the_step_of_one_process(per_token: bool, packed: bool) -> None:
     # The loss mask hides other tokens on one rank than on the other, which must not weigh more for that.
     changes = {**SGD, "calculate_per_token_loss": per_token, "global_batch_size": 4}
-    loss, over_tokens, weights, norm = expected_step(changes, 1)
-    for result, before, found in run_distributed(step_on_ranks, 2, {**changes, "context_parallel_size": 2}, 1):
+    loss, over_tokens, weights, norm = expected_step(changes, 1, packed)
+    cut = {**changes, "context_parallel_size": 2}
+    for result, before, found in run_distributed(step_on_ranks, 2, cut, 1, packed):
         assert result.loss == pytest.approx(loss, rel=1e-6)
         assert before == pytest.approx(over_tokens, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)

@@ -1,10 +1,12 @@
-"""Hidden dropout: when it acts, and which random stream it draws from."""
+"""Dropout: when it acts, and which random stream it draws from."""
 
 import pytest
 import torch
 
 from core import parallel_state
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
+from core.transformer import TransformerConfig
+from core.transformer.dot_product_attention import DotProductAttention
 from core.transformer.dropout import hidden_dropout
 from tests.unit._spawn import run_distributed
 
@@ -45,3 +47,25 @@ def test_each_pair_of_ranks_shares_a_mask_only_of_activations_that_both_hold():
     assert torch.equal(whole[0], whole[1]) and torch.equal(whole[2], whole[3])
     assert not torch.equal(whole[0], whole[2])
     assert len({tuple(mask.tolist()) for mask in run_distributed(_drawn, 4, True, 2, 2)}) == 4
+
+
+def _attention_drops(tp, cp):
+    """What attention to ones makes of ones, and whether the stream that ranks share is where it was."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+    model_parallel_manual_seed(5)
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "context_parallel_size": cp}
+    attention = DotProductAttention(TransformerConfig(**sizes, tensor_model_parallel_size=tp, attention_dropout=0.5))
+    before = torch.get_rng_state()
+    try:
+        output = attention(*(torch.ones(8, 1, 2, 4) for _ in range(3)))
+        return output, torch.equal(torch.get_rng_state(), before)
+    finally:
+        get_rng_tracker().reset()
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2)])
+def test_attention_drops_other_weights_on_each_rank_and_leaves_the_shared_stream_alone(tp, cp):
+    (first, first_kept), (second, second_kept) = run_distributed(_attention_drops, 2, tp, cp)
+    assert first_kept and second_kept
+    assert not torch.equal(first, second)
+    assert (first < 1).any() and (first > 1).any()

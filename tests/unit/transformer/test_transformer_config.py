@@ -70,6 +70,10 @@ def test_a_setting_that_cannot_be_honoured(changes, message):
         ({}, "num_attention_heads 6 cannot be split over tensor_model_parallel_size 4; take 4 or 8"),
         ({"num_attention_heads": 12, "num_query_groups": 3}, "num_query_groups 3 .* over .* 4, nor .*; take 2 or 4"),
         (
+            {"num_attention_heads": 4, "num_query_groups": 1, "kv_channels": 7},
+            "num_query_groups 1 .* over .* 4.*take 2$",
+        ),
+        (
             {"num_attention_heads": 8, "ffn_hidden_size": 30},
             "ffn_hidden_size 30 cannot be split over .*; take 28 or 32",
         ),
@@ -79,6 +83,12 @@ def test_sizes_that_tensor_parallelism_cannot_split(changes, message):
     with pytest.raises(ParallelConfigError, match=message) as raised:
         config(tensor_model_parallel_size=4, **changes)
     assert " | " not in str(raised.value)
+
+
+def test_groups_that_divide_neither_heads_nor_ranks_are_told_once_with_numbers_that_do():
+    with pytest.raises(ConfigError) as raised:
+        config(num_attention_heads=12, num_query_groups=5, tensor_model_parallel_size=4)
+    assert str(raised.value) == "num_query_groups 5 does not divide num_attention_heads 12; take 4 or 12 groups"
 
 
 def test_everything_wrong_is_said_at_once_also_by_the_parent():

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from core.distributed.describe.facts import Held, UnitFacts
-from core.distributed.describe.rows import amount, cells, count, fold, shorten, size
-from core.distributed.describe.wire import Traffic
+from core.distributed.describe.facts import Held, ModelFacts, UnitFacts
+from core.distributed.describe.rows import amount, cells, count, fold, notes, shorten, size
+from core.distributed.describe.wire import StepPlan, Traffic
 
 LAYER = UnitFacts(
     name="decoder.layers.0",
@@ -85,3 +85,16 @@ def test_long_names_lose_their_middle():
     assert shorten("decoder.layers.0", 20) == "decoder.layers.0"
     assert shorten("decoder.layers.0-31 (32 x)", 19) == "decode….0-31 (32 x)"
     assert shorten("decoder.a.weight … decoder.b.weight", 23) == "….a.weight … ….b.weight"
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "said"),
+    [
+        (2, 1, "one tensor-parallel part of the model; what layers send among 2 tensor-parallel ranks is not counted"),
+        (1, 2, "what layers send among 2 context-parallel ranks is not counted"),
+        (1, 1, None),
+    ],
+)
+def test_what_lies_under_a_wrapper_is_said_not_to_be_counted(tp, cp, said):
+    facts = ModelFacts("X", 1, 1, 1, StepPlan(2, False), (LAYER,), (), (), 0, 0, "", tp, cp)
+    assert [note for note in notes(facts) if "not counted" in note] == ([] if said is None else [said])
