@@ -56,7 +56,10 @@ _METADATA: dict[str, type] = {
 }
 _MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
     "model": TRANSFORMER_FIELDS,
-    "gpt": ("position_embedding_type", "untie_embeddings_and_output_weights"),
+    "gpt": (
+        *("position_embedding_type", "untie_embeddings_and_output_weights"),
+        *("lora_rank", "lora_alpha", "lora_targets"),
+    ),
 }
 
 
