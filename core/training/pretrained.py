@@ -20,7 +20,7 @@ from ..dist_checkpointing.folders import write_durably
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError, DataError
 from ..models.gpt import GPTModel
-from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, gpt_of
+from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, base_state_dict, gpt_of
 from ..models.gpt.hf_layout import Layout
 from ..models.gpt.hugging_face import hf_architecture, load_hugging_face, read_hf_config, save_hugging_face
 from ..models.gpt.megatron_layout import find_megatron, load_megatron
@@ -49,8 +49,7 @@ def load_pretrained(state: TrainingState, folder: Path) -> None:
     masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
     model = unwrap_model(state.model)
     # Masters in fp32 take the place of the parameters that are rounded from them, as in a checkpoint.
-    weights = {name: tensor for name, tensor in model_state_dict(model).items() if not is_adapter(name)}
-    targets = {name: masters.get(name, tensor) for name, tensor in weights.items()}
+    targets = {name: masters.get(name, tensor) for name, tensor in base_state_dict(model).items()}
     if is_hugging_face(folder):
         load_hugging_face(model, folder, targets=targets)
     elif find_megatron(folder) is not None:
