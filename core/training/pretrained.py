@@ -75,7 +75,7 @@ def load_run_weights(targets: Mapping[str, torch.Tensor], model: GPTModel, check
     differing += sorted(named.keys() ^ set(metadata["model_tensors"]))
     if differing:
         raise CheckpointError(f"{checkpoint} is of another model: {', '.join(differing[:20])} (here and there)")
-    load(named, checkpoint, strict=False)
+    load(named, checkpoint, strict=False, cast=True)
 
 
 def is_hugging_face(folder: Path) -> bool:
