@@ -3,8 +3,8 @@
 A checkpoint is laid out for the whole model, so that any number of ranks and any wrapper can continue it: fp32 master
 weights stand in the place of the low-precision parameters that were rounded from them, which is how FSDP2, whose
 parameters are the masters, writes them anyway. Frozen parameters have no masters: they are written as the model has
-them, and cast where the run that reads them has them in another precision. Random streams belong to ranks, and continue only where the same
-number of ranks does.
+them, and cast where the run that reads them has them in another precision. Random streams belong to ranks, and
+continue only where the same number of ranks does.
 """
 
 from __future__ import annotations
