@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from .. import parallel_state
 from ..errors import CheckpointError
 from . import folders
+from .flat_range import FlatRange
 from .index import DTYPES, CheckpointIndex, dtype_name
 from .ranks import Ranks, joined_by_rank
 from .safe_metadata import json_problem
@@ -84,6 +85,7 @@ def load(
     *,
     strict: bool = True,
     verify: bool = False,
+    cast: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fills the tensors of `state` in place from a checkpoint, whatever layout and world size wrote it.
@@ -98,6 +100,8 @@ def load(
         strict: every name of `state` must be in the checkpoint, and every name of the checkpoint in the `state` of
             some rank. Without it the names in common are loaded, of which there must be at least one.
         verify: compare every tensor, and not only those that were cut anew.
+        cast: fill a floating tensor whose dtype is not the checkpoint's too, by way of one of that dtype; all such
+            tensors are held twice until they are loaded.
 
     Returns:
         The metadata that was saved; empty for a checkpoint of torch's own.
@@ -109,6 +113,10 @@ def load(
     ranks, folder = Ranks(process_group), _folder(directory)
     found = folders.existing_folder(folder)
     index = ranks.from_first(lambda: read_index(found))
+    state = dict(state)
+    stand_ins = {name: _of_stored_dtype(t, index, name) for name, t in state.items()} if cast else {}
+    casts = {name: (state[name], stand_in) for name, stand_in in stand_ins.items() if stand_in is not None}
+    state |= {name: stand_in for name, (_, stand_in) in casts.items()}
     problems = _mismatches(state, index)
     stored = index.tensors.keys() | index.others
     absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
@@ -129,6 +137,8 @@ def load(
     reader = IndexedReader(found, index)
     _run_dcp(torch_load_sharded, _detached(wanted), ranks, f"loading {folder}", storage_reader=reader, planner=planner)
     _verify(_detached(wanted), found, index, reader.resharded, verify, ranks)
+    for tensor, stand_in in casts.values():
+        tensor.detach().copy_(stand_in)
     return index.metadata
 
 
@@ -230,6 +240,15 @@ def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
     if cut and not joined:
         return f"{name} is one tensor-parallel rank's piece: give global_view({name})"
     return None
+
+
+def _of_stored_dtype(tensor: torch.Tensor, index: CheckpointIndex, name: str) -> torch.Tensor | None:
+    """An empty one of the dtype that the checkpoint has instead; None where there is nothing to cast."""
+    entry = index.tensors.get(name)
+    if entry is None or entry.dtype == tensor.dtype or isinstance(tensor, FlatRange):
+        return None
+    both_floating = entry.dtype.is_floating_point and tensor.is_floating_point()
+    return torch.empty_like(tensor.detach(), dtype=entry.dtype) if both_floating else None
 
 
 def _mismatches(state: Mapping[str, torch.Tensor], index: CheckpointIndex) -> list[str]:

@@ -4,7 +4,7 @@
     arguments               the command-line flags made from them; foreign_flags: hints for those of Megatron-LM
     initialize              process group, parallel groups and seeds
     data                    corpus, tokenizer and loaders
-    frozen                  parameters that are left as they are
+    frozen                  parameters that are left as they are (adapters beside them: core.transformer.lora)
     train_step              what one optimizer step is, and one validation
     state, checkpointing    what moves on with a run, and how it gets to disk and back
     loop, log, stop         the steps of a run, what is written of them, and how a signal ends them

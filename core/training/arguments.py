@@ -13,7 +13,7 @@ import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -67,7 +67,7 @@ _ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activati
 
 _TITLES = {
     "model": "Transformer",
-    "gpt": "Embeddings",
+    "gpt": "Embeddings, and what is trained",
     "ddp": "Data-parallel wrapper",
     "optimizer": "Optimizer",
     "scheduler": "Learning-rate schedule",
@@ -230,6 +230,8 @@ def _collector(defaults: dict[str, Any]) -> Any:
     parameters: dict[str, inspect.Parameter] = {}
 
     def add(flag: str, section: str, kind: Any, default: Any, **settings: Any) -> None:
+        if tuple in (get_origin(kind), *map(get_origin, get_args(kind))):
+            settings["consume_multiple"] = True
         if kind in (int, int | None):
             settings["converter"] = _integer if kind is int and default is not None else _integer_or_none
         parameter = cyclopts.Parameter(group=groups[section], **settings)

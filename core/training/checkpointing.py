@@ -2,8 +2,9 @@
 
 A checkpoint is laid out for the whole model, so that any number of ranks and any wrapper can continue it: fp32 master
 weights stand in the place of the low-precision parameters that were rounded from them, which is how FSDP2, whose
-parameters are the masters, writes them anyway. Random streams belong to ranks, and continue only where the same
-number of ranks does.
+parameters are the masters, writes them anyway. Frozen parameters have no masters: they are written as the model has
+them, and cast where the run that reads them has them in another precision. Random streams belong to ranks, and
+continue only where the same number of ranks does.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ _METADATA: dict[str, type] = {
 }
 _MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
     "model": TRANSFORMER_FIELDS,
-    "gpt": ("position_embedding_type", "untie_embeddings_and_output_weights"),
+    "gpt": (
+        *("position_embedding_type", "untie_embeddings_and_output_weights"),
+        *("lora_rank", "lora_alpha", "lora_targets"),
+    ),
 }
 
 
@@ -113,7 +117,7 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
     same_ranks = metadata["layout"] == _rank_layout() and metadata["rng_layout"] == _rng_layout(rng_state())
     streams = _rng_buffers(metadata, same_ranks)
     with _another_offered(folder, ranks):
-        load(_tensors(state) | streams, folder, verify=config.checkpoint.verify_checkpoint)
+        load(_tensors(state) | streams, folder, verify=config.checkpoint.verify_checkpoint, cast=True)
     state.optimizer.load_state_scalars(metadata["optimizer"])
     state.scheduler.load_state_dict(metadata["scheduler"])
     state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
@@ -149,7 +153,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     if sorted(tensors) != stored:
         differing = sorted(set(stored) ^ tensors.keys())
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
-    load(tensors, folder, strict=False)
+    load(tensors, folder, strict=False, cast=True)
 
 
 def find_checkpoint(root: Path) -> Path:

@@ -205,7 +205,13 @@ def _model_parallel_size(model: TransformerConfig) -> int:
 
 
 def _json_values(section: Any) -> dict[str, Any]:
-    return {name: str(v) if isinstance(v, (Path, torch.dtype)) else v for name, v in asdict(section).items()}
+    return {name: _json_value(value) for name, value in asdict(section).items()}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, (Path, torch.dtype)):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _from_json_values(kind: type, values: Mapping[str, Any]) -> Any:

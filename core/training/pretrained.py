@@ -20,11 +20,12 @@ from ..dist_checkpointing.folders import write_durably
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError, DataError
 from ..models.gpt import GPTModel
-from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, gpt_of
+from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, base_state_dict, gpt_of
 from ..models.gpt.hf_layout import Layout
 from ..models.gpt.hugging_face import hf_architecture, load_hugging_face, read_hf_config, save_hugging_face
 from ..models.gpt.megatron_layout import find_megatron, load_megatron
 from ..tensor_parallel.vocab import pad_vocab_size
+from ..transformer.lora import add_lora, is_adapter, merge_lora
 from .arguments import build_config
 from .checkpointing import TOKENIZER_FILE, check_is_run, find_checkpoint, load_weights, save_tokenizer
 from .config import PretrainConfig
@@ -34,19 +35,21 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 def load_pretrained(state: TrainingState, folder: Path) -> None:
-    """Starts a run from the weights in `folder`, in place; its optimizer stays new. All ranks call it.
+    """Starts a run from the weights in `folder`, in place; all ranks call it.
+
+    Its optimizer stays new, and so do LoRA adapters.
 
     Args:
         folder: of a run, one of its checkpoints, a model of Hugging Face's, or a checkpoint of Megatron-LM's.
 
     Raises:
-        CheckpointError: none of these, damaged, or of another model.
+        CheckpointError: none of these, damaged, of another model, or with LoRA adapters.
     """
     optimizer = state.optimizer.state_tensors()
     masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
     model = unwrap_model(state.model)
     # Masters in fp32 take the place of the parameters that are rounded from them, as in a checkpoint.
-    targets = {name: masters.get(name, tensor) for name, tensor in model_state_dict(model).items()}
+    targets = {name: masters.get(name, tensor) for name, tensor in base_state_dict(model).items()}
     if is_hugging_face(folder):
         load_hugging_face(model, folder, targets=targets)
     elif find_megatron(folder) is not None:
@@ -60,6 +63,11 @@ def load_run_weights(targets: Mapping[str, torch.Tensor], model: GPTModel, check
     """Fills `targets`, a model's tensors by name, from a checkpoint of a run of the same model."""
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)
+    if any(map(is_adapter, metadata["model_tensors"])):
+        raise CheckpointError(
+            f"{checkpoint} holds LoRA adapters; continue their run with --load, or merge them with convert.py and "
+            "start from what that writes"
+        )
     theirs = metadata["config"]["model"]
     ours = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
     differing = [f"{name} {ours[name]!r} and {theirs[name]!r}" for name in ours if theirs.get(name) != ours[name]]
@@ -67,7 +75,7 @@ def load_run_weights(targets: Mapping[str, torch.Tensor], model: GPTModel, check
     differing += sorted(named.keys() ^ set(metadata["model_tensors"]))
     if differing:
         raise CheckpointError(f"{checkpoint} is of another model: {', '.join(differing[:20])} (here and there)")
-    load(named, checkpoint, strict=False)
+    load(named, checkpoint, strict=False, cast=True)
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -79,7 +87,10 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def load_run_model(checkpoint: Path) -> tuple[PretrainConfig, GPTModel]:
-    """The model of a checkpoint, whole in this process however many ranks trained it, and its run's settings."""
+    """The model of a checkpoint, whole in this process however many ranks trained it, and its run's settings.
+
+    LoRA adapters are merged into the weights that they stand beside.
+    """
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)
     config = PretrainConfig.from_json(metadata["config"])
@@ -97,7 +108,9 @@ def load_run_model(checkpoint: Path) -> tuple[PretrainConfig, GPTModel]:
         share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
         position_embedding_type=config.gpt.position_embedding_type,
     )
+    add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
     load_weights(model, checkpoint)
+    merge_lora(model)
     if (config.model.fp16 or config.model.bf16) and current_device().type == "cuda":
         model = model.to(torch.float16 if config.model.fp16 else torch.bfloat16)
     return config, model.to(current_device())

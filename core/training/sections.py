@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ..dist_checkpointing import Retention
 from ..errors import ConfigError
+from ..transformer.lora import LoRATarget
 
 
 @dataclass(kw_only=True)
@@ -20,7 +21,7 @@ class GPTConfig:
     """What a GPT is made of beyond its transformer layers.
 
     Raises:
-        ConfigError: a size below one.
+        ConfigError: a size below one, or settings of adapters that contradict each other.
     """
 
     max_position_embeddings: int | None = None
@@ -36,12 +37,33 @@ class GPTConfig:
     """Leave parameters as they are, by shell patterns of their names, as `decoder.layers.0.*`; may be given
     repeatedly."""
 
+    lora_rank: int | None = None
+    """Train LoRA adapters of this rank alone, beside linear layers that stay as they are. None: all of the model."""
+
+    lora_alpha: float | None = None
+    """What an adapter gives is scaled by `lora_alpha / lora_rank`. None: `lora_rank`, which scales by 1."""
+
+    lora_targets: tuple[LoRATarget, ...] | None = None
+    """Layers that have adapters. None: all of these."""
+
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this, in entries, whatever the tensor-parallel size, so that one
     checkpoint fits all of them; it has to divide it."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "max_position_embeddings", "make_vocab_size_divisible_by")
+        _check_at_least(self, 1, "max_position_embeddings", "make_vocab_size_divisible_by", "lora_rank")
+        if self.lora_rank is None:
+            for name in ("lora_alpha", "lora_targets"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is set and lora_rank is not; give the rank of the adapters")
+            return
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            raise ConfigError(f"lora_alpha is {self.lora_alpha}; it takes a positive number")
+        if self.freeze:
+            raise ConfigError(
+                f"lora_rank {self.lora_rank} freezes all but the adapters, and freeze {' '.join(self.freeze)} is "
+                "given; drop one"
+            )
 
 
 @dataclass(kw_only=True)

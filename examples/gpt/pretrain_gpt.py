@@ -40,6 +40,7 @@ from core.training.initialize import check_output_folders, initialize
 from core.training.loop import Outcome, train
 from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
+from core.transformer.lora import add_lora
 from core.transformer.module import Float16Module
 
 DEFAULTS = {
@@ -111,6 +112,7 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
             position_embedding_type=config.gpt.position_embedding_type,
         )
     freeze_parameters(model, config.gpt.freeze)
+    add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
     if config.use_torch_fsdp2:
         return model
     model = model.to(current_device())

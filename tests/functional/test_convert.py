@@ -69,6 +69,35 @@ def test_there_and_back(programs: ProgramServer, corpus: Path, run: Path, tmp_pa
     assert losses[4] < losses[0] - 0.3
 
 
+@pytest.mark.long
+def test_adapters_are_trained_beside_a_run_and_merged(
+    programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path
+) -> None:
+    # In bf16 the frozen weights have no fp32 masters: they are cast from the run's, and to what merges them.
+    rank = [*FLAGS, "--bf16", "--data-path", corpus, "--lora-rank", "4"]
+    lora = [*rank, "--lora-targets", "linear_qkv", "linear_fc2"]
+    start = ["--pretrained-checkpoint", run, "--save", tmp_path / "a"]
+    ended = programs.run("pretrain_gpt", *lora, *start, folder=tmp_path)
+    assert ended.status == 0, ended.err
+    losses = [json.loads(line)["loss"] for folder in (run, tmp_path / "a") for line in _log(folder)]
+    assert losses[4] < losses[0] - 0.3  # it starts from the run's weights
+    text = _text(programs, tmp_path / "a")
+    assert text != _text(programs, run)  # and trains
+    for source, target in ((tmp_path / "a", tmp_path / "hf"), (tmp_path / "hf", tmp_path / "b")):
+        ended = programs.run("convert", "--load", source, "--save", target, folder=tmp_path)
+        assert ended.status == 0, ended.err
+    assert _text(programs, tmp_path / "b") == text
+
+    for flags, said in (
+        ([*FLAGS, "--data-path", corpus, "--load", tmp_path / "a"], "lora_rank 4 there and None here"),
+        ([*lora, "--load", run], "lora_rank None there and 4 here"),
+        ([*lora, "--load", tmp_path / "a", "--lora-alpha", "9"], "lora_alpha None there and 9.0 here"),
+        ([*lora, "--pretrained-checkpoint", tmp_path / "a", "--save", "x"], "holds LoRA adapters; continue their run"),
+        ([*rank, "--lora-targets", "--save", "x"], "no target for them"),
+    ):
+        assert said in _one_line(programs.run("pretrain_gpt", *flags, folder=tmp_path))
+
+
 def _log(run: Path) -> list[str]:
     return [line for line in (run / "log.jsonl").read_text().splitlines() if '"loss"' in line]
 

@@ -142,6 +142,13 @@ MUTATIONS = (
         "gradient.copy_(gradient.clone())",
         (_FINALIZE, _LAYOUTS),
     ),
+    Mutation(
+        "gradients of adapters stay partial under sequence parallelism",
+        "core/transformer/lora.py",
+        "sequence_parallel=config.sequence_parallel,",
+        "sequence_parallel=False,",
+        ("tests/unit/transformer/test_lora.py",),
+    ),
     # ---- buffers
     Mutation(
         "a shard ends one element early",

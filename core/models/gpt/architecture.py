@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from ...dist_checkpointing import model_state_dict
 from ...errors import CheckpointError
+from ...transformer.lora import is_adapter
 from ...transformer.transformer_config import TransformerConfig
 from ..common.embeddings.language_model_embedding import PositionEmbeddingType
 from .gpt_model import GPTModel
@@ -77,3 +80,8 @@ def architecture_of(model: GPTModel) -> Architecture:
         tied=model.share_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
     )
+
+
+def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's tensors by name, as `model_state_dict` gives them, without those of LoRA adapters."""
+    return {name: tensor for name, tensor in model_state_dict(model).items() if not is_adapter(name)}

@@ -34,7 +34,7 @@ from ...dist_checkpointing.safetensors_io import (
     write_safetensors,
 )
 from ...errors import CheckpointError
-from .architecture import Architecture, architecture_of, gpt_of
+from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 from .hf_layout import (
     Layout,
     architecture_from_hf,
@@ -86,7 +86,12 @@ def save_hugging_face(
         raise CheckpointError(f"vocab_size is {vocab_size}; the model has {architecture.vocab_size} rows")
     architecture = replace(architecture, vocab_size=vocab_size or architecture.vocab_size)
     recipes = hf_recipes(layout, architecture)
-    ours = model_state_dict(gpt)
+    ours, base = model_state_dict(gpt), base_state_dict(gpt)
+    if len(base) < len(ours):
+        raise CheckpointError(
+            f"the model has LoRA adapters, which a {layout} has no place for; merge them first "
+            "(core.transformer.lora.merge_lora)"
+        )
     shapes = foreign_shapes(recipes, {name: tuple(tensor.shape) for name, tensor in ours.items()})
     recipe_of = {run.source: recipe for recipe in recipes for run in recipe.runs}
     plan = {name: (dtype or ours[recipe_of[name].name].dtype, shape) for name, shape in shapes.items()}
@@ -155,7 +160,7 @@ def load_hugging_face(
     if not any(name.startswith(prefix) for name in index.tensors):
         prefix = ""  # saved without its head
     load_foreign(
-        targets if targets is not None else model_state_dict(gpt),
+        targets if targets is not None else base_state_dict(gpt),
         hf_recipes(layout, theirs, prefix=prefix),
         index,
         folder,

@@ -21,14 +21,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
 from ...dist_checkpointing.index import CheckpointIndex
 from ...dist_checkpointing.ranks import Ranks
 from ...dist_checkpointing.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 from ...dist_checkpointing.storage import read_index
 from ...errors import CheckpointError
-from .architecture import Architecture, architecture_of, gpt_of
+from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"
 
@@ -74,7 +73,7 @@ def load_megatron(
     recipes = [*_recipes(architecture_of(gpt), index, prefix)]
     others = {name for name in index.tensors if not name.startswith(tuple(prefix + part for part in _MODEL_PARTS))}
     load_foreign(
-        targets if targets is not None else model_state_dict(gpt),
+        targets if targets is not None else base_state_dict(gpt),
         recipes,
         index,
         found,

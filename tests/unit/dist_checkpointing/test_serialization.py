@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -109,6 +110,18 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_touched(tmp_path):
     ]:
         assert part in message
     assert not any(tensor.any() for tensor in mine.values())
+
+
+def test_floating_tensors_are_cast_where_that_is_asked_for(tmp_path):
+    values = torch.tensor([1.0, 1.001, -3.14159])
+    save({"fine": values, "coarse": values.bfloat16(), "count": torch.ones(3, dtype=torch.int64)}, tmp_path / "it",
+         metadata={})  # fmt: skip
+    mine = {"fine": nn.Parameter(torch.zeros(3).bfloat16()), "coarse": torch.zeros(3)}
+    load(mine | {"count": torch.zeros(3, dtype=torch.int64)}, tmp_path / "it", verify=True, cast=True)
+    assert torch.equal(mine["fine"], values.bfloat16()) and mine["fine"].dtype == torch.bfloat16
+    assert torch.equal(mine["coarse"], values.bfloat16().float())
+    with pytest.raises(CheckpointError, match=r"count is int64 \[3\] in the checkpoint and float32 \[3\] here"):
+        load(mine | {"count": torch.zeros(3)}, tmp_path / "it", cast=True)
 
 
 def test_without_strict_the_names_in_common_are_loaded_and_there_must_be_one(tmp_path):

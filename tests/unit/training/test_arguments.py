@@ -55,13 +55,14 @@ def test_megatrons_flags_reach_their_fields():
     assert config.run.tensorboard_dir == Path("tb") and config.run.seed == 7
 
 
-def test_settings_of_fsdp2_are_flags_and_survive_json():
+def test_settings_of_fsdp2_and_adapters_are_flags_and_survive_json():
     config = parse_arguments(
         [
             *(*REQUIRED, "--use-torch-fsdp2", "--reshard-to-ranks", "2", "--forward-prefetch", "0"),
             *("--reshard-overrides", "decoder.layers.0=False", "--reshard-overrides", "=True"),
             *("--param-dtype", "bf16", "--collectives", "torch", "--cpu-offload", "--no-pin-memory"),
             *("--backward-prefetch", "2", "--reduce-every-micro-batch", "--no-cast-forward-inputs"),
+            *("--lora-rank", "2", "--lora-targets", "linear_qkv", "linear_fc2", "--lora-alpha", "4"),
         ]
     )
     assert config.ddp == TorchFullyShardedDataParallelConfig(
@@ -76,7 +77,10 @@ def test_settings_of_fsdp2_are_flags_and_survive_json():
         reduce_every_micro_batch=True,
         cast_forward_inputs=False,
     )
-    assert PretrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert (config.gpt.lora_rank, config.gpt.lora_targets) == (2, ("linear_qkv", "linear_fc2"))
+    stored = json.loads(json.dumps(config.to_json()))
+    assert stored == config.to_json()  # which a checkpoint's settings are compared with
+    assert PretrainConfig.from_json(stored) == config
 
 
 def test_resharding_is_asked_for_in_one_way():
@@ -128,6 +132,7 @@ def test_a_programs_defaults_give_way_to_flags_and_to_their_alternatives():
         (["--seed", "1.5"], "--seed.*1.5.*integer"),
         (["--seed", "none"], "--seed.*none.*integer"),
         (["--position-embedding-type", "alibi"], "alibi.*learned_absolute.*rope"),
+        (["--lora-rank", "2", "--lora-targets", "linear_q"], "linear_q.*linear_qkv.*linear_fc2"),
         (["--group-query-attention"], "num_query_groups"),
         (["--swiglu", "--activation-func", "gelu"], "swiglu and activation_func gelu"),
         (["--no-sync-module-states"], "sync_module_states is a setting of FSDP2 alone"),

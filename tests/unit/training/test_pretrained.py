@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from core.training.arguments import build_config, parse_arguments
 from core.training.checkpointing import load_checkpoint
 from core.training.pretrained import _settings_of, flags_of, load_pretrained, run_from_hugging_face, save_weights
 from core.training.state import TrainingState, build_scheduler
+from core.transformer.lora import add_lora, is_adapter
 from core.transformer.module import Float16Module
 from tests.functional._program import load_program
 from tests.functional._runs import _whole
@@ -44,6 +46,7 @@ def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
     parallel_state.initialize_model_parallel(config.model.tensor_model_parallel_size)
     torch.manual_seed(9)
     gpt = GPTModel(config.model, 64, config.max_sequence_length, True, "rope")
+    add_lora(gpt, config.gpt.lora_rank)
     model = wrap_model(gpt if config.use_torch_fsdp2 else Float16Module(config.model, gpt), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
     scheduler = build_scheduler(config, optimizer)
@@ -54,25 +57,30 @@ def _starts(folders: list[Path]) -> list[str]:
     """What is wrong on this rank with the weights that runs start from."""
     expected = {name: tensor.detach() for name, tensor in build("qwen3", vocab_size=64).state_dict().items()}
     problems = []
-    for wrapper in WRAPPERS:
-        for tp in (1, 2):
-            state, gpt = _state(wrapper, tensor_model_parallel_size=tp)
-            for folder in folders:
-                for tensor in gpt.parameters():
+    for wrapper, tp, lora_rank in [*itertools.product(WRAPPERS, (1, 2), (None,)), ("zero1", 1, 3), ("fsdp2", 2, 3)]:
+        state, gpt = _state(wrapper, tensor_model_parallel_size=tp, lora_rank=lora_rank)
+        adapters = {name: tensor for name, tensor in _whole(model_state_dict(gpt)).items() if is_adapter(name)}
+        for folder in folders:
+            for name, tensor in gpt.named_parameters():
+                if not is_adapter(name):
                     tensor.data.zero_()
-                load_pretrained(state, folder)
-                low = _whole(model_state_dict(gpt))
-                masters = {
-                    name.removeprefix("master."): tensor
-                    for name, tensor in _whole(state.optimizer.state_tensors()).items()
-                    if name.startswith("master.")
-                }
-                for name, tensor in expected.items():
-                    where = f"{wrapper}, tp {tp}, {folder.name}: {name}"
-                    if not torch.equal(masters.get(name, low[name]), tensor):
-                        problems.append(f"{where}, the master")
-                    if not torch.equal(low[name], tensor.to(low[name].dtype)):
-                        problems.append(f"{where}, the parameter")
+            load_pretrained(state, folder)
+            low = _whole(model_state_dict(gpt))
+            masters = {
+                name.removeprefix("master."): tensor
+                for name, tensor in _whole(state.optimizer.state_tensors()).items()
+                if name.startswith("master.")
+            }
+            where = f"{wrapper}, tp {tp}, rank {lora_rank}, {folder.name}: "
+            frozen_in_bf16 = lora_rank is not None and wrapper != "fsdp2"  # without masters
+            for name, tensor in expected.items():
+                if not frozen_in_bf16 and not torch.equal(masters.get(name, low[name]), tensor):
+                    problems.append(f"{where}{name}, the master")
+                if not torch.equal(low[name], tensor.to(low[name].dtype)):
+                    problems.append(f"{where}{name}, the parameter")
+            if {*low} != expected.keys() | adapters.keys() or bool(adapters) is (lora_rank is None):
+                problems.append(f"{where}other names")
+            problems += [f"{where}{name}, an adapter" for name, t in adapters.items() if not torch.equal(low[name], t)]
     return problems
 
 
@@ -84,7 +92,7 @@ def test_every_wrapper_starts_from_either(tmp_path: Path):
 
 
 def _refused(folder: Path, how: str) -> str:
-    state, gpt = _state("ddp", **({"rotary_base": 7.0} if how == "other" else {}))
+    state, gpt = _state("ddp", **{"other": {"rotary_base": 7.0}, "adapters": {"lora_rank": 3}}.get(how, {}))
     before = [parameter.clone() for parameter in gpt.parameters()]
     with pytest.raises(CheckpointError) as caught:
         if how == "load":
@@ -102,6 +110,12 @@ def test_what_cannot_be_started_from_is_told(tmp_path: Path):
     assert f"holds weights alone, and no run to continue; start one with --pretrained-checkpoint {tmp_path}" in told
     assert "rotary_base 7.0 and 5000.0 (here and there)" in run_distributed(_refused, 1, tmp_path / "ours", "other")[0]
     assert "no such folder" in run_distributed(_refused, 1, tmp_path / "nowhere", "missing")[0]
+    add_lora(model, 3)
+    with pytest.raises(CheckpointError, match="has LoRA adapters, which a qwen3 has no place for; merge them first"):
+        save_hugging_face(model, tmp_path / "hf")
+    save_weights(model, build_config(_settings_of(architecture_of(model))), tmp_path / "adapted")
+    told = run_distributed(_refused, 1, tmp_path / "adapted", "adapters")[0]
+    assert "holds LoRA adapters; continue their run with --load, or merge them with convert.py" in told
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ import pytest
 
 from core.dist_checkpointing import Retention
 from core.errors import ConfigError
-from core.training.sections import CheckpointConfig, DataConfig, RunConfig, SchedulerConfig
+from core.training.sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,15 @@ from core.training.sections import CheckpointConfig, DataConfig, RunConfig, Sche
         (DataConfig, {"seq_length": 0, "micro_batch_size": 1}, "seq_length is 0"),
         (DataConfig, {"seq_length": 8, "micro_batch_size": 1, "num_workers": -1}, "num_workers is -1"),
         (CheckpointConfig, {"save_interval": 0}, "save_interval is 0"),
+        (GPTConfig, {"lora_rank": 0, "lora_targets": ("linear_qkv",)}, "lora_rank is 0"),
+        (GPTConfig, {"lora_targets": ("linear_qkv",)}, "lora_targets is set and lora_rank is not"),
+        (GPTConfig, {"lora_alpha": 2.0}, "lora_alpha is set and lora_rank is not"),
+        (GPTConfig, {"lora_rank": 2, "lora_alpha": 0.0}, "lora_alpha is 0.0"),
+        (
+            GPTConfig,
+            {"lora_rank": 2, "freeze": ("a.*", "b")},
+            r"lora_rank 2 freezes all .* and freeze a\.\* b is given",
+        ),
         (RunConfig, {"train_iters": 1, "seed": -1}, "seed is -1"),
         (RunConfig, {"train_iters": 1, "distributed_timeout_minutes": 0}, "distributed_timeout_minutes is 0"),
     ],

@@ -1,0 +1,182 @@
+"""Low-rank adaptation (LoRA; Hu et al., 2021): linear layers stay as they are, and a small update beside each trains.
+
+A layer `y = x W^T + b` becomes `y = x W^T + b + alpha / rank x (x A^T) B^T`, with `A` `[rank, k]` and `B` `[n, rank]`.
+`B` starts at zero, so that training starts from the model itself. The layer keeps its class, its parameters and their
+names; the update is a module below it, `adapter`, of `linear_in` (A) and `linear_out` (B), as in Megatron Bridge. So a
+model with adapters starts with the values, and loads the weights, of one without.
+
+Each matrix is cut as what it stands beside. Of a column-parallel layer every rank has `A` whole and its rows of `B`;
+of a row-parallel one its columns of `A` and `B` whole. What crosses ranks for it is `rank` features wide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..model_parallel_config import ModelParallelConfig
+from ..tensor_parallel.initialization import (
+    Initializer,
+    ParameterOwner,
+    deferred_initialization,
+    initialize_parameters,
+)
+from ..tensor_parallel.layers import ColumnParallelLinear, Output, RowParallelLinear
+from ..tensor_parallel.mappings import Group
+from ..tensor_parallel.weight_gradients import linear
+from .initializers import init_zeros
+from .module import performs_initialization, root_seed
+
+LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+"""The linear layers of a transformer layer, by Megatron's names."""
+
+_Layer = ColumnParallelLinear | RowParallelLinear
+
+
+class Adapter(nn.Module):
+    """The update of one layer: the layer's input to what is added to its output.
+
+    Args:
+        layer: decides the sizes and the cuts.
+        rank: of the update.
+        alpha: the update is scaled by `alpha / rank`.
+    """
+
+    def __init__(self, layer: _Layer, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.scale = alpha / rank
+        self.linear_in: _WholeLinear | RowParallelLinear
+        self.linear_out: _WholeLinear | ColumnParallelLinear
+        config, group = layer.config, layer.tp_group
+        if isinstance(layer, ColumnParallelLinear):
+            self.linear_in = _WholeLinear(layer.input_size, rank, config, _uniform_by_inputs, group)
+            self.linear_out = ColumnParallelLinear(
+                rank,
+                layer.output_size,
+                config=config,
+                init_method=init_zeros,
+                bias=False,
+                gather_output=layer.gather_output,
+                tp_group=group,
+            )
+        else:
+            self.linear_in = RowParallelLinear(
+                layer.input_size,
+                rank,
+                config=config,
+                init_method=_uniform_by_inputs,
+                bias=False,
+                input_is_parallel=layer.input_is_parallel,
+                tp_group=group,
+            )
+            self.linear_out = _WholeLinear(rank, layer.output_size, config, init_zeros, group)
+        self.hook = layer.register_forward_hook(self._add_to_output)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """`[s, b, k]` to `[s, b, n]`, each cut as the layer's own input and output."""
+        reduced = self.linear_in(input_)[0]  # [s, b, rank]
+        update: torch.Tensor = self.linear_out(reduced * self.scale)[0]
+        return update
+
+    def merge_into(self, layer: nn.Module) -> None:
+        """Adds `alpha / rank x B A` to this rank's part of the layer's weight, and leaves the layer."""
+        low_in, low_out = (part.get_parameter("weight") for part in (self.linear_in, self.linear_out))
+        layer.get_parameter("weight").add_(low_out @ low_in, alpha=self.scale)
+        self.hook.remove()
+        del layer.adapter
+
+    def _add_to_output(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Output) -> Output:
+        return output[0] + self(inputs[0]), output[1]
+
+
+class _WholeLinear(ParameterOwner):
+    """`y = x A^T`, of which every tensor-parallel rank has the whole `A`, for its part of the sequence or for all."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, input_size: int, output_size: int, config: ModelParallelConfig, init_method: Initializer, group: Group
+    ) -> None:
+        super().__init__(group)
+        self.add_parameter(
+            "weight",
+            (output_size, input_size),
+            init_method,
+            dtype=config.params_dtype,
+            sequence_parallel=config.sequence_parallel,
+        )
+
+    def forward(self, input_: torch.Tensor) -> Output:
+        return linear(input_, self.weight), None
+
+
+def add_lora(
+    model: nn.Module, rank: int | None, alpha: float | None = None, targets: Sequence[str] | None = None
+) -> list[str]:
+    """Freezes a model and puts adapters, which train, beside its linear layers; before it is wrapped.
+
+    Adapters are initialised as the model's parameters are: by name, from its seed, or once it leaves the meta device.
+
+    Args:
+        rank: of every update, whatever the tensor-parallel size; None adds and freezes nothing.
+        alpha: updates are scaled by `alpha / rank`; None is the rank.
+        targets: the last part of the names of column-parallel and row-parallel layers; None is all `LoRATarget`.
+
+    Returns:
+        The names of these layers.
+
+    Raises:
+        ConfigError: no target, one that names none of them, or a model that has adapters.
+    """
+    if rank is None:
+        return []
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _Layer) and module.weight is not None
+    }
+    found = {name.rpartition(".")[2] for name in linears}
+    if any(isinstance(module, Adapter) for module in model.modules()):
+        raise ConfigError("the model has LoRA adapters; merge them first, or train those")
+    targets = get_args(LoRATarget) if targets is None else targets
+    if not targets:
+        raise ConfigError("LoRA adapters are asked for, and no target for them; name a layer, or leave targets out")
+    for target in targets:
+        if target not in found:
+            has = ", ".join(sorted(found)) or "none"
+            raise ConfigError(f"LoRA target {target!r} names no linear layer of the model, which has {has}")
+    model.requires_grad_(False)
+    adapted = {name: layer for name, layer in linears.items() if name.rpartition(".")[2] in targets}
+    added: list[nn.Parameter] = []
+    for layer in adapted.values():
+        with deferred_initialization(), layer.get_parameter("weight").device:
+            layer.adapter = adapter = Adapter(layer, rank, rank if alpha is None else alpha)
+        added += adapter.parameters()
+    if performs_initialization(model) and not any(parameter.is_meta for parameter in added):
+        initialize_parameters(model, root_seed(model), only=added)
+    return list(adapted)
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> None:
+    """Adds every update to its layer's weight and takes the adapters away; nothing is frozen then."""
+    for layer in list(model.modules()):
+        if isinstance(adapter := getattr(layer, "adapter", None), Adapter):
+            adapter.merge_into(layer)
+    model.requires_grad_(True)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is an adapter's."""
+    return ".adapter." in name
+
+
+def _uniform_by_inputs(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """U(-1 / sqrt(k), 1 / sqrt(k)) of a `[rank, k]` matrix, as the paper's own code and peft have it."""
+    bound = 1.0 / math.sqrt(tensor.shape[1])
+    tensor.uniform_(-bound, bound, generator=generator)
