@@ -366,12 +366,19 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
     torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
     keep the wrapper, the model and their process groups for as long as the process runs (torch 2.13).
+
+    Raises:
+        WrapError: when called, if the object has gone.
     """
     reference = weakref.WeakMethod(method)
 
     def call(param: Tensor) -> None:
         bound = reference()
-        if bound is not None:
-            bound(param)
+        if bound is None:
+            raise WrapError(
+                "a backward reached parameters whose DistributedDataParallel no longer exists, so that nobody would "
+                "reduce their gradients; keep the wrapper for as long as its module trains"
+            )
+        bound(param)
 
     return call

@@ -384,3 +384,14 @@ def _leaves_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", BUFFERED)
 def test_a_wrapper_that_nobody_holds_is_freed_with_its_model(kind):
     run_distributed(_leaves_nothing, 1, kind)
+
+
+def _trains_without_its_wrapper() -> None:
+    inner = build("ddp", toy(), config=SimpleNamespace(gradient_accumulation_fusion=False)).module
+    gc.collect()
+    with pytest.raises(WrapError, match="no longer exists"):
+        loss_of(inner, batches(0)[0]).backward()
+
+
+def test_a_backward_after_the_wrapper_has_gone_is_an_error():
+    run_distributed(_trains_without_its_wrapper, 1)
