@@ -34,6 +34,7 @@ _SHARDED = ("tests/unit/optimizer/test_distrib_optimizer.py", "tests/unit/optimi
 _SCHEDULE = "tests/unit/optimizer/test_optimizer_param_scheduler.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _LAYOUTS = "tests/functional/test_equality_over_layouts.py"
+_CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
 
 MUTATIONS = (
     # ---- wrappers
@@ -286,6 +287,48 @@ MUTATIONS = (
         "return own_chunks(torch.arange(length * size, device=device), 0)",
         "return torch.arange(length, device=device)",
         ("tests/unit/transformer/test_context_parallel.py", _LAYOUTS),
+    ),
+    Mutation(
+        "where documents begin is not cut as tokens are",
+        "core/training/train_step.py",
+        "return {name: own_chunks(tensor).to(",
+        "return {name: own_chunks(tensor if name != 'document_starts' else tensor.roll(1, 0)).to(",
+        (_CUT_STEP,),
+    ),
+    Mutation(
+        "each context-parallel rank weighs its tokens by their own number",
+        "core/training/train_step.py",
+        ".clamp(min=1) / parallel_state.get_context_parallel_world_size()",
+        ".clamp(min=1)",
+        (_CUT_STEP,),
+    ),
+    Mutation(
+        "context-parallel ranks read different samples",
+        "core/training/data.py",
+        "data_parallel_rank=parallel_state.get_data_parallel_rank(),",
+        "data_parallel_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),",
+        ("tests/unit/training/test_data.py::test_ranks_of_one_model_read_the_same_whole_sequences",),
+    ),
+    Mutation(
+        "keys and values get no gradient from other ranks' queries",
+        "core/transformer/context_parallel.py",
+        "            total.add_(part)\n        return grad_query",
+        "            total.add_(part, alpha=0)\n        return grad_query",
+        ("tests/unit/transformer/test_context_parallel.py",),
+    ),
+    Mutation(
+        "documents are joined at the edge of a chunk",
+        "core/transformer/sequence_pieces.py",
+        "before = slice(begin, max(begin, start))",
+        "before = slice(0, max(begin, start))",
+        ("tests/unit/transformer/test_sequence_pieces.py",),
+    ),
+    Mutation(
+        "attention drops the same weights on every tensor-parallel rank",
+        "core/transformer/dot_product_attention.py",
+        "            with get_rng_tracker().fork():\n                context",
+        "            with nullcontext():\n                context",
+        ("tests/unit/transformer/test_dropout.py",),
     ),
     Mutation(
         "RMSNorm forgets its weight",
