@@ -14,6 +14,7 @@ EXTRAS = {
         "zstandard>=0.22",
         "tensorboard>=2.16",
         "matplotlib>=3.8",
+        "safetensors>=0.4.3",
     ],
     "hf": ["transformers>=4.50", "peft>=0.15", "safetensors>=0.4.3", "tokenizers>=0.20", "pyyaml>=6"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "pyyaml>=6"],

@@ -187,15 +187,15 @@ class BoxReader:
     Keeps the last piece that it had to unpack, and files open, for the boxes that follow in them.
     """
 
-    def close_files(self) -> None:
-        """Files are mapped, and what was read of one counts as this process's memory for as long as it is open."""
-        self.files.clear()
-
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         self.index = index
         self.reader = IndexedReader(folder, index)
         self.last: tuple[Piece, torch.Tensor] | None = None
         self.files: dict[str, Any] = {}
+
+    def close_files(self) -> None:
+        """Files are mapped, and what was read of one counts as this process's memory for as long as it is open."""
+        self.files.clear()
 
     def read(self, name: str, box: tuple[slice | int, ...]) -> torch.Tensor:
         entry = self.index.tensors[name]
