@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -198,7 +197,7 @@ def publish_new_folder(folder: Path) -> None:
     folders.sync_folder(folder.parent)
 
 
-def _library() -> ModuleType:
+def _library() -> Any:
     try:
         import safetensors
         import safetensors.torch
