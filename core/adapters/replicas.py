@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,34 +31,17 @@ class Replicas(DistributedDataParallel):
         config = SimpleNamespace(gradient_accumulation_fusion=False)
         settings = DistributedDataParallelConfig(overlap_grad_reduce=True)
         super().__init__(config, settings, module, process_group=process_group)
-        self._is_finished = False
+        # The backward that will finish gradients at its end: set by the first gradient that it brings, cleared there.
         self._awaited = _NO_BACKWARD
 
     def _take_gradient(self, param: Tensor) -> None:
         backward = current_backward()
-        if self._is_finished:
-            self._begin_anew()
-        elif self._awaited not in (_NO_BACKWARD, backward):  # it has raised on its way
+        if self._awaited not in (_NO_BACKWARD, backward):  # it has raised on its way
             self._drop_gradients()
-        if param.grad is not None and _is_same_memory(param.grad, param):
-            param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         super()._take_gradient(param)
         if self._syncs_gradients and self._awaited != backward:
             self._awaited = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-
-    def _begin_anew(self) -> None:
-        """Opens the buckets again, with what ``param.grad`` still holds of the last backward."""
-        self._is_finished = False
-        self._next_to_leave = 0
-        for group in self.bucket_groups:
-            dropped = [p for p in group.bucket.params if p.grad is None or not _is_same_memory(p.grad, p)]
-            if len(dropped) == len(group.bucket.params):
-                group.clear_grads()
-                continue
-            group.has_reduced = False  # all ranks hold the same mean, which a second reduction leaves as it is
-            for param in dropped:
-                param.main_grad.zero_()  # type: ignore[attr-defined]
 
     def _drop_gradients(self) -> None:
         self._awaited, self._next_to_leave = _NO_BACKWARD, 0
@@ -70,18 +52,6 @@ class Replicas(DistributedDataParallel):
         self._awaited = _NO_BACKWARD
         self.finish_grad_sync()
 
-    def _finish_grad_sync(self, force_all_reduce: bool) -> None:
-        super()._finish_grad_sync(force_all_reduce)
-        self._is_finished = True
-        for param in self._group_of:
-            param.grad = param.main_grad  # type: ignore[attr-defined]
-
-    def zero_grad_buffer(self) -> None:
-        super().zero_grad_buffer()
-        self._is_finished = False
+    def _zero_gradients(self) -> None:
+        super()._zero_gradients()
         self._awaited = _NO_BACKWARD
-
-
-def _is_same_memory(gradient: Tensor, param: Any) -> bool:
-    main_grad = getattr(param, "main_grad", None)
-    return main_grad is not None and gradient.data_ptr() == main_grad.data_ptr()

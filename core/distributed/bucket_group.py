@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from . import collectives
 from .comm_lane import CommLane, Handle
 from .explain.collective_record import recorded
 from .param_and_grad_buffer import Bucket
+from .pending_parameters import can_be_pending, end_pending, make_pending
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,9 @@ class BucketGroup:
         self._reduces_every_micro_batch = reduces_every_micro_batch
         first, last = bucket.slots[0].name, bucket.slots[-1].name
         self._name = f"bucket {first}" + (f" to {last}" if last != first else "")
-        self._ready: set[nn.Parameter] = set()
+        self._ready: set[nn.Parameter] = set()  # whose gradient of the running backward is in
+        self._num_awaited = len(bucket.params)  # trainable ones, when the running backward brought its first gradient
+        self._may_be_pending = all(map(can_be_pending, bucket.params))
         self._grad_handle: Handle | None = None
         self._param_handle: Handle | None = None
         self.has_reduced = False
@@ -166,13 +169,41 @@ class BucketGroup:
 
     def register_grad_ready(self, param: nn.Parameter) -> bool:
         """Notes that this backward has finished the parameter's gradient; True once that holds for all of them."""
+        if not self._ready:
+            self._count_awaited()
         self._ready.add(param)
         return self.is_complete
 
+    def _count_awaited(self) -> None:
+        self._num_awaited = sum(param.requires_grad for param in self.bucket.params)
+
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter's gradient of this backward is in."""
-        return len(self._ready) == len(self.bucket.params)
+        """Whether the gradients of this backward are in, of all parameters that are trainable now."""
+        return len(self._ready) >= self._num_awaited
+
+    def replace_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Makes a gradient that the user has written this rank's gradient of the parameter, before it is reduced.
+
+        Raises:
+            ShardstackError: a gradient of the bucket has been reduced already.
+        """
+        if self.has_reduced:
+            name = next(slot.name for slot in self.bucket.slots if slot.param is param)
+            raise ShardstackError(
+                f"parameter {name} was given a .grad before finalize_model_grads, when a part of the step's gradients "
+                "had been reduced; set it after finalize_model_grads, or switch overlap_grad_reduce off"
+            )
+        self.bucket.replace_gradient(param, gradient)
+
+    def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
+        """Lets further gradients be added to reduced ones, but for those of `dropped`, which begin anew."""
+        if len(dropped) == len(self.bucket.params):
+            self.clear_grads()
+            return
+        self.has_reduced = False
+        for param in dropped:
+            self.bucket.zero_gradient(param)
 
     def start_grad_sync(self) -> None:
         """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero."""
@@ -222,6 +253,7 @@ class BucketGroup:
             self.bucket.release_grads()
         self.bucket.clear_grads()
         self._ready.clear()
+        self._count_awaited()
         self.has_reduced = False
         self._late = None
 
@@ -236,8 +268,9 @@ class BucketGroup:
         if bucket.param_data is None or bucket.local_param_shard is None or self._reduction.shard_group is None:
             return
         gather = partial(self._gather, bucket.param_data, bucket.local_param_shard, "parameters")
-        if self._overlaps_params and not force_sync:
+        if self._overlaps_params and not force_sync and self._may_be_pending:
             self._param_handle = self._lane.submit(gather)
+            make_pending(bucket.params, self.finish_param_sync)
         else:
             self._lane.run(gather)
 
@@ -245,7 +278,10 @@ class BucketGroup:
         """Waits until the bucket's parameters may be read."""
         if self._param_handle is not None:
             handle, self._param_handle = self._param_handle, None
-            handle.wait()
+            try:
+                handle.wait()
+            finally:
+                end_pending(self.bucket.params)
 
     def _gather(self, whole: Tensor, kept: Tensor, what: str) -> None:
         group = self._reduction.shard_group

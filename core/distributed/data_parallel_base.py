@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,16 @@ from .explain.rewrapping import reject_wrapped
 from .explain.stale_optimizers import watch_optimizers
 from .explain.structure import reject_different_models
 from .gradient_checks import GradientChecks
+from .gradient_state import GradientState, Phase
+from .parameter_owner import own_parameters, shares_gradient
 from .units import Unit
 
 
 class _BaseDataParallel(nn.Module, ABC):
     """A module whose gradients are made global over a data-parallel group.
+
+    The rule that every wrapper keeps: **what works on a plain module in one process either gives that result, or
+    raises at once and says what to do.** `docs/contract.md` lists what does which.
 
     One optimizer step over ``n`` micro-batches is::
 
@@ -63,7 +68,8 @@ class _BaseDataParallel(nn.Module, ABC):
         self.process_group = process_group
         self._syncs_gradients = True
         self._gradient_checks = GradientChecks(ddp_config.check_for_nan_in_grad, ddp_config.check_for_large_grads)
-        self._step = 0
+        self._step = 0  # steps whose gradients were reduced
+        self.gradient_state = GradientState()
 
     def _reject_different_models(self, units: Sequence[Unit] = (), **settings: Any) -> None:
         """Raises WrapError, on every rank, unless all of the group are about to wrap the same model alike.
@@ -123,7 +129,10 @@ class _BaseDataParallel(nn.Module, ABC):
         """
         if not self._syncs_gradients:
             raise ShardstackError("finish_grad_sync was called inside no_sync; leave the context first")
+        self._look_for_failures()
+        self.gradient_state.check_may_reduce()
         self._finish_grad_sync(force_all_reduce)
+        self.gradient_state.note_reduced()
         self._step += 1
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -133,17 +142,105 @@ class _BaseDataParallel(nn.Module, ABC):
     @abstractmethod
     def _finish_grad_sync(self, force_all_reduce: bool) -> None: ...
 
-    @abstractmethod
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
-        """Multiplies every gradient that the optimizer will read by a number or a 0-dim tensor."""
+        """Multiplies every gradient that the optimizer will read by a number or a 0-dim tensor.
+
+        Raises:
+            ShardstackError: gradients have not been reduced, by `finish_grad_sync`.
+        """
+        if not self.gradient_state.is_reduced:
+            raise ShardstackError(
+                f"scale_gradients was called while gradients are {self.gradient_state.phase.value}; call "
+                "finish_grad_sync first"
+            )
+        self._scale_gradients(scaling_factor)
 
     @abstractmethod
+    def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None: ...
+
     def zero_grad_buffer(self) -> None:
-        """After it, every gradient is zero or None."""
+        """After it, every gradient is zero or None, and what an exception left of a step is gone."""
+        self._zero_gradients()
+        self.gradient_state.note_zeroed()
+
+    @abstractmethod
+    def _zero_gradients(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`zero_grad_buffer`, by torch's name; gradients are None or unused memory in both forms."""
+        self.zero_grad_buffer()
+
+    def note_backward(self) -> None:
+        """To be called when the first gradient of a backward arrives: keeps `gradient_state`."""
+        state = self.gradient_state
+        if state.phase is Phase.ZEROED:
+            state.note_backward(may_add=True)
+        elif state.is_reduced:
+            state.note_backward(may_add=self._open_reduced_gradients())
+        elif state.phase is Phase.UNSCALED:
+            state.note_backward(may_add=False)
+
+    @abstractmethod
+    def _open_reduced_gradients(self) -> bool:
+        """Lets a backward add to gradients that were reduced, as it would to those of a plain module.
+
+        Where the user has set them to None since, the backward begins anew.
+
+        Returns:
+            False where that is impossible: what is added is then dropped, and the next use of gradients raises.
+        """
+
+    @property
+    def _adds_exactly(self) -> bool:
+        """Whether reducing again leaves what was reduced as it is: a mean of equal values does, a sum does not."""
+        marked = (getattr(parameter, "sequence_parallel", False) for parameter in self.module.parameters())
+        return not self.sums_gradients and not any(marked)
+
+    def check_may_step(self, optimizer: str) -> None:
+        """Raises unless an optimizer of `core.optimizer` may read this wrapper's gradients.
+
+        Args:
+            optimizer: its name, for the message.
+
+        Raises:
+            ShardstackError: they were not reduced, or are useless.
+        """
+        self._look_for_failures()
+        self.gradient_state.check_may_step(optimizer)
+
+    def _look_for_failures(self) -> None:
+        """Notes in `gradient_state` a backward that raised; a wrapper that only its own hooks tell has nothing to do."""
+
+    def check_may_step_directly(self, optimizer: str) -> None:
+        """The same for an optimizer of torch, which reads ``param.grad`` and writes the parameters.
+
+        Raises:
+            ShardstackError: besides, ``param.grad`` is not the whole of what an optimizer has to read.
+        """
+        self.check_may_step(optimizer)
+
+    @abstractmethod
+    def settle_parameters(self) -> None:
+        """After it, outside of a forward, `module` shows the parameters that an optimizer has to update."""
+
+    @abstractmethod
+    def note_step(self) -> None:
+        """To be called when an optimizer has written the parameters; nothing gathered before is used after it."""
 
     @abstractmethod
     def broadcast_params(self) -> None:
         """After it, all replicas hold data-parallel rank 0's parameters and buffers."""
+
+    def _own_parameters(self) -> None:
+        """To be called at the end of a constructor: optimizers find the wrapper of their parameters from here on."""
+        own_parameters(self.module.parameters(), self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardstackError(
+            f"{type(self).__name__} cannot be copied or pickled (copy.deepcopy, torch.save): it holds process groups. "
+            "Save its state_dict(), or whole checkpoints with core.dist_checkpointing; copy or save the model inside, "
+            "its .module"
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped module's, with the names that it has without a wrapper."""
@@ -199,11 +296,21 @@ class _BaseDataParallel(nn.Module, ABC):
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the gradient that the optimizer reads: ``main_grad`` where present, else ``grad``."""
-    gradient = getattr(parameter, "main_grad", None)
-    if gradient is None:
-        gradient = parameter.grad
+    """This rank's part of `read_gradient`."""
+    gradient = read_gradient(parameter)
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
+
+    After `finish_grad_sync` both are the same memory where gradients are whole; a ``grad`` that the user has set
+    since, to another tensor or to None, counts.
+    """
+    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    if gradient is None or parameter.grad is not None or shares_gradient(parameter):
+        return parameter.grad
+    return gradient
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ParallelConfigError, ShardstackError, WrapError
+from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
 from .broadcast import broadcast_tensors
 from .bucket_group import BucketGroup, GradientLender, GradReduction
@@ -21,11 +21,12 @@ from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .explain.stale_optimizers import replaced_parameters_marked
+from .gradient_state import Phase
 from .initial_values import start_equal
 from .instance_groups import Ranks, resolve_instance_groups
-from .optimizer_guard import forbid_plain_optimizers
 from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from .param_placement import ParamPlacement
+from .parameter_owner import share_gradient
 
 
 class DistributedDataParallel(_BaseDataParallel):
@@ -33,7 +34,8 @@ class DistributedDataParallel(_BaseDataParallel):
 
     By the sharding strategy a rank keeps, after `finish_grad_sync`:
 
-    * ``no_shard``: the whole gradient, averaged, in ``param.main_grad``;
+    * ``no_shard``: the whole gradient, averaged, in ``param.main_grad``, and the same memory in ``param.grad`` where
+      both have one dtype: any optimizer, and `torch.nn.utils.clip_grad_norm_`, may read and write it there;
     * ``optim`` (ZeRO-1): the gradient of its shard of each bucket, inside the buffer of whole gradients; the rest of
       ``main_grad`` is then this rank's own and no use to anybody;
     * ``optim_grads`` (ZeRO-2): its shard alone. Whole gradients are allocated when backward reaches their bucket and
@@ -101,10 +103,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
             if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
                 self._group_of[param].bucket.note_written_by_layer(param)
-        if self._is_sharded:
-            forbid_plain_optimizers(self._group_of)
-            # Of the model itself: whoever takes a state dict does so inside its wrappers, or through them.
-            unwrap_model(self).register_state_dict_pre_hook(lambda *unused: self.finish_param_sync())
+        self._own_parameters()
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
 
@@ -172,6 +171,12 @@ class DistributedDataParallel(_BaseDataParallel):
             for bucket in sorted(buckets, key=lambda b: -min(position[param] for param in b.params))
         ]
 
+    def settle_parameters(self) -> None:
+        self.finish_param_sync()
+
+    def note_step(self) -> None:
+        """Nothing to free: parameters are always whole, and those on their way wait at their first use."""
+
     @property
     def buffers(self) -> _BufferList:
         """The flat buffers, in a list, as in Megatron-LM; called, what torch's ``Module.buffers()`` gives."""
@@ -184,6 +189,16 @@ class DistributedDataParallel(_BaseDataParallel):
         gradient, group = param.grad, self._group_of[param]  # type: ignore[index]
         if gradient is None:
             return
+        if gradient.requires_grad:
+            raise ShardstackError(
+                "a backward with create_graph=True reached parameters of a DistributedDataParallel, whose buffers keep "
+                "no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
+            )
+        if self.gradient_state.phase is not Phase.ACCUMULATING:
+            self.note_backward()
+            if self.gradient_state.phase is Phase.LATE:  # dropped; whoever asks for gradients next raises
+                param.grad = None
+                return
         if param.grad_added_to_main_grad:  # type: ignore[attr-defined]
             group.add_gradient(param, None)  # type: ignore[arg-type]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -237,24 +252,89 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         self.finish_param_sync()
         self._placement.check(unwrap_model(self))
+        if not self.gradient_state.is_reduced:
+            self._take_gradients_written_by_user()
         self.start_grad_sync()
         for group in self.bucket_groups:
             group.finish_grad_sync(force_all_reduce)
+        if not self._is_sharded:
+            self._share_gradients()
+
+    def _take_gradients_written_by_user(self) -> None:
+        """Lets what the user has assigned to a parameter's ``grad`` replace this rank's gradient."""
+        for param, group in self._group_of.items():
+            if param.grad is not None and not group.bucket.holds_gradient(param, param.grad):
+                group.replace_gradient(param, param.grad)
+            param.grad = None
+
+    def _share_gradients(self) -> None:
+        """Shows whole gradients in ``param.grad`` too; of a parameter that is frozen and got none, nowhere."""
+        for param, group in self._group_of.items():
+            if not group.bucket.has_gradient(param):
+                param.grad = param.main_grad = None  # type: ignore[attr-defined]
+            elif param.main_grad.dtype == param.dtype:  # type: ignore[attr-defined]
+                param.grad = param.main_grad  # type: ignore[attr-defined]
+                share_gradient(param, True)
+
+    def _open_reduced_gradients(self) -> bool:
+        if self._is_sharded:
+            return False
+        kept = [param for param in self._group_of if _shows_main_grad(param)]
+        if kept and not self._adds_exactly:
+            return False
+        self._next_to_leave = 0
+        for group in self.bucket_groups:
+            group.open_again([param for param in group.bucket.params if not _shows_main_grad(param)])
+        return True
 
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if not self._is_sharded or parameter not in self._group_of:
             return super().local_gradient(parameter)
         group = self._group_of[parameter]
-        if not group.has_reduced:
+        if not (group.has_reduced and group.bucket.has_gradient(parameter)):
             return None
         start, end = group.bucket.shard_range_of(parameter)
         return group.bucket.local_grad_shard[start:end]
 
-    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+    def check_may_step(self, optimizer: str) -> None:
+        super().check_may_step(optimizer)
+        if self._is_sharded:
+            written = next((p for p in self._group_of if p.grad is not None), None)
+            if written is not None:
+                raise OptimizerError(
+                    f"parameter {self._name_of(written)} has a .grad of its own, but {self._sharding} keeps the "
+                    "gradient of a shard on each rank, which the optimizer reads instead; set .grad before "
+                    "finalize_model_grads, or use the sharding strategy 'no_shard'"
+                )
+
+    def check_may_step_directly(self, optimizer: str) -> None:
+        if self._is_sharded:
+            raise ShardstackError(
+                f"{optimizer} was to step parameters whose gradients DistributedDataParallel shards over ranks: it "
+                "would see this rank's part alone; use core.optimizer.get_megatron_optimizer, or the sharding "
+                "strategy 'no_shard'"
+            )
+        super().check_may_step_directly(optimizer)
+        for param, group in self._group_of.items():
+            if group.bucket.has_gradient(param) and group.bucket.buffer.grad_dtype != param.dtype:
+                raise ShardstackError(
+                    f"{optimizer} was to step parameter {self._name_of(param)} in {param.dtype}, whose gradient is "
+                    f"reduced in {group.bucket.buffer.grad_dtype} and not in .grad; use "
+                    "core.optimizer.get_megatron_optimizer, or drop grad_reduce_in_fp32"
+                )
+
+    @property
+    def _sharding(self) -> str:
+        return f"the sharding strategy {self.ddp_config.sharding_strategy!r}"
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return next(slot.name for slot in self._group_of[param].bucket.slots if slot.param is param)
+
+    def _scale_gradients(self, scaling_factor: float | Tensor) -> None:
         for group in self.bucket_groups:
             group.scale_gradients(scaling_factor)
 
-    def zero_grad_buffer(self) -> None:
+    def _zero_gradients(self) -> None:
         self._next_to_leave = 0
         self._is_backward_watched = False
         for group in self.bucket_groups:
@@ -263,6 +343,7 @@ class DistributedDataParallel(_BaseDataParallel):
             parameter.grad = None
             if parameter in self._group_of:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+                share_gradient(parameter, False)
 
     # ---- parameters
 
@@ -285,13 +366,18 @@ class DistributedDataParallel(_BaseDataParallel):
             group.finish_param_sync()
 
     def enable_forward_pre_hook(self) -> None:
-        """Lets each module's forward wait for its parameters, so that gathering overlaps with forward."""
+        """Lets parameters be gathered while forward runs: each module's forward waits for those that it reads.
+
+        Whoever else reads one waits as well (`pending_parameters`). A module of torch with children may read their
+        weights itself, and choose its kernel by whether it can: it waits for all below it.
+        """
         if self._pre_hooks:
             raise ShardstackError("the forward pre-hooks are enabled already; disable_forward_pre_hook() comes first")
         for module in self.module.modules():
-            groups = {self._group_of[p]: None for p in module.parameters(recurse=False) if p in self._group_of}
-            if groups:
-                self._pre_hooks.append(module.register_forward_pre_hook(_waiter(list(groups))))
+            params = module.parameters(recurse=_reads_weights_of_children(module))
+            groups = {self._group_of[p]: None for p in params if p in self._group_of}
+            if groups:  # before all other hooks, which may read parameters
+                self._pre_hooks.append(module.register_forward_pre_hook(_Waiter(list(groups)), prepend=True))
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Takes the hooks away, as for an evaluation that reads parameters outside of forward.
@@ -346,12 +432,29 @@ class _BufferList(list[ParamAndGradBuffer]):
         return self._torch_buffers(*args, **kwargs)
 
 
-def _waiter(groups: list[BucketGroup]) -> Callable[..., None]:
-    def wait(*unused: Any) -> None:
-        for group in groups:
+class _Waiter:
+    """Waits for the parameters of some buckets; in a pickled module it does nothing."""
+
+    def __init__(self, groups: list[BucketGroup]) -> None:
+        self._groups = groups
+
+    def __call__(self, *unused: Any) -> None:
+        for group in self._groups:
             group.finish_param_sync()
 
-    return wait
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Waiter, ([],)
+
+
+def _reads_weights_of_children(module: nn.Module) -> bool:
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)
+
+
+def _shows_main_grad(param: Any) -> bool:
+    """Whether ``param.grad`` is the memory of ``main_grad``, as after `finish_grad_sync`."""
+    main_grad = getattr(param, "main_grad", None)
+    return param.grad is not None and main_grad is not None and param.grad.data_ptr() == main_grad.data_ptr()
 
 
 def _check_per_token_loss(sums_gradients: bool, ddp_config: DistributedDataParallelConfig) -> None:

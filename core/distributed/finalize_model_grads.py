@@ -30,6 +30,7 @@ def finalize_model_grads(
 
     Raises:
         ConfigError: a token count without ``calculate_per_token_loss``, or the reverse.
+        ShardstackError: it was called already in this step, or a backward came late or did not end.
     """
     for chunk in model_chunks:
         if chunk.sums_gradients != (num_tokens is not None):
@@ -37,6 +38,7 @@ def finalize_model_grads(
                 f"calculate_per_token_loss is {chunk.sums_gradients}, but num_tokens is {num_tokens}; gradients are "
                 "divided either by the number of ranks or by the number of tokens: give both or neither"
             )
+        chunk.gradient_state.check_may_finalize()
     for chunk in model_chunks:
         chunk.finish_grad_sync()
     _sum_over_sequence_parallel_ranks(model_chunks)
@@ -44,6 +46,8 @@ def finalize_model_grads(
         scaling_factor = _one_over_global_tokens(num_tokens, model_chunks[0].process_group)
         for chunk in model_chunks:
             chunk.scale_gradients(scaling_factor)
+    for chunk in model_chunks:
+        chunk.gradient_state.note_finalized()
 
 
 def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.ProcessGroup) -> torch.Tensor:
@@ -55,7 +59,7 @@ def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.Proces
         total = torch.full((), num_tokens, dtype=torch.float64, device=here)
     with recorded("all-reduce", "the number of tokens", total, group):
         dist.all_reduce(total, group=group)
-    return torch.where(total > 0, 1.0 / total, 0.0).float()
+    return torch.where(total > 0, 1.0 / total, 0.0)
 
 
 def _sum_over_sequence_parallel_ranks(model_chunks: Sequence[_BaseDataParallel]) -> None:

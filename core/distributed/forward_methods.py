@@ -11,18 +11,24 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ..errors import WrapError
-from .fsdp_state import is_in_forward, take_root
+from .fsdp_state import is_in_forward
 from .units import Unit
 
 
 def register_forward_methods(
-    root: nn.Module, units: Iterable[Unit], names: Sequence[str], *, free: Callable[[], None]
+    root: nn.Module,
+    units: Iterable[Unit],
+    names: Sequence[str],
+    *,
+    prepare: Callable[[], None],
+    free: Callable[[], None],
 ) -> None:
     """Gathers parameters around the named methods of the sharded root and of its units, and frees them after.
 
     They are called on the wrapped model: ``model.module.generate(...)``. Every rank must call them, as `forward`.
 
     Args:
+        prepare: called before each, as before a forward.
         free: frees what stays gathered, after a call that no backward follows.
 
     Raises:
@@ -39,15 +45,17 @@ def register_forward_methods(
             )
         for module in holders:
             register_fsdp_forward_method(module, name)
-            setattr(module, name, _freeing(root, getattr(module, name), free))
+            setattr(module, name, _freeing(root, getattr(module, name), prepare, free))
 
 
-def _freeing(root: nn.Module, method: Callable[..., Any], free: Callable[[], None]) -> Callable[..., Any]:
+def _freeing(
+    root: nn.Module, method: Callable[..., Any], prepare: Callable[[], None], free: Callable[[], None]
+) -> Callable[..., Any]:
     """Without a backward to come nothing would free what stays gathered, and the next forward would use old values."""
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
-        take_root(root)  # a unit may run before the model around it
+        prepare()
         output = method(*args, **kwargs)
         if not torch.is_grad_enabled() and not is_in_forward(root):
             free()

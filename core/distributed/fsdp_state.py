@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
 from .._torch_compat import fsdp_param_groups
 from .exchanged_units import drop_gather_under_way
+from .explain.stale_optimizers import is_marked, mark_as_gathered
 
 
 def reduce_unsharded_gradients(root: nn.Module) -> None:
@@ -84,6 +85,82 @@ def free_partial_shards(root: nn.Module) -> None:
 def is_in_forward(root: nn.Module) -> bool:
     """Whether a forward of the sharded model, or of a unit called by itself, is running."""
     return _state(root)._state_ctx.iter_forward_root is not None
+
+
+def has_failed_in_backward(root: nn.Module) -> bool:
+    """Whether the last backward raised before FSDP2's callback at its end; to be asked outside of any backward."""
+    return bool(_state(root)._state_ctx.post_backward_final_callback_queued)
+
+
+def reset_iteration(root: nn.Module) -> None:
+    """Brings units back to their shards and FSDP2 to the state between steps, after a forward or backward raised.
+
+    Gradients stay, those that accumulate on this rank too.
+    """
+    state = _state(root)
+    if hasattr(state, "_reset_iter_state"):  # torch 2.13
+        state._reset_iter_state()
+        return
+    drop_pending_gathers(root)
+    for each in state._state_ctx.all_states:
+        each._training_state = TrainingState.IDLE
+    for group in _param_groups(root):
+        group._training_state = TrainingState.IDLE
+        group.finalize_backward()
+        group._to_sharded()
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def forget_forward_order(root: nn.Module) -> None:
+    """Empties torch's list of the forwards since the last backward, which evaluations make longer and longer.
+
+    A backward that follows all the same gathers its units when it reaches them.
+    """
+    comm_ctx = getattr(_state(root), "_comm_ctx", None)
+    if comm_ctx is not None and hasattr(comm_ctx, "post_forward_order"):  # else no forward has run
+        comm_ctx.post_forward_order.clear()
+        for group in _param_groups(root):
+            group._post_forward_indices.clear()
+
+
+def shard_versions(root: nn.Module) -> list[int]:
+    """For each parameter a number that grows whenever something writes its shard."""
+    return [parameter._sharded_param_data._version for parameter in _fsdp_parameters(root)]
+
+
+def gathered_versions(root: nn.Module) -> dict[Any, int]:
+    """The same of the gathered parameters that modules compute with, by torch's object; a gather is no write."""
+    parameters = (p for p in _fsdp_parameters(root) if hasattr(p, "_unsharded_param"))
+    return {parameter: parameter._unsharded_param._version for parameter in parameters}
+
+
+def name_of_parameter(parameter: Any) -> str:
+    """The name below the root, of torch's object for a sharded parameter."""
+    return str(parameter._param_fqn or parameter._module_info.param_name)
+
+
+def mark_gathered_parameters(root: nn.Module) -> None:
+    """Marks what an optimizer must not be built from: its step then says so."""
+    for parameter in _fsdp_parameters(root):
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is not None and not is_marked(gathered):
+            mark_as_gathered(gathered, name_of_parameter(parameter))
+
+
+def allocate_gathered_parameters(root: nn.Module) -> None:
+    """Makes the tensors that parameters are gathered into, unit by unit, as the first forward would; all ranks call it.
+
+    Made inside `torch.inference_mode` they could never be trained.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                groups = fsdp_param_groups(_state(module))
+                if any(not hasattr(parameter, "_unsharded_param") for g in groups for parameter in g.fsdp_params):
+                    module.unshard()
+                    module.reshard()
 
 
 def drop_pending_gathers(root: nn.Module) -> None:

@@ -36,6 +36,9 @@ class GradSlot:
     is_written_by_layer: bool = False
     """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed."""
 
+    has_arrived: bool = False
+    """A gradient has come since the last `Bucket.clear_grads`; else what is here is zeros that nothing was added to."""
+
     lent_to: int | None = None
     """The backward that computes a gradient in `view` (`Bucket.lend`), until it brings the parameter's."""
 
@@ -152,22 +155,49 @@ class Bucket:
             if slot.is_empty:
                 view.zero_()
             view.add_(gradient.coalesce())  # each row once, so that it is rounded as if it were dense
-        elif not slot.is_empty:
-            view.add_(gradient)
-        elif gradient.data_ptr() != view.data_ptr():
+        elif gradient.data_ptr() == view.data_ptr():
+            pass
+        elif slot.is_empty:
             view.copy_(gradient)
-        slot.is_empty = False
+        else:
+            view.add_(gradient)
+        slot.is_empty, slot.has_arrived = False, True
+
+    def replace_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Makes `gradient` the parameter's, in place of what has been added."""
+        self.take_back(param)
+        self._slots[param].is_empty = True
+        self.add_gradient(param, gradient)
+
+    def zero_gradient(self, param: nn.Parameter) -> None:
+        """Makes the parameter's gradient zero, in the memory that it has."""
+        self._view(self._slots[param]).zero_()
+
+    def holds_gradient(self, param: nn.Parameter, gradient: Tensor) -> bool:
+        """Whether `gradient` is the parameter's place here."""
+        view = self._slots[param].view
+        return view is not None and not gradient.is_sparse and gradient.data_ptr() == view.data_ptr()
+
+    def has_gradient(self, param: nn.Parameter) -> bool:
+        """Whether an optimizer has to read a gradient of this parameter.
+
+        One that is trainable now always has one, zeros where no backward reached it; a frozen one has what came
+        before it was frozen.
+        """
+        return param.requires_grad or self._slots[param].has_arrived
 
     def note_written_by_layer(self, param: nn.Parameter) -> None:
         """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
         slot = self._slots[param]
-        slot.is_empty, slot.is_written_by_layer = False, True
+        slot.is_empty = False
+        slot.has_arrived = slot.is_written_by_layer = True
 
     def clear_grads(self) -> None:
         """Makes every gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
         self.separate_shard = None
         for slot in self._slots.values():
             slot.lent_to = None
+            slot.has_arrived = False
             if not slot.is_empty:  # else it is None already, or zeros that nothing has been added to
                 slot.is_empty = True
                 slot.param.main_grad = None  # type: ignore[attr-defined]

@@ -38,8 +38,8 @@ class Prefetcher:
     ) -> None:
         self._forward_depth, self._backward_depth = forward_depth, backward_depth
         self._gathered_in_backward = set(gathered_in_backward)
-        self._last_order: list[nn.Module] = []
-        self._order: list[nn.Module] = []
+        self._last_order: list[nn.Module] = []  # of the last complete forward; what a forward expects to come next
+        self._order: list[nn.Module] = []  # of the forward under way or just done, until the next one or `end_order`
         self._reached_by_backward: set[nn.Module] = set()
         # Before FSDP2's own hooks, which read what is set here.
         root.register_forward_pre_hook(self._begin, prepend=True)
@@ -48,9 +48,13 @@ class Prefetcher:
             unit.register_forward_pre_hook(self._enter, prepend=True)
             unit.register_forward_hook(self._leave)
 
+    def end_order(self) -> None:
+        """Ends the order of the last forward: what runs next, the root or a unit by itself, begins a new one."""
+        self._last_order, self._order = self._order or self._last_order, []
+
     def _begin(self, root: nn.Module, args: Any) -> None:
         if not _is_in_backward():
-            self._last_order, self._order = self._order or self._last_order, []
+            self.end_order()
             self._reached_by_backward.clear()
             _as_fsdp(root).set_modules_to_forward_prefetch(_as_fsdps(self._last_order[: self._forward_depth]))
 

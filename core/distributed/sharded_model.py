@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from .. import device
+from .._torch_compat import current_backward
 from ..tensor_parallel import VocabParallelEmbedding
 from .between_micro_batches import KeptBetweenMicroBatches
 from .composition import prepare_units
@@ -21,8 +22,21 @@ from .explain.plain_state_dicts import reject_plain_state_dicts
 from .explain.recorded_fsdp_collectives import record_fsdp_collectives
 from .explain.structure import reject_different_models
 from .forward_methods import register_forward_methods
-from .fsdp_state import complete_accumulated_gradients, drop_pending_gathers, free_partial_shards
+from .fsdp_state import (
+    allocate_gathered_parameters,
+    complete_accumulated_gradients,
+    drop_pending_gathers,
+    forget_forward_order,
+    free_partial_shards,
+    has_failed_in_backward,
+    is_in_forward,
+    mark_gathered_parameters,
+    reset_iteration,
+    take_root,
+)
+from .gathered_values import GatheredValues
 from .initial_values import InitialValues
+from .prefetch import Prefetcher
 from .precision import cast_buffers, mixed_precision_policy
 from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
@@ -92,36 +106,91 @@ class ShardedModel:
             planned,
             reshard_after_forward=False if keeps_all else settings.reshard_after_forward,
             reshard_overrides=parse_overrides(settings.reshard_overrides),
-            forward_prefetch=settings.forward_prefetch,
-            backward_prefetch=settings.backward_prefetch,
+            gathers_ahead=settings.forward_prefetch + settings.backward_prefetch > 0,
             collectives=settings.collectives,
             mp_policy=mp_policy or mixed_precision_policy(module.parameters(), _compute_dtype(config), settings),
             offload_policy=_offload_policy(settings),
             averages_gradients=not getattr(config, "calculate_per_token_loss", False),
         )
         self.fsdp_modules = fsdp_modules(module)
+        self._prefetcher = Prefetcher(
+            module,
+            [unit.modules[0] for unit in self.units],
+            [unit.modules[0] for unit in self.units if unit.is_needed_in_backward],
+            settings.forward_prefetch,
+            settings.backward_prefetch,
+        )
         self.kept = KeptBetweenMicroBatches(module, self.units, _kept_between_micro_batches(settings))
         self._reduces_every_micro_batch = settings.reduce_every_micro_batch
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
                 submodule.adds_gradient_rows = getattr(config, "gradient_accumulation_fusion", True)
-        register_forward_methods(module, self.units, settings.forward_methods, free=self.reshard)
+        register_forward_methods(
+            module, self.units, settings.forward_methods, prepare=self.prepare_forward, free=self.reshard
+        )
         start.fill("cpu" if settings.cpu_offload else None)
+        self._has_allocated = False  # set by the first forward, which makes the tensors that units are gathered into
+        self._has_failed = False  # a backward raised, set when that is seen, cleared when `recover` says so
+        self._values = GatheredValues(module)
+        for submodule in [*(member for unit in self.units for member in unit.modules), module]:
+            submodule.register_forward_pre_hook(self._before_forward, prepend=True)
         if (buffer_dtype := as_dtype(settings.buffer_dtype)) is not None:
             cast_buffers(module, buffer_dtype)
         reject_plain_state_dicts(module)
         record_fsdp_collectives(module)
 
     def reshard(self) -> None:
-        """Frees what stays gathered for a backward that has not come, as after an evaluation.
+        """Frees what stays gathered for a backward that has not come, as after an evaluation; not to be called inside
+        a forward or backward.
 
         Else the next forward would compute with parameters from before the optimizer's step, and the module would
         show gathered parameters in place of the sharded ones, which hold the gradients.
+
+        Raises:
+            UnitError: a parameter was written while it was gathered.
         """
+        if self._has_allocated and is_in_forward(self.module):  # which has raised
+            reset_iteration(self.module)
         drop_pending_gathers(self.module)
         for module in self.fsdp_modules:
             module.reshard()
         free_partial_shards(self.module)
+        forget_forward_order(self.module)
+        self._prefetcher.end_order()
+        mark_gathered_parameters(self.module)
+        self._values.check_unwritten()
+
+    def recover(self) -> bool:
+        """Ends what a backward that raised has left begun; says whether there was one since the last call."""
+        self._end_failed_backward()
+        has_failed, self._has_failed = self._has_failed, False
+        return has_failed
+
+    def _end_failed_backward(self) -> None:
+        if self._has_allocated and current_backward() == -1 and has_failed_in_backward(self.module):
+            reset_iteration(self.module)
+            self._has_failed = True
+
+    def prepare_forward(self) -> None:
+        """Makes sure that a forward, of the model or of one of its units by itself, computes with the shards' values.
+
+        Every rank calls it. Inside a forward that is running, and in what a backward recomputes, it does nothing.
+        """
+        if current_backward() != -1 or (self._has_allocated and is_in_forward(self.module)):
+            return
+        take_root(self.module)  # else the first module to run would be what FSDP2 calls the root, for good
+        self._end_failed_backward()
+        if not self._has_allocated:
+            self._has_allocated = True
+            if torch.is_inference_mode_enabled():
+                allocate_gathered_parameters(self.module)
+        if self._values.are_stale():
+            self.reshard()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if module is self.module and current_backward() == -1 and self._has_allocated and is_in_forward(module):
+            reset_iteration(module)  # the last forward raised
+        self.prepare_forward()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether the backwards that follow reduce gradients, or let them add up on each rank."""

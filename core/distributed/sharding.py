@@ -19,7 +19,6 @@ from .explain.rewrapping import note_sharded, reject_wrapped
 from .explain.stale_optimizers import replaced_parameters_marked
 from .fsdp_collectives import DirectAllGather, DirectReduceScatter
 from .fsdp_state import PartialReshard, tolerate_units_never_gathered
-from .prefetch import Prefetcher
 from .resharding import Reshard, check_reshard, reshard_of
 from .units import Unit, parameter_attributes_kept
 
@@ -31,8 +30,7 @@ def shard_model(
     *,
     reshard_after_forward: Reshard = True,
     reshard_overrides: Sequence[tuple[str, Reshard]] = (),
-    forward_prefetch: int = 1,
-    backward_prefetch: int = 1,
+    gathers_ahead: bool = True,
     collectives: str = "auto",
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -51,8 +49,7 @@ def shard_model(
         planned: its units, from `plan_units`.
         reshard_after_forward: free gathered parameters between forward and backward; see `resharding`.
         reshard_overrides: pairs of a pattern of module names and another value.
-        forward_prefetch: units that are gathered ahead in forward; see `Prefetcher`.
-        backward_prefetch: units that are gathered ahead in backward.
+        gathers_ahead: units are gathered while others compute, on CPU too; see `Prefetcher`.
         collectives: ``auto`` or ``torch``; see `fsdp_collectives`.
         mp_policy: dtypes of compute, reduction and output; the latter is the root's alone, as with `Float16Module`.
         offload_policy: where shards are kept.
@@ -89,15 +86,8 @@ def shard_model(
             submodule.set_custom_all_gather(DirectAllGather())
             exchange_directly(submodule)
             submodule.set_custom_reduce_scatter(DirectReduceScatter())
-        if mesh.device_type == "cpu" and forward_prefetch + backward_prefetch:
+        if mesh.device_type == "cpu" and gathers_ahead:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
-    Prefetcher(
-        module,
-        [unit.modules[0] for unit in units],
-        [unit.modules[0] for unit in units if unit.is_needed_in_backward],
-        forward_prefetch,
-        backward_prefetch,
-    )
     return units
 
 

@@ -13,9 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._pytree import tree_leaves
 
 from .. import device, parallel_state
-from ..errors import ParallelConfigError
+from .._torch_compat import current_backward
+from ..errors import ParallelConfigError, ShardstackError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..tensor_parallel.layers import ColumnParallelLinear
@@ -39,6 +41,8 @@ from .sharded_model import ShardedModel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .units import UnitChoice, parameter_attributes_kept
 from .warn import warn_once
+
+_NO_BACKWARD = -1
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -95,13 +99,39 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.units = self.sharded.units
         self._replicas = mesh.get_group(0) if mesh.ndim == 2 else None
         self._warned_about_load = False
+        self._own_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        output = super().forward(*inputs, **kwargs)
+        try:
+            output = super().forward(*inputs, **kwargs)
+        except BaseException:
+            if current_backward() == _NO_BACKWARD:  # in one, a checkpoint ends its recomputation by an exception
+                self.sharded.reshard()
+            raise
         if not torch.is_grad_enabled():
             self.sharded.reshard()
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._enter_backward)
         return output
+
+    def _enter_backward(self, gradient: torch.Tensor) -> None:
+        """Called by autograd with the gradient of each tensor that forward returned."""
+        if torch.is_grad_enabled():
+            raise ShardstackError(
+                "a backward with create_graph=True reached a model under FSDP2, which frees parameters during "
+                "backward, so that no second backward could go through it; use DistributedDataParallel for losses "
+                "that contain gradients"
+            )
+        self.note_backward()
+
+    def _open_reduced_gradients(self) -> bool:
+        return self._adds_exactly or all(p.grad is None for p in self.module.parameters())
+
+    def _look_for_failures(self) -> None:
+        if self.sharded.recover():
+            self.gradient_state.note_broken()
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         super()._set_gradient_sync(enabled)
@@ -117,7 +147,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 parameter.grad = torch.zeros_like(parameter)
         self._gradient_checks.check(self._gradients(), self._step, are_reduced=True)
 
-    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+    def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         self.sharded.reshard()
         gradients = [g for p in self.module.parameters() if (g := local_gradient(p)) is not None]
         if gradients and isinstance(scaling_factor, torch.Tensor):
@@ -125,11 +155,18 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
 
-    def zero_grad_buffer(self) -> None:
+    def _zero_gradients(self) -> None:
+        self.sharded.recover()
         drop_unsharded_gradients(self.module)
         self.sharded.reshard()
         for parameter in self.module.parameters():
             parameter.grad = None
+
+    def note_step(self) -> None:
+        self.sharded.reshard()
+
+    def settle_parameters(self) -> None:
+        self.sharded.reshard()
 
     def broadcast_params(self) -> None:
         """Sends rank 0's buffers to all, and each shard to its replicas across optimizer instances.

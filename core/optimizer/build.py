@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..distributed import DistributedDataParallel, _BaseDataParallel
-from ..distributed.optimizer_guard import is_sharded_by_buffers
+from ..distributed.parameter_owner import owner_of
 from ..errors import ConfigError, OptimizerError
 from .clip_grads import GradientStatistics
 from .distrib_optimizer import DistributedOptimizer, collect_main_ranges
@@ -51,6 +51,9 @@ def get_megatron_optimizer(
     """
     if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
         raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
+    wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
+    for wrapper in wrappers:
+        wrapper.settle_parameters()
     sharding = _wrappers_that_shard_state(config, model_chunks)
     if sharding:
         params = collect_main_ranges(model_chunks, sharding)
@@ -60,8 +63,8 @@ def get_megatron_optimizer(
     _check_precision(config, model_chunks, params)
     groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult)
     rule = build_update_rule(config, groups, params[0].main.device.type)
-    parts = (config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config))
-    return DistributedOptimizer(*parts, wrappers=sharding) if sharding else MegatronOptimizer(*parts)
+    kind = DistributedOptimizer if sharding else MegatronOptimizer
+    return kind(config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config), wrappers)
 
 
 def _wrappers_that_shard_state(
@@ -91,7 +94,8 @@ def _wrappers_that_shard_state(
 
 def _check_whole(params: list[MainParam]) -> None:
     for p in params:
-        if is_sharded_by_buffers(p.param):
+        wrapper = owner_of(p.param)
+        if wrapper is not None and wrapper.ddp_config.sharding_strategy in ("optim", "optim_grads"):
             raise OptimizerError(
                 f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
                 "was given something else than that wrapper; give it what wrap_model returned"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,6 +46,8 @@ class MainRange(MainParam):
         return self._param_shard()[self._in_shard]
 
     def local_gradient(self) -> Tensor | None:
+        if not self.bucket.has_gradient(self.param):
+            return None
         return self.bucket.local_grad_shard[self._in_shard]
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -69,21 +70,17 @@ class DistributedOptimizer(MegatronOptimizer):
 
     The wrapper has reduced each gradient into the share that this rank updates (`finalize_model_grads`). A step ends
     with the wrapper's all-gather of the parameters, straight into the buffers that they are views of; with
-    ``overlap_param_gather`` it is left running beside what follows: a module's forward, a state dict and the next
-    step wait for it; whoever reads parameters in another way calls the wrapper's ``finish_param_sync`` before.
+    ``overlap_param_gather`` it is left running during what follows: the first use of a parameter waits for it.
 
     Its checkpoint is that of any other optimizer: `state_tensors` are the whole model's tensors, of which this rank
     holds flat ranges, so that any wrapper and world size continues it.
     """
 
-    def __init__(self, *args: Any, wrappers: Sequence[DistributedDataParallel]) -> None:
-        super().__init__(*args)
-        self._wrappers = wrappers
-
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
         for wrapper in self._wrappers:
-            wrapper.start_param_sync()
+            if isinstance(wrapper, DistributedDataParallel):  # all are, as `get_megatron_optimizer` sees to
+                wrapper.start_param_sync()
 
 
 def collect_main_ranges(

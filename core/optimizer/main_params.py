@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from ..dist_checkpointing.global_view import global_view
+from ..distributed.data_parallel_base import read_gradient
 from ..distributed.explain.stale_optimizers import name_if_replaced, stale_optimizer_message
 from ..errors import OptimizerError
 
@@ -47,8 +48,15 @@ class MainParam:
 
     main: Tensor = field(init=False)
     _address: int = field(init=False)
+    _version: int = field(init=False)
+    """Torch's count of in-place writes to the parameter when `main` last agreed with it, whoever had written which."""
 
     def __post_init__(self) -> None:
+        if self.param.is_complex():
+            raise OptimizerError(
+                f"parameter {self.name} is complex, which the norm and the update do not know; hold its real and "
+                "imaginary parts in a real parameter, and view that with torch.view_as_complex"
+            )
         local = self.local()
         if local.is_meta:
             raise OptimizerError(
@@ -56,6 +64,7 @@ class MainParam:
             )
         self.main = local.detach().float() if self.is_low_precision else local.detach()
         self._address = self._local_param().data_ptr()
+        self.note_agreement()
 
     @property
     def is_low_precision(self) -> bool:
@@ -67,10 +76,8 @@ class MainParam:
         return self._local_param()
 
     def local_gradient(self) -> Tensor | None:
-        """The gradient of what this rank updates, in the same shape: ``main_grad`` where present, else ``grad``."""
-        grad: Tensor | None = getattr(self.param, "main_grad", None)
-        if grad is None:
-            grad = self.param.grad
+        """The gradient of what this rank updates, in the same shape; None leaves the parameter out of the step."""
+        grad = read_gradient(self.param)
         if grad is None:
             return None
         if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
@@ -99,8 +106,14 @@ class MainParam:
         """`state`, in the shape of `main`, as the tensor of the whole model for a checkpoint; shares its storage."""
         return global_view(self.param, state)
 
-    def check_storage(self) -> None:
-        """Raises where the parameter has moved since the optimizer was built, which would update a stale tensor.
+    def note_agreement(self) -> None:
+        """Notes that `main` and the parameter agree now."""
+        self._version = self._local_param()._version
+
+    def check_parameter(self) -> bool:
+        """Whether something else has written the parameter since `main` agreed with it: a load, a clamp, an average.
+
+        Raises where the parameter has moved since the optimizer was built, which would update a stale tensor.
 
         Raises:
             OptimizerError: the module holds another parameter under this name, or the parameter another storage.
@@ -110,12 +123,14 @@ class MainParam:
         held = self.owner._parameters.get(self.attribute)
         # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one.
         replaced = held is not self.param and isinstance(held, DTensor) == isinstance(self.param, DTensor)
-        if replaced or self._local_param().data_ptr() != self._address:
+        local = self._local_param()
+        if replaced or local.data_ptr() != self._address:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
                 "device or dtype, a wrapper that moved it into its buffers, or a load with assign=True); build the "
                 "optimizer afterwards, or load in place with core.dist_checkpointing.load_model_state_dict"
             )
+        return local._version != self._version
 
     def take_gradient(self) -> Tensor | None:
         """This step's gradient, in the local shape and the dtype of `main`; a copy only where the dtype differs.
@@ -142,11 +157,26 @@ class MainParam:
         return _local(self.param.detach())
 
 
+def refresh_written_masters(params: Sequence[MainParam]) -> None:
+    """Takes what something else has written into parameters in low precision over into their masters.
+
+    An element that still is its master rounded keeps all digits of the master: a checkpoint's weights may be loaded
+    after its masters.
+    """
+    for p in params:
+        if p.is_low_precision:
+            local = p.local()
+            p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
+        p.note_agreement()
+
+
 def refresh_parameters(params: Sequence[MainParam]) -> None:
     """Writes the masters into the parameters in low precision that they stand for."""
     copied = [p for p in params if p.is_low_precision]
     if copied:
         torch._foreach_copy_([p.local() for p in copied], [p.main for p in copied])
+    for p in params:
+        p.note_agreement()
 
 
 def refresh_masters(params: Sequence[MainParam]) -> None:
@@ -154,6 +184,8 @@ def refresh_masters(params: Sequence[MainParam]) -> None:
     copied = [p for p in params if p.is_low_precision]
     if copied:
         torch._foreach_copy_([p.main for p in copied], [p.local() for p in copied])
+    for p in params:
+        p.note_agreement()
 
 
 def _local(tensor: Tensor) -> Tensor:

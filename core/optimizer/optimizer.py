@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import _BaseDataParallel
 from ..errors import CheckpointError
 from .clip_grads import GradientStatistics, clip_coefficient, round_to_fp32
 from .grad_scaler import GradScaler
-from .main_params import MainParam, refresh_masters, refresh_parameters
+from .main_params import MainParam, refresh_masters, refresh_parameters, refresh_written_masters
 from .optimizer_config import OptimizerConfig
 from .update_rules import ensure_state, get_step_count, set_step_count, state_names
 
@@ -29,8 +30,10 @@ class MegatronOptimizer:
         publish            parameters in low precision are refreshed from masters; ranks that share the update of a
                            parameter exchange what they updated (:class:`DistributedOptimizer` alone)
 
-    The wrapper must have finished its gradients before (`finalize_model_grads`). Parameters without a gradient are
-    left out of the update, as torch does. A gradient that is not finite on any rank makes every rank skip the step,
+    The wrapper must have finished its gradients before (`finalize_model_grads`), else the step raises. Parameters
+    without a gradient are left out of the update, as torch does: under a wrapper those that are frozen at the moment.
+    What something else has written into parameters in low precision since the last step is taken into their masters.
+    A gradient that is not finite on any rank makes every rank skip the step,
     in any precision: parameters, moments and step counts stay as they were. (Megatron-LM skips only where there is a
     loss scale, and else lets the weights be poisoned unless its wrapper's ``check_for_nan_in_grad`` stops the run.)
 
@@ -44,13 +47,16 @@ class MegatronOptimizer:
         rule: torch.optim.Optimizer,
         statistics: GradientStatistics,
         grad_scaler: GradScaler | None,
+        wrappers: Sequence[_BaseDataParallel] = (),
     ) -> None:
         self.config = config
         self.optimizer = rule
         self.grad_scaler = grad_scaler
         self._params = params
         self._statistics = statistics
+        self._wrappers = wrappers
         self._state_names = state_names(config)
+        self._is_double = all(p.main.dtype == torch.float64 for p in params)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -68,15 +74,17 @@ class MegatronOptimizer:
             finite.
 
         Raises:
+            ShardstackError: gradients that were not reduced, or are incomplete.
             OptimizerError: a parameter whose storage was replaced, or a gradient that does not fit its parameter.
         """
         # Gather and check.
-        for p in self._params:
-            p.check_storage()
+        for wrapper in self._wrappers:
+            wrapper.check_may_step(type(self).__name__)
+        refresh_written_masters([p for p in self._params if p.check_parameter()])
         grads = [p.take_gradient() for p in self._params]
         scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         scaled_norm, num_zeros = self._statistics.measure(grads, self.config.log_num_zeros_in_grad)
-        norm = round_to_fp32(scaled_norm / scale)
+        norm = scaled_norm / scale if self._is_double else round_to_fp32(scaled_norm / scale)
         overflow = not math.isfinite(norm)
         if self.grad_scaler is not None:
             self.grad_scaler.update(overflow)
@@ -99,6 +107,10 @@ class MegatronOptimizer:
 
         # Publish.
         self._publish_parameters()
+        for wrapper in self._wrappers:
+            wrapper.note_step()
+            if self.grad_scaler is not None:
+                wrapper.gradient_state.note_unscaled()
         return True, norm, num_zeros
 
     def _publish_parameters(self) -> None:
@@ -106,7 +118,9 @@ class MegatronOptimizer:
         refresh_parameters(self._params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops or zeroes every ``param.grad``; ``main_grad`` belongs to the wrapper (`zero_grad_buffer`)."""
+        """Makes every gradient zero or None; those of a wrapped model are None or unused memory in both forms."""
+        for wrapper in self._wrappers:
+            wrapper.zero_grad_buffer()
         for p in self._params:
             if p.param.grad is None:
                 continue

@@ -1,4 +1,5 @@
-"""An optimizer that was built before the model was wrapped, and holds parameters that the model no longer has.
+"""An optimizer that holds parameters which are not the model's: built before it was wrapped, or while FSDP2 had units
+gathered, between a forward and the end of its step.
 
 Such an optimizer does nothing: its parameters never get a gradient. Torch calls a hook before the step of any
 optimizer, where the mark of a replaced parameter is seen.
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import OptimizerError
 
 _MARK = "_replaced_as"
+_GATHERED_MARK = "_gathered_of"
 
 
 @contextmanager
@@ -40,6 +42,31 @@ def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
 def name_if_replaced(parameter: nn.Parameter) -> str | None:
     """The parameter's name in the model that has another in its place since it was wrapped; else None."""
     return getattr(parameter, _MARK, None)
+
+
+def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
+    """Marks what FSDP2 gathers a parameter into, which the module shows in its place for a while."""
+    setattr(parameter, _GATHERED_MARK, name)
+
+
+def is_marked(parameter: nn.Parameter) -> bool:
+    """Whether `mark_as_gathered` has been called for it."""
+    return hasattr(parameter, _GATHERED_MARK)
+
+
+def reject_gathered(optimizer: str, parameter: nn.Parameter) -> None:
+    """Raises where an optimizer holds what a parameter was gathered into.
+
+    Raises:
+        OptimizerError: names the parameter.
+    """
+    name = getattr(parameter, _GATHERED_MARK, None)
+    if name is not None:
+        raise OptimizerError(
+            f"{optimizer} was built while parameter {name} was gathered, after a forward and before the end of its "
+            "step: it holds the gathered copy, so that its steps would change nothing; build it before the first "
+            "forward, or after zero_grad_buffer()"
+        )
 
 
 def stale_optimizer_message(optimizer: str, name: str) -> str:
@@ -69,6 +96,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _stepped.add(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            reject_gathered(type(optimizer).__name__, parameter)
             name = name_if_replaced(parameter)
             if name is not None:
                 raise OptimizerError(stale_optimizer_message(type(optimizer).__name__, name))

@@ -1,0 +1,71 @@
+"""Parameters that are still being gathered wait for it at their first use, whoever uses them.
+
+An optimizer that shards its state leaves the all-gather of the parameters running. A module's forward is not their
+only reader: a parent reads its child's weights (`torch.nn.MultiheadAttention`), hooks do, a state dict, code that
+clamps weights or averages them. So the parameters themselves wait: while they are pending their class is a subclass
+that torch asks before any function of a tensor; it waits, gives all that were gathered together their own class back,
+and goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_WAIT = "_wait_until_gathered"
+
+
+def can_be_pending(param: nn.Parameter) -> bool:
+    """Whether the parameter's class is torch's own; a subclass may have a life that this must not touch."""
+    return type(param) is nn.Parameter
+
+
+def make_pending(params: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
+    """Lets the first function of a tensor that meets one of `params` call `wait`, which has to call `end_pending`."""
+    for param in params:
+        setattr(param, _WAIT, wait)
+        param.__class__ = _PendingParameter
+
+
+def end_pending(params: Iterable[nn.Parameter]) -> None:
+    """Makes `params` ordinary parameters again."""
+    for param in params:
+        if type(param) is _PendingParameter:
+            param.__class__ = nn.Parameter
+            delattr(param, _WAIT)
+
+
+class _PendingParameter(nn.Parameter):
+    """A parameter whose values are on their way."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _without_values():
+            for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if type(value) is _PendingParameter:
+                    getattr(value, _WAIT)()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.detach()  # waits
+        return self.__deepcopy__(memo)  # of its own class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.detach()
+        return self.__reduce_ex__(protocol)
+
+
+@functools.cache
+def _without_values() -> frozenset[Any]:
+    """What may be asked of a parameter whose values are not there: its gradient, and what it is."""
+    names = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_cpu")
+    getters = {getattr(Tensor, name).__get__ for name in (*names, "requires_grad", "grad", "grad_fn", "_version")}
+    setters = {Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+    methods = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size}
+    others = {Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.is_contiguous, Tensor.__len__}
+    return frozenset(getters | setters | methods | others)
