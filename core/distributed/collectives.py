@@ -53,6 +53,8 @@ def reduce_scatter(
         accumulate: add the result to what `output` holds; then it must not be a part of `input_`.
     """
     size = group.size()
+    if not len(input_):
+        return
     if size == 1:
         _store(output, input_, scale, accumulate)
     elif exchanges_directly(group, input_.device):
@@ -76,6 +78,8 @@ def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:
         output: `[n * len(input_)]`.
         input_: what this rank gives; in place where it is its own part of `output`.
     """
+    if not len(output):
+        return
     if exchanges_directly(group, output.device):
         _wait_for(start_all_gather(output, input_, group))
     else:

@@ -22,7 +22,7 @@ from .explain.stale_optimizers import watch_optimizers
 from .explain.structure import reject_different_models
 from .gradient_checks import GradientChecks
 from .gradient_state import GradientState, Phase
-from .parameter_owner import own_parameters, shares_gradient
+from .parameter_owner import own_parameters, owner_of, shares_gradient
 from .units import Unit
 
 
@@ -304,13 +304,12 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
 
-    After `finish_grad_sync` both are the same memory where gradients are whole; a ``grad`` that the user has set
-    since, to another tensor or to None, counts.
+    After `finish_grad_sync` both are the same memory where gradients are whole; then a ``grad`` that the user has
+    set since, to another tensor or to None, counts.
     """
     gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    if gradient is None or parameter.grad is not None or shares_gradient(parameter):
-        return parameter.grad
-    return gradient
+    is_written = owner_of(parameter) is not None and parameter.grad is not None
+    return parameter.grad if gradient is None or is_written or shares_gradient(parameter) else gradient
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:

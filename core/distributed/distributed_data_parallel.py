@@ -27,6 +27,8 @@ from .instance_groups import Ranks, resolve_instance_groups
 from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
 from .param_placement import ParamPlacement
 from .parameter_owner import share_gradient
+from .sharded_gradient import is_unreadable, make_unreadable_gradient
+from .unfit_models import reject_unfit
 
 
 class DistributedDataParallel(_BaseDataParallel):
@@ -80,6 +82,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.intra_instance_group, self.inter_instance_group = groups[1:]
         _check_per_token_loss(self.sums_gradients, ddp_config)
         _check_precision(config, module)
+        reject_unfit(module)
         self._reject_different_models(disable_bucketing=disable_bucketing)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
@@ -95,6 +98,8 @@ class DistributedDataParallel(_BaseDataParallel):
         self._next_to_leave = 0
         self._is_backward_watched = False
         self._pre_hooks: list[Any] = []
+        # What `grad` is between finish_grad_sync and the optimizer's step where gradients are sharded.
+        self._unreadable_grads: dict[nn.Parameter, Tensor] = {}
         for param in self._group_of:
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -175,7 +180,9 @@ class DistributedDataParallel(_BaseDataParallel):
         self.finish_param_sync()
 
     def note_step(self) -> None:
-        """Nothing to free: parameters are always whole, and those on their way wait at their first use."""
+        if self._is_sharded:
+            for param in self._group_of:
+                param.grad = None
 
     @property
     def buffers(self) -> _BufferList:
@@ -257,7 +264,9 @@ class DistributedDataParallel(_BaseDataParallel):
         self.start_grad_sync()
         for group in self.bucket_groups:
             group.finish_grad_sync(force_all_reduce)
-        if not self._is_sharded:
+        if self._is_sharded:
+            self._show_gradients_unreadable()
+        else:
             self._share_gradients()
 
     def _take_gradients_written_by_user(self) -> None:
@@ -275,6 +284,12 @@ class DistributedDataParallel(_BaseDataParallel):
             elif param.main_grad.dtype == param.dtype:  # type: ignore[attr-defined]
                 param.grad = param.main_grad  # type: ignore[attr-defined]
                 share_gradient(param, True)
+
+    def _show_gradients_unreadable(self) -> None:
+        for param, group in self._group_of.items():
+            if param not in self._unreadable_grads:
+                self._unreadable_grads[param] = make_unreadable_gradient(param)
+            param.grad = self._unreadable_grads[param] if group.bucket.has_gradient(param) else None
 
     def _open_reduced_gradients(self) -> bool:
         if self._is_sharded:
@@ -299,7 +314,7 @@ class DistributedDataParallel(_BaseDataParallel):
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
         if self._is_sharded:
-            written = next((p for p in self._group_of if p.grad is not None), None)
+            written = next((p for p in self._group_of if not (p.grad is None or is_unreadable(p.grad))), None)
             if written is not None:
                 raise OptimizerError(
                     f"parameter {self._name_of(written)} has a .grad of its own, but {self._sharding} keeps the "
@@ -403,7 +418,7 @@ class DistributedDataParallel(_BaseDataParallel):
     def held_tensors(self) -> dict[str, list[Tensor]]:
         buckets = [group.bucket for group in self.bucket_groups]
         held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
-        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         parameters = [*self.module.parameters(), *self.module.buffers()]
         whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]
         return {

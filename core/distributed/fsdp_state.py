@@ -126,8 +126,11 @@ def forget_forward_order(root: nn.Module) -> None:
 
 
 def shard_versions(root: nn.Module) -> list[int]:
-    """For each parameter a number that grows whenever something writes its shard."""
-    return [parameter._sharded_param_data._version for parameter in _fsdp_parameters(root)]
+    """For each parameter a number that grows when its shard is written, as a DTensor or as the local tensor in it."""
+    return [
+        parameter.sharded_param._version + parameter._sharded_param_data._version
+        for parameter in _fsdp_parameters(root)
+    ]
 
 
 def gathered_versions(root: nn.Module) -> dict[Any, int]:

@@ -9,6 +9,9 @@ from torch import nn
 from ..errors import UnitError
 from .fsdp_state import gathered_versions, name_of_parameter, shard_versions
 
+_UNWRITTEN = 0
+"""The version of what torch has gathered into and nothing else has written."""
+
 
 class GatheredValues:
     """Compares versions of shards and of gathered parameters from one forward of a sharded model to the next.
@@ -38,7 +41,7 @@ class GatheredValues:
         """
         before, self._of_gathered = self._of_gathered, gathered_versions(self._root)
         for parameter, version in self._of_gathered.items():
-            if version != before.get(parameter, version):
+            if version != before.get(parameter, _UNWRITTEN):
                 raise UnitError(
                     f"parameter {name_of_parameter(parameter)} was written while its unit was gathered, between a "
                     "forward and the end of its step, and the write would be lost; write parameters after "

@@ -99,4 +99,4 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Of ``step(self, closure=None)``."""
-    return len(args) > 1 and args[1] is not None or kwargs.get("closure") is not None
+    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None

@@ -36,8 +36,8 @@ from .fsdp_state import (
 )
 from .gathered_values import GatheredValues
 from .initial_values import InitialValues
-from .prefetch import Prefetcher
 from .precision import cast_buffers, mixed_precision_policy
+from .prefetch import Prefetcher
 from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig

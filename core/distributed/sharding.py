@@ -20,6 +20,7 @@ from .explain.stale_optimizers import replaced_parameters_marked
 from .fsdp_collectives import DirectAllGather, DirectReduceScatter
 from .fsdp_state import PartialReshard, tolerate_units_never_gathered
 from .resharding import Reshard, check_reshard, reshard_of
+from .unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from .units import Unit, parameter_attributes_kept
 
 
@@ -139,8 +140,8 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
 
 def _reject_what_cannot_be_sharded(module: nn.Module) -> None:
     reject_wrapped(module)
+    reject_unfit(module)
+    reject_unfit_for_fsdp2(module)
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
-            raise WrapError(f"parameter {name} is a scalar, which cannot be cut; give it the shape (1,)")
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
             raise WrapError(f"parameter {name} lies on a mesh of {parameter.device_mesh.ndim} axes already")

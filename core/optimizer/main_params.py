@@ -48,8 +48,6 @@ class MainParam:
 
     main: Tensor = field(init=False)
     _address: int = field(init=False)
-    _version: int = field(init=False)
-    """Torch's count of in-place writes to the parameter when `main` last agreed with it, whoever had written which."""
 
     def __post_init__(self) -> None:
         if self.param.is_complex():
@@ -64,7 +62,6 @@ class MainParam:
             )
         self.main = local.detach().float() if self.is_low_precision else local.detach()
         self._address = self._local_param().data_ptr()
-        self.note_agreement()
 
     @property
     def is_low_precision(self) -> bool:
@@ -106,14 +103,8 @@ class MainParam:
         """`state`, in the shape of `main`, as the tensor of the whole model for a checkpoint; shares its storage."""
         return global_view(self.param, state)
 
-    def note_agreement(self) -> None:
-        """Notes that `main` and the parameter agree now."""
-        self._version = self._local_param()._version
-
-    def check_parameter(self) -> bool:
-        """Whether something else has written the parameter since `main` agreed with it: a load, a clamp, an average.
-
-        Raises where the parameter has moved since the optimizer was built, which would update a stale tensor.
+    def check_storage(self) -> None:
+        """Raises where the parameter has moved since the optimizer was built, which would update a stale tensor.
 
         Raises:
             OptimizerError: the module holds another parameter under this name, or the parameter another storage.
@@ -123,14 +114,12 @@ class MainParam:
         held = self.owner._parameters.get(self.attribute)
         # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one.
         replaced = held is not self.param and isinstance(held, DTensor) == isinstance(self.param, DTensor)
-        local = self._local_param()
-        if replaced or local.data_ptr() != self._address:
+        if replaced or self._local_param().data_ptr() != self._address:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
                 "device or dtype, a wrapper that moved it into its buffers, or a load with assign=True); build the "
                 "optimizer afterwards, or load in place with core.dist_checkpointing.load_model_state_dict"
             )
-        return local._version != self._version
 
     def take_gradient(self) -> Tensor | None:
         """This step's gradient, in the local shape and the dtype of `main`; a copy only where the dtype differs.
@@ -157,26 +146,11 @@ class MainParam:
         return _local(self.param.detach())
 
 
-def refresh_written_masters(params: Sequence[MainParam]) -> None:
-    """Takes what something else has written into parameters in low precision over into their masters.
-
-    An element that still is its master rounded keeps all digits of the master: a checkpoint's weights may be loaded
-    after its masters.
-    """
-    for p in params:
-        if p.is_low_precision:
-            local = p.local()
-            p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
-        p.note_agreement()
-
-
 def refresh_parameters(params: Sequence[MainParam]) -> None:
     """Writes the masters into the parameters in low precision that they stand for."""
     copied = [p for p in params if p.is_low_precision]
     if copied:
         torch._foreach_copy_([p.local() for p in copied], [p.main for p in copied])
-    for p in params:
-        p.note_agreement()
 
 
 def refresh_masters(params: Sequence[MainParam]) -> None:
@@ -184,8 +158,6 @@ def refresh_masters(params: Sequence[MainParam]) -> None:
     copied = [p for p in params if p.is_low_precision]
     if copied:
         torch._foreach_copy_([p.main for p in copied], [p.local() for p in copied])
-    for p in params:
-        p.note_agreement()
 
 
 def _local(tensor: Tensor) -> Tensor:

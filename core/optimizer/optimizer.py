@@ -14,9 +14,10 @@ from ..distributed import _BaseDataParallel
 from ..errors import CheckpointError
 from .clip_grads import GradientStatistics, clip_coefficient, round_to_fp32
 from .grad_scaler import GradScaler
-from .main_params import MainParam, refresh_masters, refresh_parameters, refresh_written_masters
+from .main_params import MainParam, refresh_masters, refresh_parameters
 from .optimizer_config import OptimizerConfig
 from .update_rules import ensure_state, get_step_count, set_step_count, state_names
+from .written_params import WrittenParams
 
 
 class MegatronOptimizer:
@@ -56,6 +57,7 @@ class MegatronOptimizer:
         self._statistics = statistics
         self._wrappers = wrappers
         self._state_names = state_names(config)
+        self._written_params = WrittenParams(params)
         self._is_double = all(p.main.dtype == torch.float64 for p in params)
 
     @property
@@ -80,7 +82,9 @@ class MegatronOptimizer:
         # Gather and check.
         for wrapper in self._wrappers:
             wrapper.check_may_step(type(self).__name__)
-        refresh_written_masters([p for p in self._params if p.check_parameter()])
+        for p in self._params:
+            p.check_storage()
+        self._written_params.refresh_masters()
         grads = [p.take_gradient() for p in self._params]
         scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         scaled_norm, num_zeros = self._statistics.measure(grads, self.config.log_num_zeros_in_grad)
@@ -116,6 +120,7 @@ class MegatronOptimizer:
     def _publish_parameters(self) -> None:
         """Brings what was updated, or loaded, into the model's parameters."""
         refresh_parameters(self._params)
+        self._written_params.note_agreement()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Makes every gradient zero or None; those of a wrapped model are None or unused memory in both forms."""
@@ -141,6 +146,7 @@ class MegatronOptimizer:
     def reload_model_params(self) -> None:
         """Takes the model's parameters into the fp32 masters, after something else has written the parameters."""
         refresh_masters(self._params)
+        self._written_params.note_agreement()
 
     def gradient_tensors(self) -> dict[str, Tensor]:
         """What the next :meth:`step` is about to read, by parameter name: zeros where there is no gradient.

@@ -69,13 +69,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first difference between two trainings: the smallest step, and in it loss, then gradients, then weights."""
+    """The first difference between two trainings: the smallest step, in it loss, gradients, weights, then buffers."""
 
     step: int
     what: str
-    """``loss``, ``gradient`` or ``weight``."""
+    """``loss``, ``gradient``, ``weight`` or ``buffer``."""
     parameter: str
-    """Its name; empty for the loss."""
+    """The name of the parameter or buffer; empty for the loss."""
     off: float
     """By how much, relative to the norm of what it is compared with; NaN where a side is not finite."""
     rank: int = 0
@@ -205,7 +205,8 @@ def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float)
     ours.update()
     theirs.update()
     weights = _first_difference(step, "weight", ours.weights(), theirs.weights(), tolerance)
-    return found or gradients or weights
+    buffers = _first_difference(step, "buffer", ours.buffers(), theirs.buffers(), tolerance)
+    return found or gradients or weights or buffers
 
 
 def _first_difference(
@@ -237,5 +238,5 @@ def _of_all_ranks(found: Parting | None) -> Parting | None:
     """What the first rank that saw something saw: a replica may be wrong on one rank alone."""
     of_ranks: list[Parting | None] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)
-    order = {"loss": 0, "gradient": 1, "weight": 2}
+    order = {"loss": 0, "gradient": 1, "weight": 2, "buffer": 3}
     return min((p for p in of_ranks if p is not None), key=lambda p: (order[p.what], p.rank), default=None)

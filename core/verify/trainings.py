@@ -52,6 +52,11 @@ class Training(ABC):
         for name, _ in model.named_parameters():
             yield name, whole(tensors[name])
 
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Each buffer, such as the running statistics of a batch normalisation."""
+        for name, buffer in unwrap_model(self.model).named_buffers():
+            yield name, whole(buffer)
+
 
 class WrappedTraining(Training):
     """Under a wrapper; each rank takes its own micro-batches."""

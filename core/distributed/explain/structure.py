@@ -83,10 +83,14 @@ def describe_structure(
         described[f"the model's setting {name}"] = repr(bool(getattr(config, name, False)))
     described["the model's class"] = type(module).__name__
     unit_of = {name: ", ".join(unit) for unit in units for name in unit}
+    first_name: dict[nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        tie = first_name.setdefault(parameter, name)
         kind = "" if parameter.requires_grad else ", frozen"
         unit = f", unit {_innermost(name, unit_of)}" if units else ""
         described[f"parameter {name}"] = f"{list(parameter.shape)} {_short(parameter.dtype)}{kind}{unit}"
+        if tie != name:
+            described[f"parameter {name}"] += f", tied to {tie}"
     for name, buffer in module.named_buffers():
         described[f"buffer {name}"] = f"{list(buffer.shape)} {_short(buffer.dtype)}"
     described["the units' order"] = "; ".join(", ".join(unit) for unit in units) or "none"

@@ -273,7 +273,7 @@ def _pickles() -> None:
     model = wrap(gpt())
     weight = model.module.decoder.layers[0].mlp.linear_fc1.weight
     assert weight.lend_gradient_memory is not None
-    assert pickle.loads(pickle.dumps(weight)).lend_gradient_memory is None
+    assert not hasattr(pickle.loads(pickle.dumps(weight)), "lend_gradient_memory")
 
 
 def test_a_pickled_parameter_has_nobody_who_lends():
