@@ -209,7 +209,7 @@ class _BaseDataParallel(nn.Module, ABC):
         self.gradient_state.check_may_step(optimizer)
 
     def _look_for_failures(self) -> None:
-        """Notes in `gradient_state` a backward that raised; a wrapper that only its own hooks tell has nothing to do."""
+        """Notes in `gradient_state` a backward that raised, where that left something begun."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
         """The same for an optimizer of torch, which reads ``param.grad`` and writes the parameters.

@@ -198,8 +198,8 @@ class DistributedDataParallel(_BaseDataParallel):
             return
         if gradient.requires_grad:
             raise ShardstackError(
-                "a backward with create_graph=True reached parameters of a DistributedDataParallel, whose buffers keep "
-                "no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
+                "a backward with create_graph=True reached parameters of a DistributedDataParallel, whose buffers "
+                "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
             )
         if self.gradient_state.phase is not Phase.ACCUMULATING:
             self.note_backward()

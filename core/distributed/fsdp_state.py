@@ -153,9 +153,9 @@ def mark_gathered_parameters(root: nn.Module) -> None:
 
 
 def allocate_gathered_parameters(root: nn.Module) -> None:
-    """Makes the tensors that parameters are gathered into, unit by unit, as the first forward would; all ranks call it.
+    """Makes the tensors that parameters are gathered into, unit by unit, as the first forward would.
 
-    Made inside `torch.inference_mode` they could never be trained.
+    Every rank calls it. Made inside `torch.inference_mode` they could never be trained.
     """
     with torch.inference_mode(False), torch.no_grad():
         for module in root.modules():

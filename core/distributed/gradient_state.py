@@ -7,6 +7,12 @@ from enum import Enum
 from ..errors import ShardstackError
 
 
+LATE_BACKWARD = (
+    "a backward added gradients after those of the step had been reduced; put every backward of a step but the last "
+    "inside no_sync, and call zero_grad_buffer before the next step"
+)
+
+
 class Phase(Enum):
     """What the gradients of a wrapper hold."""
 
@@ -91,10 +97,7 @@ class GradientState:
             ShardstackError: a backward came late, or did not end.
         """
         if self.phase is Phase.LATE:
-            raise ShardstackError(
-                "a backward added gradients after those of the step had been reduced; put every backward of a step "
-                "but the last inside no_sync, and call zero_grad_buffer before the next step"
-            )
+            raise ShardstackError(LATE_BACKWARD)
         if self.phase is Phase.BROKEN:
             raise ShardstackError(
                 "a backward of this step raised on its way, so that some gradients are missing; call zero_grad_buffer "

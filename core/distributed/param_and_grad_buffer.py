@@ -37,7 +37,7 @@ class GradSlot:
     """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed."""
 
     has_arrived: bool = False
-    """A gradient has come since the last `Bucket.clear_grads`; else what is here is zeros that nothing was added to."""
+    """A gradient has come since the last `Bucket.clear_grads`; else there are zeros here, or nothing."""
 
     lent_to: int | None = None
     """The backward that computes a gradient in `view` (`Bucket.lend`), until it brings the parameter's."""

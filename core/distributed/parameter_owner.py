@@ -54,7 +54,7 @@ def owner_of(param: Any) -> _BaseDataParallel | None:
 
 
 def share_gradient(param: nn.Parameter, shares: bool) -> None:
-    """Notes whether ``param.grad`` was made the same memory as ``param.main_grad``, for an optimizer to read either."""
+    """Notes whether ``param.grad`` was made the same memory as ``param.main_grad``."""
     getattr(param, _OWNER).shares_gradient = shares
 
 

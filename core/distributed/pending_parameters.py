@@ -35,7 +35,7 @@ def end_pending(params: Iterable[nn.Parameter]) -> None:
     """Makes `params` ordinary parameters again."""
     for param in params:
         if type(param) is _PendingParameter:
-            param.__class__ = nn.Parameter
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
             delattr(param, _WAIT)
 
 
@@ -65,7 +65,8 @@ def _without_values() -> frozenset[Any]:
     """What may be asked of a parameter whose values are not there: its gradient, and what it is."""
     names = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_cpu")
     getters = {getattr(Tensor, name).__get__ for name in (*names, "requires_grad", "grad", "grad_fn", "_version")}
-    setters = {Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
+    descriptors: list[Any] = [Tensor.grad, Tensor.requires_grad]
+    setters = {descriptor.__set__ for descriptor in descriptors} | {descriptors[0].__delete__}
     methods = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size}
     others = {Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.is_contiguous, Tensor.__len__}
     return frozenset(getters | setters | methods | others)

@@ -1,22 +1,21 @@
-"""What ``param.grad`` is where gradients are sharded over flat buffers: something that says so to whoever reads it.
+"""What ``param.grad`` is where gradients are sharded over flat buffers: something that says so to whoever uses it.
 
 None would tell `torch.nn.utils.clip_grad_norm_` and loops over gradients that there is nothing to do.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import ShardstackError
+from .gradient_state import LATE_BACKWARD
 
 
 def make_unreadable_gradient(param: nn.Parameter) -> Tensor:
-    """A tensor that can be assigned to ``param.grad``, has one element of memory, and raises whenever it is used."""
-    one = torch.empty((1,) * param.ndim, dtype=param.dtype, device=param.device)
-    return one.expand(param.shape).as_subclass(_UnreadableGradient)  # type: ignore[return-value]
+    """A tensor without memory that can be assigned to ``param.grad``, and raises whenever it is used."""
+    return _UnreadableGradient(param)
 
 
 def is_unreadable(gradient: Any) -> bool:
@@ -25,10 +24,21 @@ def is_unreadable(gradient: Any) -> bool:
 
 
 class _UnreadableGradient(Tensor):
+    @staticmethod
+    def __new__(cls, param: nn.Parameter) -> _UnreadableGradient:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ShardstackError(
             "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank; clip by "
             "OptimizerConfig(clip_grad=...), read this rank's part with wrapper.local_gradient(param), or use the "
             "sharding strategy 'no_shard'"
         )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Called below Python: by a backward that is about to add to it.
+        raise ShardstackError(LATE_BACKWARD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import torch
@@ -56,12 +57,12 @@ def _reject_shared_memory(module: nn.Module) -> None:
     by_storage: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for name, parameter in module.named_parameters():
         if type(parameter.data) is Tensor and parameter.layout == torch.strided and parameter.numel():
-            start = parameter.storage_offset()
+            start = int(parameter.storage_offset())
             last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            by_storage[parameter.untyped_storage()._cdata].append((start, start + last, name))
+            by_storage[parameter.untyped_storage()._cdata].append((start, start + int(last), name))
     for ranges in by_storage.values():
         ranges.sort()
-        for (_, end, first), (start, _, second) in zip(ranges, ranges[1:], strict=False):
+        for (_, end, first), (start, _, second) in itertools.pairwise(ranges):
             if start <= end:
                 raise WrapError(
                     f"parameters {first} and {second} are two parameters in the same memory, tied by .data, and "

@@ -16,9 +16,9 @@ from .main_params import MainParam
 class WrittenParams:
     """Compares the parameters in low precision with what they were when their masters last agreed with them.
 
-    Torch's count of in-place writes would be cheaper to compare, but does not see all: writes through ``.data``, and
-    those of a checkpoint's loader to the local part of a DTensor. So the bits themselves are summed, which takes about a
-    tenth of the time of an AdamW update. (A sum does not see values that only change places in memory.)
+    Torch's count of in-place writes would be cheaper to compare, but does not see all: not writes through ``.data``,
+    nor those of a checkpoint's loader to the local part of a DTensor. So the bits themselves are summed. (A sum does
+    not see values that only change places in memory.)
 
     Args:
         params: what the optimizer updates.
