@@ -6,7 +6,6 @@ from enum import Enum
 
 from ..errors import ShardstackError
 
-
 LATE_BACKWARD = (
     "a backward added gradients after those of the step had been reduced; put every backward of a step but the last "
     "inside no_sync, and call zero_grad_buffer before the next step"

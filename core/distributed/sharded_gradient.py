@@ -26,7 +26,7 @@ def is_unreadable(gradient: Any) -> bool:
 class _UnreadableGradient(Tensor):
     @staticmethod
     def __new__(cls, param: nn.Parameter) -> _UnreadableGradient:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
 
@@ -39,6 +39,6 @@ class _UnreadableGradient(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, *unused: Any) -> Any:
         # Called below Python: by a backward that is about to add to it.
         raise ShardstackError(LATE_BACKWARD)
