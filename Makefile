@@ -10,8 +10,12 @@ ARGS   ?=
 WRAPPER ?= --use-torch-fsdp2
 export OMP_NUM_THREADS := 1
 
-# What meets torch's private and newer interfaces first, in about a minute: run by CI on the oldest torch too.
-SHORT  := tests/unit/test_device.py tests/unit/distributed/test_prefetch.py
+# What meets torch's private and newer interfaces, in one to two minutes: CI runs it on the oldest torch too.
+SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tensor_parallel/test_weight_gradients) \
+          $(addprefix distributed/test_, $(addsuffix .py, prefetch fsdp_settings exchanged_units unit_cases \
+          between_micro_batches fsdp_precision torch_fully_sharded_data_parallel resharding sharded_model \
+          data_parallel_base))) \
+          tests/unit/distributed/explain/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder
 
 .PHONY: train test test-short test-long test-gpu mutation check fix clean
 

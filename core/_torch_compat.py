@@ -45,10 +45,23 @@ def reduce_parameters_without_gradient(module: FSDPModule) -> None:
     if setter is not None:
         setter(True)
         return
-    for group in fsdp_param_groups(module._get_fsdp_state()):
+    state = module._get_fsdp_state()
+    state._state_ctx.all_states = _OnceEach()
+    for group in fsdp_param_groups(state):
         for parameter in group.fsdp_params:
             accumulate = parameter.accumulate_unsharded_grad_if_needed
             parameter.accumulate_unsharded_grad_if_needed = partial(_or_zeros, accumulate, parameter, group)
+
+
+class _OnceEach(list[Any]):
+    """What torch before 2.13 keeps the states of a model in, one for each module of a unit.
+
+    They are the same state where a unit has several modules, and its gradients would be collected as often.
+    """
+
+    def append(self, state: Any) -> None:
+        if not any(state is other for other in self):
+            super().append(state)
 
 
 def _or_zeros(accumulate: Callable[[], None], parameter: Any, group: Any) -> None:

@@ -142,12 +142,13 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
     storage.RawWriter._values = lambda *args: [tensor for tensor in kept(*args) if tensors.append(tensor) is None]
     tensors: list[torch.Tensor] = []
     begun = storage.folders.begin
-    planning, storage.folders.begin = threading.Event(), lambda folder: planning.wait(30) and begun(folder)
+    planning, storage.folders.begin = threading.Event(), lambda folder: planning.wait(100) and begun(folder)
     saver.save(model_state_dict(model), f"{root}/it", metadata={})  # returns, though no plan can be made yet
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.zero_()
     waited = not tensors
+    dist.barrier()  # one rank's plan lets all of them write
     planning.set()
     saver.wait()
     storage.RawWriter._values, storage.folders.begin = kept, begun
