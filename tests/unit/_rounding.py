@@ -11,8 +11,8 @@ def assert_same_sums(found: Mapping[str, torch.Tensor], expected: Mapping[str, t
     """Raises AssertionError unless all elements are the expected ones but for the rounding of so many additions.
 
     An addition is off by at most half a unit in the last place of its result, in each of the two orders: together by
-    `additions` times the dtype's epsilon times the largest result on the way. For that stands the largest element of
-    all tensors, and neither the element itself nor its tensor, which may have one element: what it adds may cancel.
+    `additions` times the dtype's epsilon times the largest result on the way. The largest element of all tensors is
+    taken for it: not the element itself, nor its tensor, which may have one element, because what they add may cancel.
     """
     largest = max(value.abs().max().item() for value in expected.values())
     for name, value in expected.items():
