@@ -1,6 +1,8 @@
 # Everything a newcomer runs. Each target installs what it needs into .venv of this checkout, once.
 PYTHON ?= python3
-VENV   := .venv
+# Another version of torch than that of constraints.txt, in an environment of its own: make test TORCH=2.11.0
+TORCH  ?=
+VENV   := .venv$(TORCH:%=-torch-%)
 BIN    := $(VENV)/bin
 NPROC  ?= 2
 ARGS   ?=
@@ -8,13 +10,30 @@ ARGS   ?=
 WRAPPER ?= --use-torch-fsdp2
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test test-long test-gpu mutation check fix clean
+# What meets torch's private and newer interfaces, in one to two minutes: CI runs it on the oldest torch too.
+SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tensor_parallel/test_weight_gradients) \
+          $(addprefix distributed/test_, $(addsuffix .py, prefetch fsdp_settings exchanged_units unit_cases \
+          between_micro_batches fsdp_precision torch_fully_sharded_data_parallel resharding sharded_model \
+          data_parallel_base))) \
+          tests/unit/distributed/explain/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder
+
+.PHONY: train test test-short test-long test-gpu mutation check fix clean
 
 # A stamp per set of extras: nothing is installed again until setup.py or the constraints change.
-$(VENV)/.installed-%: setup.py constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+$(VENV)/.installed-%: setup.py $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
 	@touch $@
+
+# With TORCH everything but torch stays as constrained; setuptools, of which torch 2.11 wants one before 82, is free. The
+# registry's torch would bring 2.5 GB of libraries for GPUs: tests/install_torch.py leaves them out, and says how.
+$(VENV)/constraints.txt: constraints.txt $(TORCH:%=tests/install_torch.py)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(TORCH),)
+	@cp constraints.txt $@
+else
+	$(BIN)/python tests/install_torch.py $(TORCH)
+	@(grep -v -e '^torch==' -e '^setuptools==' constraints.txt; echo torch==$(TORCH)) > $@
+endif
 
 train: $(VENV)/.installed-train
 	$(BIN)/python -m core.training.launch --nproc-per-node $(NPROC) examples/gpt/pretrain_gpt.py \
@@ -22,6 +41,9 @@ train: $(VENV)/.installed-train
 
 test: $(VENV)/.installed-train,hf,test
 	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
+
+test-short: $(VENV)/.installed-train,hf,test
+	$(BIN)/python -m pytest -m 'not long and not gpu' $(SHORT) $(ARGS)
 
 # What is too slow for every commit: more ranks, compiled layers, whole runs.
 test-long: $(VENV)/.installed-train,hf,test
@@ -47,4 +69,4 @@ fix: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf .venv .venv-torch-* build dist *.egg-info

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,11 +38,39 @@ def reduce_scatter_single(
 def reduce_parameters_without_gradient(module: FSDPModule) -> None:
     """Lets an FSDP2 module reduce zeros for a parameter that backward did not reach on this rank.
 
-    Torch before 2.13 has no such setting: there all ranks must reach the same parameters.
+    Torch before 2.13 has no such setting, and would reduce on some ranks what others leave out: there the parameter is
+    given the zeros when the module is about to collect its gradients.
     """
     setter = getattr(module, "set_reduce_scatter_unused_params", None)
     if setter is not None:
         setter(True)
+        return
+    state = module._get_fsdp_state()
+    state._state_ctx.all_states = _OnceEach()
+    for group in fsdp_param_groups(state):
+        for parameter in group.fsdp_params:
+            accumulate = parameter.accumulate_unsharded_grad_if_needed
+            parameter.accumulate_unsharded_grad_if_needed = partial(_or_zeros, accumulate, parameter, group)
+
+
+class _OnceEach(list[Any]):
+    """What torch before 2.13 keeps the states of a model in, one for each module of a unit.
+
+    They are the same state where a unit has several modules, and its gradients would be collected as often.
+    """
+
+    def append(self, state: Any) -> None:
+        if not any(state is other for other in self):
+            super().append(state)
+
+
+def _or_zeros(accumulate: Callable[[], None], parameter: Any, group: Any) -> None:
+    accumulate()
+    unsharded = getattr(parameter, "_unsharded_param", None)  # absent before the first all-gather
+    if not group.reduce_grads or unsharded is None or not unsharded.requires_grad:
+        return
+    if unsharded.grad is None and parameter.unsharded_accumulated_grad is None:
+        unsharded.grad = torch.zeros_like(unsharded)
 
 
 def accumulates_into_leaf(node: Any) -> bool:

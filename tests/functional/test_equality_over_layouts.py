@@ -1,7 +1,8 @@
 """Cut by tensor, sequence and context parallelism, under every wrapper, a GPT trains to what one process reaches.
 
 Losses agree with the serial run's to 1e-6, and weights, the gradient and each parameter's part of it to 1e-5: sums
-over ranks and over the two halves of an attention round in another order. Ten steps of SGD, because AdamW would turn
+over ranks and over the two halves of an attention round in another order. So does the number of zeros in the gradient,
+but for the few that are zero because what they add cancels when rounded. Ten steps of SGD, because AdamW would turn
 rounding noise in a tiny gradient into a step of the size of the learning rate.
 """
 
@@ -12,6 +13,7 @@ import functools
 
 import pytest
 
+from tests.functional._cases import TOLERANCES
 from tests.functional._equality import SGD, Tolerance, assert_close
 from tests.functional._parallel_runs import Layout, Trained, run_layout, run_serial
 from tests.functional._runs import HYBRIDS, WRAPPERS, Curve, Training
@@ -71,7 +73,9 @@ def _compare(wrapper: str, layout: Layout, trained: str) -> None:
             assert_close(curve, expected, BF16)
         else:
             assert_close(curve, expected, FP32)
-            assert curve.zeros == expected.zeros and len(curve.zeros) == 10
+            for ours, theirs in zip(curve.zeros, expected.zeros, strict=True):
+                assert abs(ours - theirs) <= TOLERANCES["fp32"]["num_zeros"], (curve.zeros, expected.zeros)
+            assert len(curve.zeros) == 10
 
 
 BRIEF = {

@@ -25,16 +25,14 @@ ENDLESS = (*TINY, "--train-iters", "1000000", "--eval-interval", "1000000")
 def test_a_crash_on_one_rank_ends_all_with_its_traceback_first(
     corpus: Path, tmp_path: Path, launcher: list[str], rank: int
 ) -> None:
-    started = time.monotonic()
     ended = subprocess.run(
         [*launcher, FAILING, *ENDLESS, "--data-path", corpus, "--save", tmp_path / "run"],
         cwd=tmp_path,
         env=program_environment(CRASH_RANK=str(rank)),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,  # nothing waits for a collective, whose time limit is ten minutes
     )
-    assert time.monotonic() - started < 60  # the time limit of collectives is ten minutes
     assert ended.returncode == 1
     before, traceback = ended.stderr.split(f"rank {rank} of 2:\n", 1)
     assert "Traceback" not in before and f"rank {1 - rank}" not in before
@@ -68,7 +66,7 @@ def start(launcher: list[str], *arguments: str | Path, folder: Path) -> subproce
 
 
 def wait_for_steps(run: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 120
     while not (run / "log.jsonl").exists() or (run / "log.jsonl").read_text().count("\n") < 2:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no step was logged"
@@ -86,7 +84,7 @@ def test_a_signal_saves_and_ends(corpus: Path, tmp_path: Path, number: signal.Si
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "Traceback" not in err
     saved = json.loads((run / "log.jsonl").read_text().splitlines()[-1])["step"]
@@ -101,7 +99,7 @@ def test_torchrun_passes_a_signal_on_and_the_run_is_saved(corpus: Path, tmp_path
     process = start(TORCHRUN, *ENDLESS, "--data-path", corpus, "--save", run, folder=tmp_path)
     wait_for_steps(run, process)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=120)
     assert "stopped by SIGTERM" in out
     assert (run / "latest").exists()
 

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 240.0
 JOB_LIMIT_S = 120.0
 IDLE_POOLS_KEPT = 2  # world sizes whose processes stay alive: each rank holds about 300 MB
 

@@ -136,7 +136,7 @@ def _race(directory: Path, barrier, answers, with_locks: bool) -> None:
             (directory / f"built-{number}-{uuid.uuid4().hex}").touch()
             return _arrays()
 
-        barrier.wait(60)
+        barrier.wait(120)
         rounds.append(_matches(load_or_build(directory / "cache", {"round": number}, build)))
     answers.put(all(rounds))
 
@@ -157,9 +157,9 @@ def test_processes_that_start_at_once_agree(tmp_path: Path, with_locks: bool):
     processes = [context.Process(target=_race, args=(tmp_path, barrier, answers, with_locks)) for _ in range(3)]
     for process in processes:
         process.start()
-    assert [answers.get(timeout=60) for _ in processes] == [True] * 3
+    assert [answers.get(timeout=120) for _ in processes] == [True] * 3
     for process in processes:
-        process.join(30)
+        process.join(120)
         assert process.exitcode == 0
     builds = len(list(tmp_path.glob("built-*")))
     assert builds == 20 if with_locks else 20 <= builds <= 60

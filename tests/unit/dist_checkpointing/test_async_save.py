@@ -28,12 +28,16 @@ class Gate:
         storage._append = self._wait
 
     def _wait(self, *args):
-        assert self._open.wait(30)
+        assert self._open.wait(100)
         return self._kept(*args)
 
     def open(self) -> None:
         storage._append = self._kept
         self._open.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
 
 
 def _changes_while_writing(layout: str, root: str) -> None:
@@ -75,11 +79,10 @@ def test_one_process_without_a_group_saves_beside_its_work_too(tmp_path):
 def test_one_is_written_at_a_time(tmp_path):
     saver, gate = AsyncSaver(), Gate()
     saver.save({"w": torch.ones(3)}, tmp_path / "iter_0000001", metadata={})
-    threading.Timer(0.3, gate.open).start()
     assert not (tmp_path / "iter_0000001").exists()
-    started = time.monotonic()
+    threading.Timer(0.3, gate.open).start()
     saver.save({"w": torch.ones(3)}, tmp_path / "iter_0000002", metadata={}, keep=Retention(1))
-    assert time.monotonic() - started > 0.2  # for the first
+    assert gate.is_open  # it waited for the first
     assert (tmp_path / "iter_0000001").exists() or (tmp_path / "iter_0000002").exists()
     saver.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest"]
@@ -93,7 +96,7 @@ def _fails_on_rank_1(root: str) -> list[str]:
     if dist.get_rank() == 1:
         storage._append = _cannot_write
     saver.save({f"w{dist.get_rank()}": torch.ones(2)}, f"{root}/iter_0000002", metadata={})
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while not saver.failed and time.monotonic() < deadline:
         time.sleep(0.01)
     storage._append = kept
@@ -111,7 +114,7 @@ def _cannot_write(*args):
 
 
 def test_a_failure_of_one_writer_is_raised_once_on_all(tmp_path):
-    told = run_distributed(_fails_on_rank_1, 2, str(tmp_path), limit_s=60)
+    told = run_distributed(_fails_on_rank_1, 2, str(tmp_path))
     assert told[0] == told[1] and len(told[0]) == 1
     assert "iter_0000002" in told[0][0] and "no space left" in told[0][0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000003", "latest"]
@@ -139,12 +142,13 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
     storage.RawWriter._values = lambda *args: [tensor for tensor in kept(*args) if tensors.append(tensor) is None]
     tensors: list[torch.Tensor] = []
     begun = storage.folders.begin
-    planning, storage.folders.begin = threading.Event(), lambda folder: planning.wait(30) and begun(folder)
+    planning, storage.folders.begin = threading.Event(), lambda folder: planning.wait(100) and begun(folder)
     saver.save(model_state_dict(model), f"{root}/it", metadata={})  # returns, though no plan can be made yet
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.zero_()
     waited = not tensors
+    dist.barrier()  # one rank's plan lets all of them write
     planning.set()
     saver.wait()
     storage.RawWriter._values, storage.folders.begin = kept, begun
@@ -153,7 +157,7 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp2"])
 def test_a_state_that_is_cut_as_the_last_one_is_copied_before_it_is_planned(tmp_path, layout):
-    assert all(run_distributed(_copies_ahead_of_the_plan, 2, layout, str(tmp_path), limit_s=60))
+    assert all(run_distributed(_copies_ahead_of_the_plan, 2, layout, str(tmp_path)))
     assert content(tmp_path / "it") == content(tmp_path / "now")
 
 
@@ -172,7 +176,7 @@ def _cut_anew_on_rank_1(root: str) -> None:
 
 
 def test_what_is_cut_otherwise_on_one_rank_is_planned_before_it_is_copied_on_all(tmp_path):
-    run_distributed(_cut_anew_on_rank_1, 2, str(tmp_path), limit_s=60)
+    run_distributed(_cut_anew_on_rank_1, 2, str(tmp_path))
     assert content(tmp_path / "it") == content(tmp_path / "now")
     assert content(tmp_path / "fewer") == content(tmp_path / "fewer now")
 

@@ -114,7 +114,7 @@ def _uses_no_collective() -> list[str]:
 
 
 def test_a_view_needs_no_other_rank():
-    run_distributed(_uses_no_collective, 2, limit_s=20)
+    run_distributed(_uses_no_collective, 2)
 
 
 def _refusals() -> list[str]:

@@ -58,7 +58,7 @@ def _loads_on_one_rank_only() -> None:
 
 
 def test_a_full_dict_needs_no_other_rank():
-    run_distributed(_loads_on_one_rank_only, 2, limit_s=20)
+    run_distributed(_loads_on_one_rank_only, 2)
 
 
 def _broadcasts(layout: str) -> None:
@@ -74,7 +74,7 @@ def _broadcasts(layout: str) -> None:
     ("world", "layout"), [(2, "fsdp"), (2, "tp2"), pytest.param(4, "tp2 fsdp", marks=pytest.mark.long)]
 )
 def test_the_first_rank_can_hold_the_dict_for_all(world, layout):
-    run_distributed(_broadcasts, world, layout, limit_s=60)
+    run_distributed(_broadcasts, world, layout)
 
 
 class _TiedWithBuffers(nn.Module):
@@ -110,7 +110,7 @@ def _broadcasts_to_ranks_without_any() -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_other_ranks_need_no_dict_at_all(world):
-    run_distributed(_broadcasts_to_ranks_without_any, world, limit_s=60)
+    run_distributed(_broadcasts_to_ranks_without_any, world)
 
 
 def _loads_sharded(layout: str) -> None:
@@ -149,7 +149,7 @@ def _fails_on_rank_1() -> str:
 
 
 def test_what_one_rank_lacks_is_raised_on_all():
-    first, second = run_distributed(_fails_on_rank_1, 2, limit_s=60)
+    first, second = run_distributed(_fails_on_rank_1, 2)
     assert first == second
     assert "missing: norm.weight" in first
 

@@ -16,6 +16,7 @@ from core.distributed.units import plan_units
 from core.errors import ParallelConfigError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from tests.functional._runs import build_gpt, micro_batches
+from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, Toy, batches, build, gradients, loss_of, toy
 
@@ -157,11 +158,11 @@ def _same_with_and_without(fields: dict[str, object], is_exact: bool) -> None:
             model.finish_grad_sync()
         found.append(gradients(model))
     plain, changed = found
+    if not is_exact:  # compiled kernels add 8 tokens of two micro-batches of two ranks in an order of their own
+        assert_same_sums(changed, plain, additions=31)
+        return
     for name, expected in plain.items():
-        if is_exact:
-            assert torch.equal(changed[name], expected), name
-        else:
-            assert torch.allclose(changed[name], expected, rtol=1e-6, atol=1e-7), name
+        assert torch.equal(changed[name], expected), name
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from core.distributed import collectives
 from core.distributed.exchanged_units import exchange_directly
 from core.distributed.fsdp_collectives import DirectAllGather
 from core.distributed.fsdp_state import drop_pending_gathers, gathered_tensors
+from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, build, gradients, loss_of, oracle, toy
 
@@ -119,8 +120,8 @@ def test_a_gather_that_nobody_used_is_freed_and_forgotten():
     run_distributed(_is_dropped, 2)
 
 
-def _reduces_in(settings: dict) -> tuple[set[str], bool]:
-    """The threads in which units are reduced, slowly; and whether gradients are right as soon as backward returns."""
+def _reduces_in(settings: dict) -> set[str]:
+    """The threads in which units are reduced, slowly; gradients have to be right as soon as backward returns."""
     threads = []
     reduce_scatter = collectives.reduce_scatter
 
@@ -134,15 +135,15 @@ def _reduces_in(settings: dict) -> tuple[set[str], bool]:
         for index, tokens in enumerate(batches(dist.get_rank())):
             with nullcontext() if index == 2 else model.no_sync():
                 loss_of(model, tokens).backward()
-    are_right = all(torch.allclose(gradients(model)[name], wanted, rtol=1e-6) for name, wanted in oracle().items())
-    return set(threads), are_right
+    assert_same_sums(gradients(model), oracle(), additions=5)  # three micro-batches of two ranks, in whichever order
+    return set(threads)
 
 
 def test_units_are_reduced_beside_the_backward_that_ends_with_their_gradients():
-    assert run_distributed(_reduces_in, 2, {}) == [({"comm-lane"}, True)] * 2
+    assert run_distributed(_reduces_in, 2, {}) == [{"comm-lane"}] * 2
 
 
 def test_what_is_computed_with_a_reduction_waits_for_it():
     every = run_distributed(_reduces_in, 2, {"reduce_every_micro_batch": True})
-    assert every == [({"comm-lane", "MainThread"}, True)] * 2  # what comes second is added to what is there
-    assert run_distributed(_reduces_in, 2, {"cpu_offload": True}) == [({"MainThread"}, True)] * 2
+    assert every == [{"comm-lane", "MainThread"}] * 2  # what comes second is added to what is there
+    assert run_distributed(_reduces_in, 2, {"cpu_offload": True}) == [{"MainThread"}] * 2

@@ -38,13 +38,14 @@ def _gathers_beside_forward(kind: str, read: str) -> None:
     gate, gather = threading.Event(), collectives.all_gather
 
     def gather_late(*args):
-        gate.wait(20)
+        gate.wait(100)
         gather(*args)
 
     with mock.patch.object(collectives, "all_gather", gather_late):
         _update_shards(model, 0.25)
         model.start_param_sync()  # returns although nothing has been gathered
-        threading.Timer(0.2, gate.set).start()
+        if read != "directly":
+            threading.Timer(0.2, gate.set).start()
         if read == "forward":
             model(batches(0)[0])
         elif read == "state_dict":
@@ -53,9 +54,9 @@ def _gathers_beside_forward(kind: str, read: str) -> None:
             model.disable_forward_pre_hook()
         else:
             model.module.head.weight.sum()  # too early: nobody waits
-    weights = [p.detach() for p in model.parameters() if p.requires_grad]
+        weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+        gate.set()
     assert all(torch.equal(w, torch.full_like(w, 0.25)) for w in weights), "stale parameters"
-    gate.wait()
     model.finish_param_sync()
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from core.distributed import (
-    finalize_model_grads,
-)
+from core._torch_compat import fsdp_param_groups
+from core.distributed import finalize_model_grads
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import (
     GatherCounter,
@@ -35,7 +34,7 @@ def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool)
     seen: list[tuple[int, list[int]]] = []
 
     def ahead() -> list[int]:
-        groups = [layer._get_fsdp_state()._fsdp_param_groups[0] for layer in layers]
+        groups = [fsdp_param_groups(layer._get_fsdp_state())[0] for layer in layers]
         return [i for i, g in enumerate(groups) if g._all_gather_result is not None or g.is_unsharded]
 
     module.order = order

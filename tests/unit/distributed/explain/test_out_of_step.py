@@ -28,10 +28,8 @@ def _short_group() -> dist.ProcessGroup:
 
 
 def _explained(run: Any) -> str:
-    started = time.monotonic()
     with pytest.raises(OutOfStepError) as caught:
         run()
-    assert time.monotonic() - started < LIMIT_S + 8
     # Whoever waits second in a group of which the time is up hears that the connection was closed for the first.
     assert re.search("Timed out|closed|pair closure", str(caught.value))
     return str(caught.value)
