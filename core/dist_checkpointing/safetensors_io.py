@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..durable import sync_folder, write_durably
 from ..errors import CheckpointError, MissingExtraError
 from . import folders
 from .index import CheckpointIndex, Piece, TensorEntry
@@ -151,7 +152,7 @@ def write_safetensors(
     if writes and len(shards) > 1:
         places = {name: _file_name(number, len(shards)) for number, names in enumerate(shards) for name in names}
         document = {"metadata": {"total_size": sum(_bytes(*plan[name]) for name in plan)}, "weight_map": places}
-        folders.write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
+        write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
 
 
 def _as_planned(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -192,9 +193,9 @@ def begin_new_folder(folder: Path) -> Path:
 def publish_new_folder(folder: Path) -> None:
     """Gives what was written aside its name, at once."""
     temporary = folders.temporary_folder(folder)
-    folders.sync_folder(temporary)
+    sync_folder(temporary)
     temporary.replace(folder)
-    folders.sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
 def _library() -> Any:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
+from ..dist_checkpointing.folder_lock import acquire_folder, release_folder
+from ..dist_checkpointing.ranks import Ranks
 from ..errors import ConfigError
 from ..tensor_parallel.random import model_parallel_manual_seed
 from .config import PretrainConfig, validate
-from .entry import environment_rank, environment_world_size
+from .entry import check_launcher, environment_rank, environment_threads, environment_world_size
 
 
 def initialize(config: PretrainConfig) -> None:
@@ -30,10 +33,12 @@ def initialize(config: PretrainConfig) -> None:
             is made.
     """
     validate(config, dist.get_world_size() if dist.is_initialized() else environment_world_size())
+    if not dist.is_initialized():
+        check_launcher()
     if environment_rank() != 0:
         warnings.filterwarnings("ignore")
     warnings.formatwarning = _one_line_warning
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(environment_threads())
     if config.run.deterministic:
         device.compute_deterministically()
     device.init_process_group(
@@ -70,6 +75,31 @@ def check_output_folders(config: PretrainConfig) -> None:
         finally:
             for path in missing:
                 with suppress(OSError):
+                    path.rmdir()
+
+
+@contextmanager
+def run_folder_held(folder: Path | None) -> Iterator[None]:
+    """Holds the lock of a run's folder, which the first rank takes for all; collective where it is entered.
+
+    A folder that is made for it is removed again where the run ended before it wrote anything.
+
+    Raises:
+        CheckpointError: on all ranks: another run holds it.
+    """
+    if folder is None:
+        yield
+        return
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    ranks = Ranks()
+    key = ranks.from_first(lambda: acquire_folder(folder))
+    try:
+        yield
+    finally:
+        if ranks.is_first:
+            release_folder(key)
+            for path in missing:
+                with suppress(OSError):  # not empty
                     path.rmdir()
 
 

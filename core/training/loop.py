@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
 from .checkpointing import save_tokenizer
 from .config import PretrainConfig
@@ -49,6 +49,15 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
             a checkpoint cannot be written; of one that was written beside training, after the next step.
             OptimizerError: gradients stay infinite or NaN.
     """
+    begun_at = state.iteration
+    try:
+        return _train(state, config, data)
+    except ShardstackError as error:
+        error.ended_run = state.iteration > begun_at
+        raise
+
+
+def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
     world_size = dist.get_world_size()
     is_writer = dist.get_rank() == 0
     folder = config.checkpoint.folder

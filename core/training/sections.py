@@ -212,8 +212,8 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Beside `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
 
-    verify_checkpoint: bool = False
-    """On `load`, compare every tensor with the hash that was saved with it. Without, only tensors that are put
+    verify_checkpoint: bool = True
+    """Compare every tensor that is loaded with the hash that was saved with it. Without, only tensors that are put
     together from other pieces than they were saved in are compared."""
 
     def __post_init__(self) -> None:
@@ -223,8 +223,6 @@ class CheckpointConfig:
                 f"keep_every is {self.keep_every} and keep_last is not set, so that all checkpoints are kept; add "
                 "keep_last, or drop keep_every"
             )
-        if self.verify_checkpoint and self.load is None:
-            raise ConfigError("verify_checkpoint is set and nothing is loaded; add load, or drop it")
 
     @property
     def retention(self) -> Retention | None:

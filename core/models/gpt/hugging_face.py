@@ -33,6 +33,7 @@ from ...dist_checkpointing.safetensors_io import (
     read_safetensors_index,
     write_safetensors,
 )
+from ...durable import write_durably
 from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 from .hf_layout import (
@@ -104,7 +105,7 @@ def save_hugging_face(
     def describe(into: Path) -> None:
         largest = max((kind for kind, _ in plan.values()), key=lambda kind: kind.itemsize)
         described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
-        folders.write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+        write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
         publish_new_folder(folder)
 
     is_first = ranks.is_first

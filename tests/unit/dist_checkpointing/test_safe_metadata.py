@@ -124,7 +124,7 @@ def test_a_payload_of_ours_is_bytes_whatever_they_say(tmp_path):
     save({"w": torch.zeros(len(attack), dtype=torch.uint8)}, tmp_path / "it", metadata={})
     (tmp_path / "it" / "rank_00000.bin").write_bytes(attack)
     state = {"w": torch.zeros(len(attack), dtype=torch.uint8)}
-    load(state, tmp_path / "it")
+    load(state, tmp_path / "it", verify=False)
     assert bytes(state["w"].tolist()) == attack
     assert not bomb.exists()
 
@@ -239,5 +239,8 @@ def test_a_checkpoint_of_the_first_version_is_read(tmp_path):
     w = torch.zeros(2, 3)
     assert load({"w": w}, tmp_path / "it") == {"step": 3}
     assert w.all()
-    with pytest.raises(CheckpointError, match=r"cannot be verified: it keeps no hash of 1 tensors, w among them"):
-        load({"w": w}, tmp_path / "it", verify=True)
+    lines: list[str] = []
+    load({"w": w}, tmp_path / "it", report=lines.append)
+    assert lines == [
+        f"{tmp_path}/it keeps no hashes, so that what was loaded could not be compared with what was saved"
+    ]
