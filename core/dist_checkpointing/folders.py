@@ -20,11 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..bounds import BoundsError, read_file
 from ..durable import make_folders, sync_folder, write_durably
 from ..errors import CheckpointError
 from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 
 LATEST_FILE = "latest"
+_POINTER_BYTES = 4096
 _ITERATION = re.compile(r"iter_\d{7,}")
 _LEFT_OVER = re.compile(r"\.iter_\d{7,}\.(tmp|removed|old)")
 
@@ -45,7 +47,12 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     pointer = Path(root) / LATEST_FILE
     if not pointer.exists():
         return next(iter(complete_checkpoints(root)), None)
-    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        name = read_file(pointer, _POINTER_BYTES).decode("utf-8", errors="replace").strip()
+    except (OSError, BoundsError) as error:
+        raise CheckpointError(
+            f"{pointer} cannot be read ({error}); it is a file that holds the name of a checkpoint: write one there"
+        ) from None
     if not name or name in (".", "..") or Path(name).name != name:
         raise CheckpointError(
             f"{pointer} holds {name!r}, which is no folder beside it; write a checkpoint's name there"

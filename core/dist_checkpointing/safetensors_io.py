@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..bounds import JSON_BYTES, read_json
 from ..durable import sync_folder, write_durably
 from ..errors import CheckpointError, MissingExtraError
 from . import folders
@@ -209,9 +210,9 @@ def _library() -> Any:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        places = read_json(path, JSON_BYTES)["weight_map"]
         valid = isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error})") from error
     if not valid or any(Path(name).name != name or name in (".", "..") for name in places.values()):
         raise CheckpointError(f"{path} has a weight_map that does not name files beside it")

@@ -92,6 +92,7 @@ def load(
     verify: bool = True,
     cast: bool = False,
     report: Callable[[str], None] | None = None,
+    optional: str | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fills the tensors of `state` in place from a checkpoint, whatever layout and world size wrote it.
@@ -107,6 +108,7 @@ def load(
         verify: False compares only tensors that are put together from other pieces than they were saved in.
         cast: fill a floating tensor whose dtype is not the checkpoint's too, by way of one of that dtype; all such
             tensors are held twice until they are loaded.
+        optional: names of the checkpoint that begin with this need not be in `state`, also where `strict`.
         report: is given one line, on every rank: what was compared with hashes, and how long that took.
 
     Returns:
@@ -131,6 +133,7 @@ def load(
     )
     if strict:
         unasked = set.intersection(*(names for _, names, _ in told))
+        unasked = {name for name in unasked if optional is None or not name.startswith(optional)}
         problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unasked)]
     else:
         problems = []

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import io
 import os
-import pickle
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..bounds import JSON_BYTES, BoundsError, read_file
 from ..durable import write_durably
 from ..errors import CheckpointError
 from . import folders
@@ -32,6 +32,7 @@ from .folder_lock import acquire_folder, release_folder
 from .index import CheckpointIndex, Piece, TensorEntry
 from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE, decode_index, encode_index, read_torch_index
 from .staging import HostStaging
+from .tensor_archive import read_tensor_archive
 
 _ALIGNMENT_BYTES = 64
 
@@ -204,12 +205,14 @@ class IndexedReader(StorageReader):
             return torch.from_numpy(mapped).view(dtype).view(piece.sizes)
         with path.open("rb") as stream:
             stream.seek(piece.start)
-            archive = io.BytesIO(stream.read(piece.num_bytes))
+            archive = stream.read(piece.num_bytes)
         try:
-            tensor = torch.load(archive, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} holds no readable tensor for {name!r}; nothing in it was run") from error
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
+            tensor = read_tensor_archive(archive)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{path} holds no readable tensor for {name!r}: {error}; nothing in it was run"
+            ) from error
+        if tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
             raise CheckpointError(f"{path} holds for {name!r} something else than {dtype} of shape {piece.sizes}")
         return tensor
 
@@ -231,11 +234,11 @@ def read_index(folder: Path) -> CheckpointIndex:
         raise CheckpointError(f"{folder} is not a checkpoint: {found}; name a folder that `save` wrote")
     try:
         if path.is_file():
-            index = decode_index(path.read_text(encoding="utf-8"))
+            index = decode_index(read_file(path, JSON_BYTES).decode("utf-8"))
         else:
             path = torch_path
             index = read_torch_index(path)
-    except (CheckpointError, UnicodeDecodeError) as error:
+    except (CheckpointError, BoundsError, UnicodeDecodeError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or unsafe: {error}; use another checkpoint") from error
     for name, num_bytes in index.file_bytes.items():
         file = folder / name

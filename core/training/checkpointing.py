@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import device, parallel_state
+from ..bounds import brief
 from ..datasets.tokenizer import Tokenizer
 from ..dist_checkpointing import (
     AsyncSaver,
@@ -56,6 +57,9 @@ _METADATA: dict[str, type] = {
     "rng_layout": list,
     "layout": dict,
 }
+_RNG_BYTES = 1 << 24
+"""Most that the random streams of a rank take; they take some 20,000."""
+_RNG_NAMES = "rng."
 _MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
     "model": TRANSFORMER_FIELDS,
     "gpt": (
@@ -92,7 +96,7 @@ def save_checkpoint(
         FINITE: _all_finite(tensors),
     }
     write = save if saver is None else saver.save
-    tensors |= {f"rng.rank{dist.get_rank()}": _packed(rng)}
+    tensors |= {f"{_RNG_NAMES}rank{dist.get_rank()}": _packed(rng)}
     write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
     return folder
 
@@ -131,17 +135,26 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *,
     if metadata.get(FINITE) is False:
         raise CheckpointError(f"{folder} holds weights that are infinite or NaN; {advice(folder, ranks)}")
     same_ranks = metadata["layout"] == _rank_layout() and metadata["rng_layout"] == _rng_layout(rng_state())
-    streams = _rng_buffers(metadata, same_ranks)
+    name = f"{_RNG_NAMES}rank{dist.get_rank()}"
+    num_bytes = sum(size for _, size in metadata["rng_layout"])
+    streams = {name: torch.empty(num_bytes, dtype=torch.uint8)} if same_ranks else {}
     lines: list[str] = []
     verify = config.checkpoint.verify_checkpoint
     with another_offered(folder, ranks):
-        load(_tensors(state) | streams, folder, verify=verify, cast=True, report=lines.append)
-    state.optimizer.load_state_scalars(metadata["optimizer"])
-    state.scheduler.load_state_dict(metadata["scheduler"])
+        wanted = _tensors(state) | streams
+        load(wanted, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
+    try:
+        state.optimizer.load_state_scalars(metadata["optimizer"])
+        state.scheduler.load_state_dict(metadata["scheduler"])
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{folder}: the metadata of optimizer and schedule is none that a run writes ({type(error).__name__}: "
+            f"{brief(str(error))}); load another one"
+        ) from None
     state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
     _warn_of_another_order(metadata.get("sample_order", {}), state)
     if same_ranks:
-        set_rng_state(_unpacked(streams[f"rng.rank{dist.get_rank()}"], metadata["rng_layout"]))
+        set_rng_state(_unpacked(streams[name], metadata["rng_layout"]))
     return lines[0]
 
 
@@ -204,12 +217,19 @@ def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
         )
     odd = sorted(name for name, kind in _METADATA.items() if not isinstance(metadata[name], kind))
     odd += [name for name in ("iteration", "consumed_samples") if name not in odd and metadata[name] < 0]
+    if "config" not in odd:
+        sections = ("model", "gpt", "ddp", "optimizer")
+        odd += [f"config.{name}" for name in sections if not isinstance(metadata["config"].get(name), dict)]
+    if "model_tensors" not in odd and not all(isinstance(name, str) for name in metadata["model_tensors"]):
+        odd.append("model_tensors")
     if "layout" not in odd and not _is_small(metadata["layout"].get("ranks")):
         odd.append("layout")
     if "rng_layout" not in odd and not all(
         isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _is_small(entry[1])
         for entry in metadata["rng_layout"]
     ):
+        odd.append("rng_layout")
+    if "rng_layout" not in odd and sum(size for _, size in metadata["rng_layout"]) > _RNG_BYTES:
         odd.append("rng_layout")
     if odd:
         raise CheckpointError(
@@ -336,13 +356,3 @@ def _packed(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _unpacked(packed: torch.Tensor, layout: list[list[Any]]) -> dict[str, torch.Tensor]:
     pieces = packed.split([size for _, size in layout])
     return {name: piece.clone() for (name, _), piece in zip(layout, pieces, strict=True)}
-
-
-def _rng_buffers(metadata: Mapping[str, Any], same_ranks: bool) -> dict[str, torch.Tensor]:
-    """Where the checkpoint's streams are read into: this rank's own, or all of them by one rank, to be dropped."""
-    size = sum(size for _, size in metadata["rng_layout"])
-    if same_ranks:
-        wanted = [dist.get_rank()]
-    else:
-        wanted = list(range(metadata["layout"]["ranks"])) if dist.get_rank() == 0 else []
-    return {f"rng.rank{rank}": torch.empty(size, dtype=torch.uint8) for rank in wanted}

@@ -103,6 +103,26 @@ def run_folder_held(folder: Path | None) -> Iterator[None]:
                     path.rmdir()
 
 
+def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
+    """Refuses a model whose weights alone no memory of this rank holds, before it is built.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    model = config.model
+    attention = 2 * model.hidden_size * (model.kv_channels or 1) * model.num_attention_heads
+    mlp = model.hidden_size * (model.ffn_hidden_size or 1) * (3 if model.gated_linear_unit else 2)
+    parameters = vocab_size * model.hidden_size + model.num_layers * (attention + mlp)
+    pieces = dist.get_world_size() if config.use_torch_fsdp2 else model.tensor_model_parallel_size
+    needed, there = 4 * parameters // pieces, device.memory_bytes()
+    if needed > there:
+        raise ConfigError(
+            f"num_layers {model.num_layers}, hidden_size {model.hidden_size} and a vocabulary of {vocab_size} make "
+            f"{parameters / 1e9:.3g} billion parameters: {needed / 2**30:.3g} GiB of weights on each rank, which has "
+            f"{there / 2**30:.3g} GiB; make the model smaller, or shard it over more ranks"
+        )
+
+
 def _one_line_warning(message: Warning | str, *_: object, **__: object) -> str:
     """What is said and not where from: a run's user did not write the code."""
     return f"warning: {message}\n"

@@ -6,17 +6,21 @@ Each rank reads what it holds of each tensor, whatever wrapper it trains under.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..bounds import brief
 from ..datasets.tokenizer import Tokenizer, load_tokenizer
 from ..device import current_device
 from ..dist_checkpointing import checkpoint_directory, load, load_metadata, model_state_dict, save
+from ..dist_checkpointing.folders import existing_folder
 from ..dist_checkpointing.ranks import Ranks
+from ..dist_checkpointing.storage import read_index
 from ..dist_checkpointing.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
 from ..durable import write_durably
@@ -132,19 +136,42 @@ def load_run_model(
         sequence_parallel=False,
         perform_initialization=False,  # the checkpoint fills every parameter
     )
-    model = GPTModel(
-        alone,
-        metadata["vocab_size"],
-        config.max_sequence_length,
-        share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
-        position_embedding_type=config.gpt.position_embedding_type,
-    )
-    add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
+
+    def build() -> GPTModel:
+        model = GPTModel(
+            alone,
+            metadata["vocab_size"],
+            config.max_sequence_length,
+            share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
+            position_embedding_type=config.gpt.position_embedding_type,
+        )
+        add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
+        return model
+
+    _check_description(checkpoint, config, build)
+    model = build()
     load_weights(model, checkpoint, verify=verify, report=report)
     merge_lora(model)
     if (config.model.fp16 or config.model.bf16) and current_device().type == "cuda":
         model = model.to(torch.float16 if config.model.fp16 else torch.bfloat16)
     return config, model.to(current_device())
+
+
+def _check_description(checkpoint: Path, config: PretrainConfig, build: Callable[[], GPTModel]) -> None:
+    """Refuses a checkpoint whose settings make another model than it holds, before memory is taken for that model."""
+    stored = read_index(existing_folder(checkpoint)).tensors
+    try:
+        fits = config.model.num_layers <= len(stored)
+        with torch.device("meta"):
+            shapes = {f"model.{name}": tuple(t.shape) for name, t in build().state_dict().items()} if fits else {}
+    except (TypeError, ValueError, RuntimeError, OverflowError, AttributeError, MemoryError) as error:
+        raise CheckpointError(f"{checkpoint}: no model can be made of its settings ({brief(str(error))})") from None
+    differing = [name for name, shape in shapes.items() if name in stored and stored[name].shape != shape]
+    if not fits or differing or not shapes.keys() & stored.keys():
+        which = f": {brief(differing[0])}, for one," if differing else ""
+        raise CheckpointError(
+            f"{checkpoint}: its settings are those of another model than it holds{which}; load another"
+        )
 
 
 def load_run_tokenizer(checkpoint: Path) -> Tokenizer:
@@ -183,10 +210,11 @@ def run_to_hugging_face(
     ids = {"eos_token_id": tokenizer.eod} if tokenizer is not None else {}
     save_hugging_face(model, folder, layout=layout, dtype=dtype, vocab_size=vocab_size, config=ids, **details)
     if tokenizer is not None:
-        tokenizer.save(folder / TOKENIZER_FILE)
-        path = folder / TOKENIZER_CONFIG_FILE  # of which class it is the model's kind would guess
-        described = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        write_durably(path, json.dumps(described, indent=1))
+        with _unwritable_as_error(folder):
+            tokenizer.save(folder / TOKENIZER_FILE)
+            path = folder / TOKENIZER_CONFIG_FILE  # of which class it is the model's kind would guess
+            described = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+            write_durably(path, json.dumps(described, indent=1))
     return checkpoint
 
 
@@ -209,8 +237,17 @@ def run_from_hugging_face(folder: Path, root: Path) -> tuple[Path, Architecture]
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else None
     save_weights(model, config, root)
     if tokenizer is not None:
-        save_tokenizer(tokenizer, root)
+        with _unwritable_as_error(root):
+            save_tokenizer(tokenizer, root)
     return checkpoint_directory(root, 0), architecture
+
+
+@contextmanager
+def _unwritable_as_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the tokenizer cannot be written ({error.strerror}); make room") from None
 
 
 def save_weights(model: GPTModel, config: PretrainConfig, root: Path) -> None:

@@ -235,6 +235,9 @@ class CheckpointConfig:
         return self.save or self.load
 
 
+_LONGEST_TIMEOUT_MINUTES = 365 * 24 * 60
+
+
 @dataclass(kw_only=True)
 class RunConfig:
     """Length of the run and what is reported of it.
@@ -277,9 +280,10 @@ class RunConfig:
         _check_at_least(self, 0, "eval_iters")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; it takes 0 to {2**32 - 1}")
-        if not 0 < self.distributed_timeout_minutes < math.inf:
+        if not 0 < self.distributed_timeout_minutes <= _LONGEST_TIMEOUT_MINUTES:
             raise ConfigError(
-                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it takes a positive number"
+                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it takes a positive number up to "
+                f"{_LONGEST_TIMEOUT_MINUTES}, a year"
             )
 
 

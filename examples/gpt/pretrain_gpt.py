@@ -37,7 +37,7 @@ from core.training.data import RunData, load_data
 from core.training.entry import RUN_STARTED, environment_restart_count, run_command
 from core.training.frozen import freeze_parameters
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
-from core.training.initialize import check_output_folders, initialize, run_folder_held
+from core.training.initialize import check_model_fits, check_output_folders, initialize, run_folder_held
 from core.training.loop import Outcome, train
 from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def pretrain(config: PretrainConfig) -> None:
     data = load_data(config, config.data.data_path or standard_library_corpus(), dist.get_world_size())
+    check_model_fits(config, data.vocab_size)
 
     model = wrap_model(build_model(config, data.vocab_size), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])

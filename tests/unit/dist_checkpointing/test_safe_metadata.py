@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import resource
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,26 @@ def test_a_payload_that_is_a_pickle_runs_nothing(torch_checkpoint):
     assert not bomb.exists()
     torch.load(io.BytesIO(payload.getvalue()), weights_only=False)
     assert bomb.exists()
+
+
+def test_eight_bytes_do_not_take_gigabytes(tmp_path):
+    """Numbered values are kept in an array that is as long as the largest number says."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02Nr" + (2**32 - 1).to_bytes(4, "little") + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="numbers a value 4294967295 after 2 instructions"):
+        load(_empty_state(), tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
+
+
+def test_one_list_of_pieces_for_many_tensors_is_not_multiplied(torch_checkpoint):
+    description = pickle.loads((torch_checkpoint / ".metadata").read_bytes())
+    name, entry = next((n, e) for n, e in description.state_dict_metadata.items() if hasattr(e, "chunks"))
+    entry.chunks = entry.chunks * 70_000
+    for number in range(100):
+        description.state_dict_metadata[f"{name}{number}"] = entry
+    (torch_checkpoint / ".metadata").write_bytes(pickle.dumps(description))
+    with pytest.raises(CheckpointError, match="has more pieces than are stored"):
+        load(_empty_state(), torch_checkpoint)
 
 
 def test_a_payload_of_ours_is_bytes_whatever_they_say(tmp_path):

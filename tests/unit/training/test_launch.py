@@ -62,7 +62,7 @@ COUNTS = "count = int(os.environ['TORCHELASTIC_RESTART_COUNT']); open(sys.argv[1
 def test_ranks_are_started_again_after_a_failure_but_not_after_a_mistake(
     program, tmp_path, capsys, monkeypatch, failing, status, starts, said
 ):
-    monkeypatch.setattr("core.training.launch.GRACE_S", 0.3)
+    monkeypatch.setattr("core.training.launch.GRACE_S", 20.0)
     script = program(f"{COUNTS}{failing}\ncount < 2 and rank == 0 and time.sleep(0.2)")
     ended = main(["--nproc-per-node", "2", "--max-restarts", "2", script, str(tmp_path / "starts")])
     assert ended == status
