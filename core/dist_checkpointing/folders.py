@@ -20,13 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bounds import BoundsError, read_file
+from ..bounds import BoundsError, brief, read_file
 from ..durable import make_folders, sync_folder, write_durably
 from ..errors import CheckpointError
 from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 
 LATEST_FILE = "latest"
 _POINTER_BYTES = 4096
+_LONGEST_NAME = 128
+"""Characters of a checkpoint's name; file systems take 255 bytes."""
 _ITERATION = re.compile(r"iter_\d{7,}")
 _LEFT_OVER = re.compile(r"\.iter_\d{7,}\.(tmp|removed|old)")
 
@@ -53,9 +55,9 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
         raise CheckpointError(
             f"{pointer} cannot be read ({error}); it is a file that holds the name of a checkpoint: write one there"
         ) from None
-    if not name or name in (".", "..") or Path(name).name != name:
+    if not name or name in (".", "..") or Path(name).name != name or len(name) > _LONGEST_NAME or "\0" in name:
         raise CheckpointError(
-            f"{pointer} holds {name!r}, which is no folder beside it; write a checkpoint's name there"
+            f"{pointer} holds {brief(name)}, which is no folder beside it; write a checkpoint's name there"
         )
     folder = Path(root) / name
     if not (existing_folder(folder) / INDEX_FILE).is_file():

@@ -193,4 +193,6 @@ def test_a_corpus_of_the_same_name_size_and_time_gets_an_order_of_its_own(tmp_pa
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         assert path.stat().st_size == stat.st_size
     GPTDataset(second, "train", config)
-    assert len({path.name for path in (tmp_path / "c.cache").iterdir()} - before) == len(before) - 1  # but for the lock
+    assert (
+        len({path.name for path in (tmp_path / "c.cache").iterdir()} - before) == len(before) - 1
+    )  # but for the lock

@@ -62,7 +62,7 @@ def hostile() -> dict[str, bytes]:
     return {
         "larger than its bytes": _described(honest, b"K\x02K\x03\x86", b"J\x00\x00\x00\x7fK\x03\x86"),
         "beyond its end": _described(honest, b"K\x00K\x02", b"K\x09K\x02"),
-        "another storage": _described(honest, b"FloatStorage", b"ShortStorage"),
+        "a storage that is too long": _described(honest, b"FloatStorage", b"DoubleStorage"),
         "a flipped bit": bytes(flipped),
         "compressed": zipped(members | {"archive/data/0": bytes(10**7)}, zipfile.ZIP_DEFLATED),
         "no description": zipped({"archive/data/0": bytes(24)}),
