@@ -129,7 +129,7 @@ def _leave(status: int, first_report: str, later_report: str = "") -> None:
     first_status = _claim_first_failure(status) if has_group else None
     if first_status is None:
         # Before there is a group every rank fails alike in reading its flags: one of them speaks. A crash differs.
-        if has_group or _rank_in_reports() in ("0", "") or status == CRASH_STATUS:
+        if has_group or _speaks_for_all() or status == CRASH_STATUS:
             _tell(first_report)
     elif first_status == CRASH_STATUS and later_report:
         _tell(later_report)
@@ -143,6 +143,13 @@ def _leave(status: int, first_report: str, later_report: str = "") -> None:
 def _rank_in_reports() -> str:
     """What the launcher said, be it a number or not: it may be what the report is about."""
     return os.environ.get("RANK", "0")
+
+
+def _speaks_for_all() -> bool:
+    """Whether this is the first rank, or one whose place nothing good is known of: it may be the only one in error."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    known = rank.isascii() and rank.isdigit() and size.isascii() and size.isdigit()
+    return not known or int(rank) == 0 or int(rank) >= int(size)
 
 
 def _tell(report: str) -> None:

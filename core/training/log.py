@@ -72,7 +72,7 @@ class RunLog:
         """Writes what the run can do without for a while."""
         if not enabled:
             return
-        self._bar = _progress_bar(config.run.train_iters, iteration)
+        settings = None
         if self._folder is not None:
             _figure_class()  # found missing now, not after the training
             make_folders(self._folder)
@@ -80,6 +80,8 @@ class RunLog:
             settings = self._folder / "config.json"
             if settings.is_dir():
                 raise CheckpointError(f"{settings} is a folder, and a run's settings are written there; move it away")
+        self._bar = _progress_bar(config.run.train_iters, iteration)
+        if settings is not None:
             self.patience.write(settings, partial(write_durably, settings, json.dumps(config.to_json(), indent=1)))
         if self._tensorboard_dir is not None:
             self._tensorboard = _tensorboard_writer(self._tensorboard_dir, iteration)

@@ -42,7 +42,7 @@ def main() -> None:
     corpus = _corpus(folder)
     drill = Drill(corpus, folder, options.seed, report)
     _kept_checkpoint(drill, options.corrupted_files, random.Random(options.seed))
-    planted(drill, "full log", "a full disk at the log alone", "logs, pages and plots pause")
+    planted(drill, "full log", "a full disk at the log alone", "pages and plots pause")
     rounds = 0
     while rounds == 0 or time.monotonic() - started < (1.0 - LAUNCHED_SHARE - FORKED_SHARE) * seconds:
         for fault in SINGLE:
