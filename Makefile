@@ -17,7 +17,7 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tenso
           data_parallel_base))) \
           tests/unit/distributed/explain/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder
 
-.PHONY: train test test-short test-long test-gpu mutation check fix clean
+.PHONY: train test test-short test-long test-gpu drill fuzz-files mutation check fix clean
 
 # A stamp per set of extras: nothing is installed again until setup.py or the constraints change.
 $(VENV)/.installed-%: setup.py $(VENV)/constraints.txt
@@ -53,6 +53,16 @@ test-long: $(VENV)/.installed-train,hf,test
 # skipped with its reason.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/functional tests/unit/optimizer tests/unit/transformer $(ARGS)
+
+# Kills, signals, full disks and damage at random moments, for so many minutes or HOURS; prints a report.
+MINUTES ?= 10
+HOURS   ?=
+drill: $(VENV)/.installed-train,hf,test
+	$(BIN)/python -m tests.drill $(if $(HOURS),--hours $(HOURS),--minutes $(MINUTES)) $(ARGS)
+
+# Hostile variants of every file that is read, for so many minutes.
+fuzz-files: $(VENV)/.installed-train,hf,test
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 # Faults planted in a copy of core, one at a time, each of which the suite has to catch.
 mutation: $(VENV)/.installed-train,hf,test

@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 # it is used, and its absence is an error that names the extra.
 EXTRAS = {
     "train": [
-        "cyclopts>=4",
+        "cyclopts>=5",
         "tqdm>=4.66",
         "tokenizers>=0.20",
         "zstandard>=0.22",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
+from . import host_memory
 from .errors import ConfigError
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -69,7 +70,10 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
 
 def _local_rank() -> int:
     if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
+        text, count = os.environ["LOCAL_RANK"], torch.cuda.device_count()
+        if not (text.isascii() and text.isdigit() and int(text) < count):
+            raise ConfigError(f"LOCAL_RANK is {text!r}, and torch sees {count} GPUs; it takes 0 to {count - 1}")
+        return int(text)
     if "RANK" in os.environ and torch.cuda.device_count() > 1:
         raise ConfigError(
             "RANK is set but LOCAL_RANK is not, so that every rank of this machine would take its first GPU; start "
@@ -96,6 +100,13 @@ def compute_deterministically() -> None:
     # Filling what is allocated costs time, and nothing here reads it before it is written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+
+
+def memory_bytes() -> int:
+    """All memory of the device that this process computes on: of its GPU, or of the machine."""
+    if device_type() == "cuda":
+        return torch.cuda.get_device_properties(current_device()).total_memory
+    return host_memory.total_bytes()
 
 
 def synchronize() -> None:

@@ -14,13 +14,17 @@
     └── MissingExtraError (ImportError)        an optional dependency that is not installed
 
 Each message says what was asked, what was found, and what to do. The command line prints it as one line and exits
-with status 2; everything else is a bug and keeps its traceback, as do OutOfStepError and MemoryLimitError, which only
-a run shows.
+with status 2, or 3 where it ended a run that had begun; everything else is a bug and keeps its traceback, as do
+OutOfStepError and MemoryLimitError, which only a run shows.
 """
 
 
 class ShardstackError(Exception):
     """Base of every exception that a user's input or environment can cause."""
+
+    ended_run = False
+    """The loop of a run sets it where the error came after the run's first step: no flag was wrong, and the run can be
+    started again from its last checkpoint."""
 
 
 class ConfigError(ShardstackError, ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 
 import torch
 from torch import Tensor
@@ -22,3 +23,8 @@ def host_pages(num_bytes: int) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def total_bytes() -> int:
+    """All memory of the machine; where the system does not tell, more than any has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62

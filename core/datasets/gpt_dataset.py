@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from .. import host_memory
 from ..errors import ConfigError, DataError
 from .index_cache import default_directory, load_or_build
 from .indexed_dataset import IndexedDataset
@@ -77,6 +78,10 @@ class GPTDatasetConfig:
         parse_shares(self.split)
 
 
+_ORDER_BYTES = 24
+"""Of a sample: where it begins, and its place in the order, while they are computed."""
+
+
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """The samples of one split.
 
@@ -101,6 +106,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self.corpus, self.split, self.config, self.num_samples = corpus, split, config, num_samples
         first, last = document_range(len(corpus), split, config.split)
         _check_size(corpus, split, config, first, last)
+        _check_count(num_samples, config)
         cache_dir = config.cache_dir or default_directory(corpus.prefix)
         identity = _identity(corpus)
         _check_tokens(corpus, config.vocab_size, cache_dir, identity)
@@ -228,6 +234,15 @@ def _check_size(corpus: IndexedDataset, split: str, config: GPTDatasetConfig, fi
         )
 
 
+def _check_count(num_samples: int | None, config: GPTDatasetConfig) -> None:
+    """Refuses an order of samples that no memory holds, before it is computed."""
+    if num_samples is not None and num_samples * _ORDER_BYTES > host_memory.total_bytes():
+        raise ConfigError(
+            f"{num_samples} samples of {config.sequence_length} tokens are asked for, and their order alone takes "
+            f"{num_samples * _ORDER_BYTES / 2**30:.0f} GiB; lower train_iters or the global batch size"
+        )
+
+
 def _check_tokens(
     corpus: IndexedDataset, vocab_size: int | None, cache_dir: Path, identity: list[dict[str, Any]]
 ) -> None:
@@ -253,6 +268,15 @@ def _token_range(corpus: IndexedDataset) -> dict[str, NDArray[Any]]:
 
 
 def _identity(corpus: IndexedDataset) -> list[dict[str, Any]]:
-    """Names the content of a corpus without reading it; the folder is left out, mounts differ between machines."""
+    """Names the content of a corpus; the folder is left out, mounts differ between machines.
+
+    Of the tokens only size and times are looked at, of which the last cannot be set; the order of samples depends on
+    the lengths alone, and these are read.
+    """
     stats = [(path.name, path.stat()) for path in (corpus.idx_path, corpus.bin_path)]
-    return [{"name": name, "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns} for name, stat in stats]
+    named: list[dict[str, Any]] = [
+        {"name": name, "bytes": stat.st_size, "modified_ns": stat.st_mtime_ns} for name, stat in stats
+    ]
+    named[0]["lengths_crc32"] = zlib.crc32(np.ascontiguousarray(corpus.sequence_lengths).data.cast("B"))
+    named[1]["changed_ns"] = stats[1][1].st_ctime_ns
+    return named

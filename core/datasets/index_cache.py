@@ -12,8 +12,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +24,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bounds import read_json
+from ..durable import DISK_FULL
 from ..errors import DataError
+
+_DRAFT = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}(\.old)?")
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -44,21 +50,29 @@ def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], A
     arrays = _load(entry, text)
     if arrays is not None:
         return arrays
-    with _one_at_a_time(directory):
+    with _one_at_a_time(directory) as locked:
         arrays = _load(entry, text)
         if arrays is None:
             built = build()
             try:
+                if locked:
+                    _sweep(directory)
                 _store(entry, text, built)
             except OSError as error:
-                raise _unwritable(directory, error) from error
+                if error.errno not in DISK_FULL:
+                    raise _unwritable(directory, error) from error
+                warnings.warn(
+                    f"{directory}: the order of samples is not kept ({error.strerror}), and is computed anew by each "
+                    "rank and each start; make room",
+                    stacklevel=2,
+                )
             arrays = _load(entry, text) or built
     return arrays
 
 
 def _load(entry: Path, key: str) -> Arrays | None:
     try:
-        description = json.loads((entry / "description.json").read_text(encoding="utf-8"))
+        description = read_json(entry / "description.json")
         if description["key"] != key:
             return None
         arrays: Arrays = {}
@@ -96,20 +110,29 @@ def _crc32(values: NDArray[Any]) -> int:
     return zlib.crc32(np.ascontiguousarray(values).data.cast("B"))
 
 
+def _sweep(directory: Path) -> None:
+    """Removes drafts of programs that were killed; whoever holds the lock is the only one who writes."""
+    for left in directory.iterdir():
+        if _DRAFT.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 @contextlib.contextmanager
-def _one_at_a_time(directory: Path) -> Iterator[None]:
-    """Holds a lock that the kernel releases when its holder dies, where file system and platform have one."""
+def _one_at_a_time(directory: Path) -> Iterator[bool]:
+    """Holds a lock that the kernel releases when its holder dies; False where file system or platform has none."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "lock").open("ab")
     except OSError as error:
         raise _unwritable(directory, error) from error
     with file:
+        locked = False
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            locked = True
+        yield locked
 
 
 def _unwritable(directory: Path, error: OSError) -> DataError:

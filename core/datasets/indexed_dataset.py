@@ -16,6 +16,8 @@ Everything is little-endian. Files written here are byte for byte those that Meg
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import shutil
 import struct
@@ -30,11 +32,19 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from ..durable import sync_folder
 from ..errors import DataError
+
+try:
+    import fcntl
+except ImportError:  # no POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
+_CHECKED_AT_ONCE = 1 << 20
+"""Entries of an index whose check takes memory at the same time."""
 
 
 class DType(Enum):
@@ -238,10 +248,16 @@ class IndexedDatasetBuilder:
                 file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents)))
                 for values, dtype in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")):
                     file.write(values.astype(dtype, copy=False).tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._file.close()
             Path(idx_path).unlink(missing_ok=True)  # an old index must never meet the new tokens
             self._temporary.replace(self._bin_path)
             temporary.replace(idx_path)
+            sync_folder(self._bin_path.parent)
+            sync_folder(Path(idx_path).parent)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -289,6 +305,27 @@ class _Index:
                 f"{path}: documents must span sequences 0 to {num_sequences}, found {ends}; the index is damaged, "
                 "prepare the corpus again"
             )
+        self._check_order(path)
+
+    def _check_order(self, path: Path) -> None:
+        """Refuses lengths that are no lengths, places that do not follow from them, and documents that go back."""
+        end = 0
+        for start in range(0, len(self.lengths), _CHECKED_AT_ONCE):
+            lengths = self.lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
+            ends = end + np.cumsum(lengths) * self.dtype.itemsize
+            places = self.pointers[start : start + _CHECKED_AT_ONCE]
+            wrong = (lengths < 0) | (places != np.concatenate(([end], ends[:-1])))
+            if wrong.any():
+                index = start + int(wrong.argmax())
+                raise DataError(
+                    f"{path}: sequence {index} has the length {int(self.lengths[index])} and starts at byte "
+                    f"{int(self.pointers[index])}, where the one before it does not end; the index is damaged, "
+                    "prepare the corpus again"
+                )
+            end = int(ends[-1])
+        for start in range(0, len(self.document_indices), _CHECKED_AT_ONCE):
+            if (np.diff(self.document_indices[start : start + _CHECKED_AT_ONCE + 1]) < 0).any():
+                raise DataError(f"{path}: documents go back; the index is damaged, prepare the corpus again")
 
 
 def _check_bin_size(path: Path, index: _Index) -> None:
@@ -320,11 +357,26 @@ def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        return temporary, temporary.open("wb")
+        _sweep(path)
+        file = temporary.open("wb")
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which says that it is being written
+        return temporary, file
     except OSError as error:
         raise DataError(
             f"{path}: cannot be written ({error.strerror}); create the folder, make it writable, or choose another"
         ) from None
+
+
+def _sweep(path: Path) -> None:
+    """Removes what programs that were killed left of drafts of this file; a draft that is being written is locked."""
+    if fcntl is None:
+        return
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
+        with contextlib.suppress(OSError), left.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def _cannot_open(path: Path, error: OSError) -> str:

@@ -116,6 +116,8 @@ def prepare(
     """
     if workers < 1:
         raise ConfigError(f"workers is {workers}; it takes 1 or more")
+    if bpe_training_bytes < 1:
+        raise ConfigError(f"bpe_training_bytes is {bpe_training_bytes}; a BPE learns from a positive number of them")
     prefix = os.fspath(output_prefix)
     _check_folder(Path(prefix))
     files = find_files(inputs, file_format)

@@ -7,19 +7,25 @@ document stands, as in Hugging Face's folders, in a ``tokenizer_config.json`` be
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, DataError, MissingExtraError
+from ..bounds import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json
+from ..durable import write_durably
+from ..errors import ConfigError, DataError, MissingExtraError, ShardstackError
 
 END_OF_DOCUMENT = "<|endoftext|>"
+
+_LARGEST_GAP = 1 << 16
+"""Ids without a token that a vocabulary may have, besides four times its tokens."""
 
 # How published tokenizers call the token that ends a document, where no configuration names it.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -41,8 +47,15 @@ class Tokenizer:
         backend.encode_special_tokens = True
         self._backend = backend
         ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise DataError("the tokenizer's vocabulary is empty; give one that has tokens")
         self.vocab_size: int = max(ids.values()) + 1
         """One more than the largest id: what an embedding needs, also where ids have gaps."""
+        if self.vocab_size > 4 * len(ids) + _LARGEST_GAP:
+            raise DataError(
+                f"the tokenizer has {len(ids)} tokens, and ids up to {self.vocab_size - 1}: an embedding would have "
+                "as many rows; give a tokenizer whose ids follow one another"
+            )
         candidates = _KNOWN_ENDS if eod_token is None else (eod_token,)
         self.eod_token = next((token for token in candidates if token in ids), "")
         if not self.eod_token:
@@ -67,11 +80,13 @@ class Tokenizer:
             raise DataError(f"the text holds an unpaired surrogate, {found}; remove it") from None
         if self._is_bytes:
             return np.frombuffer(content, np.uint8).astype(np.int32)  # a hundred times as fast as through the library
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
+        with _failures_as_errors("the tokenizer cannot encode a text"):
+            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """The text of token ids; special tokens are spelled out, bytes that are no UTF-8 become U+FFFD."""
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
+        with _failures_as_errors("the tokenizer cannot decode tokens"):
+            return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def to_json(self) -> str:
         """The content of a ``tokenizer.json``."""
@@ -81,16 +96,11 @@ class Tokenizer:
         """Writes ``[<name>.]tokenizer.json`` and, beside it, ``[<name>.]tokenizer_config.json``.
 
         Raises:
-            DataError: the folder is missing or cannot be written.
+            OSError: the folder is missing or cannot be written.
         """
         config = json.dumps({"eos_token": self.eod_token}, indent=1)
-        try:
-            for target, content in ((_config_path(Path(path)), config), (Path(path), self.to_json())):
-                draft = target.with_name(f".{target.name}.tmp")
-                draft.write_text(content, encoding="utf-8")
-                draft.replace(target)
-        except OSError as error:
-            raise DataError(f"{path}: the tokenizer cannot be written ({error.strerror})") from None
+        for target, content in ((_config_path(Path(path)), config), (Path(path), self.to_json())):
+            write_durably(target, content)
 
 
 def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
@@ -140,9 +150,9 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
     """
     path = Path(path)
     try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        content = read_file(path, TOKENIZER_BYTES).decode("utf-8")
+    except (OSError, BoundsError, UnicodeDecodeError) as error:
+        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
         raise DataError(f"{path}: the tokenizer cannot be read ({reason}); give a tokenizer.json") from None
     return tokenizer_from_json(content, eod_token or _configured_end(_config_path(path)), str(path))
 
@@ -150,14 +160,26 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
 def tokenizer_from_json(content: str, eod_token: str | None = None, name: str = "tokenizer.json") -> Tokenizer:
     """The tokenizer whose `to_json` is `content`; `name` is what errors call it."""
     library = _library()
-    try:
+    with _failures_as_errors(f"{name}: no Hugging Face tokenizer.json"):
         backend = library.Tokenizer.from_str(content)
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"{name}: no Hugging Face tokenizer.json ({error})") from None
     try:
-        return Tokenizer(backend, eod_token)
+        with _failures_as_errors("the tokenizer cannot be used"):
+            return Tokenizer(backend, eod_token)
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
+
+
+@contextlib.contextmanager
+def _failures_as_errors(what: str) -> Iterator[None]:
+    """The library raises nothing narrower than Exception, and where it panics not even that."""
+    try:
+        yield
+    except ShardstackError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what} ({brief(str(error))})") from None
 
 
 def _config_path(path: Path) -> Path:
@@ -167,8 +189,8 @@ def _config_path(path: Path) -> Path:
 def _configured_end(path: Path) -> str | None:
     """`eos_token` of a Hugging Face tokenizer configuration: a string, or an object that has it as content."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(path)
+    except (OSError, BoundsError):
         return None
     token = config.get("eos_token") if isinstance(config, dict) else None
     if isinstance(token, dict):

@@ -2,11 +2,12 @@
 
     root/
       iter_0000100/        checkpoint.json, rank_00000.bin, ...
-      .iter_0000200.tmp/   being written: nobody reads it
+      .iter_0000200.tmp/   being written: no program reads it
       latest               "iter_0000100"
+      .lock                who writes here; `folder_lock`
 
 A checkpoint is written aside, forced to disk, renamed into place, and only then named in ``latest``: a crash at any
-moment leaves the previous one whole and pointed at. One run saves into a root at a time.
+moment leaves the previous one whole and pointed at. One run saves into a root at a time, which its lock ensures.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..bounds import BoundsError, brief, read_file
+from ..durable import make_folders, sync_folder, write_durably
 from ..errors import CheckpointError
 from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 
 LATEST_FILE = "latest"
+_POINTER_BYTES = 4096
+_LONGEST_NAME = 128
+"""Characters of a checkpoint's name; file systems take 255 bytes."""
 _ITERATION = re.compile(r"iter_\d{7,}")
-_LEFT_OVER = re.compile(r"\.iter_\d{7,}\.(tmp|removed)")
+_LEFT_OVER = re.compile(r"\.iter_\d{7,}\.(tmp|removed|old)")
 
 
 def checkpoint_directory(root: str | os.PathLike[str], iteration: int) -> Path:
@@ -42,10 +49,15 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     pointer = Path(root) / LATEST_FILE
     if not pointer.exists():
         return next(iter(complete_checkpoints(root)), None)
-    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    if not name or name in (".", "..") or Path(name).name != name:
+    try:
+        name = read_file(pointer, _POINTER_BYTES).decode("utf-8", errors="replace").strip()
+    except (OSError, BoundsError) as error:
         raise CheckpointError(
-            f"{pointer} holds {name!r}, which is no folder beside it; write a checkpoint's name there"
+            f"{pointer} cannot be read ({error}); it is a file that holds the name of a checkpoint: write one there"
+        ) from None
+    if not name or name in (".", "..") or Path(name).name != name or len(name) > _LONGEST_NAME or "\0" in name:
+        raise CheckpointError(
+            f"{pointer} holds {brief(name)}, which is no folder beside it; write a checkpoint's name there"
         )
     folder = Path(root) / name
     if not (existing_folder(folder) / INDEX_FILE).is_file():
@@ -58,9 +70,12 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 
 def existing_folder(folder: Path) -> Path:
-    """`folder`, or the one that it was replacing when a crash fell between the two renames of :func:`publish`."""
-    aside = _aside(folder)
-    return aside if not folder.exists() and (aside / INDEX_FILE).is_file() else folder
+    """`folder`, or the one that it was replacing when a crash fell between the two renames of :func:`publish`.
+
+    After such a crash the new one is still complete under its temporary name. Without it, what was moved aside is a
+    copy that a later crash left behind, of a checkpoint that has been removed since: then it is not read.
+    """
+    return _aside(folder) if _was_being_replaced(folder) else folder
 
 
 def begin(folder: Path) -> Path:
@@ -70,13 +85,26 @@ def begin(folder: Path) -> Path:
             f"{folder} exists and is no checkpoint, so it is not replaced; save to another folder or move it away"
         )
     temporary = temporary_folder(folder)
+    make_folders(folder.parent)
+    _sweep(folder.parent)
     if temporary.exists():
-        shutil.rmtree(temporary)  # of a save that was killed
-    temporary.mkdir(parents=True)
-    for left in temporary.parent.iterdir():  # by saves of other iterations, or a removal, that were killed
-        if left != temporary and _LEFT_OVER.fullmatch(left.name):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(temporary)  # of a save that was killed; its name need not be that of an iteration
+    temporary.mkdir()
     return temporary
+
+
+def _sweep(root: Path) -> None:
+    """Removes what saves and removals that were killed left in `root`; gives a checkpoint that one replaced its name.
+
+    Only the holder of the folder's lock calls it: what is found is of a program that has ended.
+    """
+    for aside in root.glob(".iter_*.old"):
+        folder = root / aside.name[1:].removesuffix(".old")
+        if _LEFT_OVER.fullmatch(aside.name) and _was_being_replaced(folder):
+            aside.rename(folder)
+    for left in root.iterdir():
+        if _LEFT_OVER.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -91,7 +119,12 @@ def publish(folder: Path) -> None:
         if aside.exists():
             shutil.rmtree(aside)
         folder.rename(aside)
-    temporary.rename(folder)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if aside.exists():
+            aside.rename(folder)
+        raise
     sync_folder(folder.parent)
     write_durably(folder.parent / LATEST_FILE, f"{folder.name}\n")
     shutil.rmtree(aside, ignore_errors=True)
@@ -107,17 +140,24 @@ class Retention:
     """And those whose iteration is a multiple of this."""
 
 
-def prune(root: Path, keep: Retention) -> None:
-    """Removes the complete checkpoints ``root/iter_...`` that `keep` does not name.
+def prune(root: Path, keep: Retention, is_finite: Callable[[Path], bool] = lambda _: True) -> None:
+    """Removes the complete checkpoints ``root/iter_...`` that `keep` does not name, once the new one is verified.
 
     Those of later iterations than the one that ``latest`` names, from before a run was continued from an earlier one,
-    are neither counted nor removed. One that cannot be removed is a warning, because the new one stands. A
-    removal begins by taking the name away, so that no half of a checkpoint is ever found under it.
+    are neither counted nor removed. Where all that would stay have weights that are not finite, the newest that has
+    finite ones stays too. One that cannot be removed is a warning, because the new one is complete. A removal begins
+    by taking the name away, so that no half of a checkpoint is ever found under it.
+
+    Args:
+        is_finite: whether the weights of a checkpoint are finite, as its description says.
     """
     named = complete_checkpoints(root)
     pointed = latest_checkpoint(root)
     until_now = named[named.index(pointed) :] if pointed in named else []
-    doomed = [path for path in until_now[keep.last :] if keep.every is None or _iteration(path) % keep.every != 0]
+    doomed = [path for path in until_now[keep.last :] if keep.every is None or iteration_of(path) % keep.every != 0]
+    if doomed and not any(is_finite(path) for path in until_now if path not in doomed):
+        spared = next((path for path in doomed if is_finite(path)), None)
+        doomed = [path for path in doomed if path != spared]
     for path in doomed:
         grave = path.with_name(f".{path.name}.removed")
         try:
@@ -130,11 +170,12 @@ def prune(root: Path, keep: Retention) -> None:
 def complete_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     """The folders ``iter_...`` in `root` that hold a whole description, the highest iteration first."""
     found = [p for p in Path(root).glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / INDEX_FILE).is_file()]
-    return sorted(found, key=_iteration, reverse=True)
+    return sorted(found, key=iteration_of, reverse=True)
 
 
-def _iteration(folder: Path) -> int:
-    return int(folder.name.removeprefix("iter_"))
+def iteration_of(folder: Path) -> int:
+    """The iteration that the name of a checkpoint says; -1 for another name."""
+    return int(folder.name.removeprefix("iter_")) if _ITERATION.fullmatch(folder.name) else -1
 
 
 def discard(folder: Path) -> None:
@@ -142,28 +183,14 @@ def discard(folder: Path) -> None:
     shutil.rmtree(temporary_folder(folder), ignore_errors=True)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replaces the file at once: a reader, or a crash, sees the old text or the new."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces the names in `folder` to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
+
+
+def _was_being_replaced(folder: Path) -> bool:
+    """Whether a crash fell between the two renames of :func:`publish`."""
+    complete = (_aside(folder) / INDEX_FILE).is_file() and (temporary_folder(folder) / INDEX_FILE).is_file()
+    return complete and not folder.exists()
 
 
 def _is_replaceable(folder: Path) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..bounds import brief
 from ..errors import CheckpointError
 from .content_hash import MODULUS
 
@@ -38,6 +39,9 @@ DTYPES: dict[str, torch.dtype] = {
 Encoding = Literal["raw", "torch.save", "safetensors"]
 """How pieces are stored: as raw bytes in row-major order; as archives of ``torch.save``, as torch's own writer makes
 them; or as whole tensors in safetensors files, where their library finds them by name."""
+
+_MAX_DIMS = 64
+"""What torch and numpy hold."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -100,13 +104,14 @@ class CheckpointIndex:
     def check(self) -> None:
         """Raises CheckpointError on the first statement that contradicts another."""
         for name, size in self.file_bytes.items():
-            _require(_FILE_NAME.fullmatch(name) is not None, f"{name!r} is no name of a file in the folder")
-            _require(size >= 0, f"file {name!r} has the size {size}")
+            _require(_FILE_NAME.fullmatch(name) is not None, f"{brief(name)} is no name of a file in the folder")
+            _require(size >= 0, f"file {brief(name)} has the size {size}")
         for name, entry in self.tensors.items():
             self._check_tensor(name, entry)
 
     def _check_tensor(self, name: str, entry: TensorEntry) -> None:
-        where = f"tensor {name!r} of shape {list(entry.shape)}"
+        where = f"tensor {brief(name)} of shape {brief(list(entry.shape))}"
+        _require(len(entry.shape) <= _MAX_DIMS, f"{where} has more than {_MAX_DIMS} dimensions")
         _require(all(size >= 0 for size in entry.shape), f"{where} has a negative dimension")
         volume = 0
         for piece in entry.pieces:
@@ -116,13 +121,17 @@ class CheckpointIndex:
                 for offset, size, whole in zip(piece.offsets, piece.sizes, entry.shape, strict=True)
             )
             _require(inside, f"{where} has a piece at {list(piece.offsets)} of size {list(piece.sizes)} outside of it")
-            _require(piece.file in self.file_bytes, f"{where} names the unlisted file {piece.file!r}")
+            _require(piece.file in self.file_bytes, f"{where} names the unlisted file {brief(piece.file)}")
             in_file = piece.start >= 0 and piece.num_bytes > 0
             in_file = in_file and piece.start + piece.num_bytes <= self.file_bytes[piece.file]
-            _require(in_file, f"{where} has a piece beyond the end of {piece.file!r}")
+            _require(in_file, f"{where} has a piece beyond the end of {brief(piece.file)}")
             elements = math.prod(piece.sizes)
+            least = elements * entry.dtype.itemsize
+            _require(
+                piece.num_bytes >= least, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes"
+            )
             if self.encoding != "torch.save":
-                fits = piece.num_bytes == elements * entry.dtype.itemsize
+                fits = piece.num_bytes == least
                 _require(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
                 _require(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")
             volume += elements

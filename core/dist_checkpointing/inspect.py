@@ -1,7 +1,9 @@
-"""Says what a checkpoint holds, without loading it; of two, in what they differ.
+"""Says what a checkpoint holds, and whether its files are what was saved; of two, in what they differ.
 
     python -m core.dist_checkpointing.inspect runs/a                        # its latest checkpoint
     python -m core.dist_checkpointing.inspect runs/a runs/b --contents     # and how far apart the tensors are
+
+Every byte is read and compared with the hashes that were saved, unless `--no-verify-checkpoint` is given.
 
 Exit status: 0; 1 where two checkpoints differ; 2 where one cannot be read.
 """
@@ -10,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError, MissingExtraError
-from .description import check_comparable, describe, differences, have_hashes, open_checkpoint, shown
+from .description import Opened, check_comparable, describe, differences, have_hashes, open_checkpoint, shown
+from .ranks import Ranks
+from .verification import another_offered, damage, verified_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,17 +33,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, nargs="?", help="another, to compare with")
     parser.add_argument("--expand", action="store_true", help="every layer for itself, also where they are alike")
     parser.add_argument("--contents", action="store_true", help="read the tensors too, and say how far apart they are")
+    parser.add_argument(
+        "--no-verify-checkpoint", action="store_true", help="read the description alone, and not what the files hold"
+    )
     asked = parser.parse_args(arguments)
     if asked.other is None and asked.contents:
         parser.error("--contents compares two checkpoints, and one is given")
     if asked.other is not None and asked.expand:
         parser.error("--expand is about the description of one checkpoint, and two are given")
     try:
-        one = open_checkpoint(asked.checkpoint)
+        opened = [open_checkpoint(path) for path in (asked.checkpoint, asked.other) if path is not None]
+        checked = [] if asked.no_verify_checkpoint else [_verified(each) for each in opened]
         if asked.other is None:
-            sys.stdout.write(describe(one, expand=asked.expand))
+            sys.stdout.write(describe(opened[0], expand=asked.expand))
+            sys.stderr.writelines(checked)
             return 0
-        other = open_checkpoint(asked.other)
+        one, other = opened
         check_comparable(one, other)
         found = differences(one, other, contents=asked.contents)
     except (CheckpointError, MissingExtraError) as error:
@@ -47,9 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compared = "contents not compared, for want of hashes: add --contents"
     if asked.contents or (have_hashes(one) and have_hashes(other)):
         compared = "tensors have the same contents" + ("" if asked.contents else ", by their hashes")
+    if asked.no_verify_checkpoint and not asked.contents:
+        compared += ", which were not compared with the files"
     same = f"{one.folder} and {other.folder} are described the same; {compared}"
     sys.stdout.write("\n".join(shown(found) or [same]) + "\n")
+    sys.stderr.writelines(checked)
     return 1 if found else 0
+
+
+def _verified(opened: Opened) -> str:
+    """Compares a checkpoint's files with its hashes, and says so in a line; raises CheckpointError on damage."""
+    if not have_hashes(opened):
+        return f"{opened.folder} keeps no hashes, so that its files could not be compared with what was saved\n"
+    alone, started = Ranks(), time.perf_counter()
+    with another_offered(opened.folder, alone):
+        if problems := damage(opened.folder, alone):
+            raise CheckpointError("; ".join(problems))
+    return verified_line(opened.folder, opened.index, set(opened.index.tensors), time.perf_counter() - started) + "\n"
 
 
 if __name__ == "__main__":

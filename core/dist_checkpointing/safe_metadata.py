@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import re
 import sys
 from pathlib import Path
@@ -19,8 +18,10 @@ from typing import Any
 
 import torch
 
+from ..bounds import PICKLE_BYTES, BoundsError, brief, parse_json, read_file
 from ..errors import CheckpointError
 from .index import DTYPES, CheckpointIndex, Piece, TensorEntry, dtype_name
+from .inert_pickle import Record, load_inert
 
 INDEX_FILE = "checkpoint.json"
 TORCH_INDEX_FILE = ".metadata"
@@ -65,16 +66,16 @@ def _dump(document: dict[str, Any]) -> str:
 def decode_index(text: str) -> CheckpointIndex:
     """The checked index in `text`; raises CheckpointError on anything that :func:`encode_index` never writes."""
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not valid JSON ({error})") from error
+        document = parse_json(text)
+    except BoundsError as error:
+        raise CheckpointError(str(error)) from error
     _expect(isinstance(document, dict) and document.get("format") == _FORMAT, f'no "format": "{_FORMAT}"')
     version = document.get("version")
-    _expect(version in (1, _VERSION), f"version {version!r}, and this library reads versions 1 and {_VERSION}")
+    _expect(version in (1, _VERSION), f"version {brief(version)}, and this library reads versions 1 and {_VERSION}")
     sealed = version != 1  # the first version had neither hashes nor a seal
     _expect(document.keys() == _KEYS | ({"sha256"} if sealed else set()), "unknown keys")
     order = document["byte_order"]
-    _expect(order == sys.byteorder, f"bytes are in {order!r} order, and this machine's is {sys.byteorder!r}")
+    _expect(order == sys.byteorder, f"bytes are in {brief(order)} order, and this machine's is {sys.byteorder!r}")
     metadata, file_bytes, tensors = (document[key] for key in ("metadata", "file_bytes", "tensors"))
     _expect(isinstance(metadata, dict) and isinstance(file_bytes, dict) and isinstance(tensors, dict), "no tables")
     _expect(all(_is_size(size) for size in file_bytes.values()), "sizes of files that are no integers")
@@ -84,7 +85,7 @@ def decode_index(text: str) -> CheckpointIndex:
     if sealed:
         for name, entry in entries.items():
             adds_up = entry.content_hash == _hash_value(name, tensors[name]["hash"])
-            _expect(adds_up, f"tensor {name!r} has a hash that is not the sum of its pieces' hashes")
+            _expect(adds_up, f"tensor {brief(name)} has a hash that is not the sum of its pieces' hashes")
         _expect(document["sha256"] == seal(document), "its text is not what was written (sha256)")
     return index
 
@@ -116,23 +117,23 @@ def _is_size(value: Any) -> bool:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not all(_is_size(size) for size in value):
-        raise CheckpointError(f"{value!r} stands where a list of sizes should")
+        raise CheckpointError(f"{brief(value)} stands where a list of sizes should")
     return tuple(value)
 
 
 def _decode_tensor(name: str, value: Any, hashed: bool) -> TensorEntry:
     keys = {"dtype", "shape", "pieces"} | ({"hash"} if hashed else set())
     known = isinstance(value, dict) and value.keys() == keys
-    _expect(known and isinstance(value["pieces"], list), f"tensor {name!r} has no dtype, shape and pieces")
+    _expect(known and isinstance(value["pieces"], list), f"tensor {brief(name)} has no dtype, shape and pieces")
     dtype = value["dtype"]
-    _expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {name!r} has the unknown dtype {dtype!r}")
+    _expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {brief(name)} has the unknown dtype {brief(dtype)}")
     pieces = []
     for piece in value["pieces"]:
         complete = isinstance(piece, list) and len(piece) == 5 + hashed
-        _expect(complete, f"tensor {name!r} has a piece without its {'six' if hashed else 'five'} fields")
+        _expect(complete, f"tensor {brief(name)} has a piece without its {'six' if hashed else 'five'} fields")
         offsets, sizes, file, start, num_bytes = piece[:5]
         typed = isinstance(file, str) and _is_size(start) and _is_size(num_bytes)
-        _expect(typed, f"tensor {name!r} has a piece at no place in a file")
+        _expect(typed, f"tensor {brief(name)} has a piece at no place in a file")
         hashed_to = _hash_value(name, piece[5]) if hashed else None
         pieces.append(Piece(_sizes(offsets), _sizes(sizes), file, start, num_bytes, hashed_to))
     return TensorEntry(DTYPES[dtype], _sizes(value["shape"]), tuple(pieces))
@@ -146,27 +147,11 @@ def _hash_text(value: int | None) -> str:
 
 def _hash_value(name: str, text: Any) -> int:
     valid = isinstance(text, str) and _HASH.fullmatch(text) is not None
-    _expect(valid, f"tensor {name!r} has {text!r} where a hash of 16 hexadecimal digits should be")
+    _expect(valid, f"tensor {brief(name)} has {brief(text)} where a hash of 16 hexadecimal digits should be")
     return int(text, 16)
 
 
 # The pickle of torch's own writer.
-
-
-class _Record:
-    """Stands in for every class that the pickle names: keeps what it is given and does nothing."""
-
-    kind = ""
-
-    def __init__(self, *args: Any) -> None:
-        self.state: Any = args
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, name: str) -> Any:
-        state = getattr(self, "state", None)
-        return state.get(name) if isinstance(state, dict) else None
 
 
 _TORCH_RECORDS = {
@@ -180,47 +165,41 @@ _TORCH_RECORDS = {
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
 }
+_EMPTY_CHUNKS = 1 << 16
+"""Of a tensor, beside those that are stored: one a rank that has no rows."""
 _MEGATRON_MODULES = "megatron.core.dist_checkpointing."
 
 
-class _InertUnpickler(pickle.Unpickler):
-    """Resolves the names above to fresh subclasses of :class:`_Record`, dtypes to themselves, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if module.startswith(_MEGATRON_MODULES) and name == "MCoreMetadata":  # torch's, with notes on optimizer state
-            return type(name, (_Record,), {"kind": "Metadata"})
-        if name in _TORCH_RECORDS.get(module, ()):
-            # made anew each time: a pickle can set attributes on the classes it names, and must find only its own
-            return type(name, (_Record,), {"kind": name})
-        raise CheckpointError(f"it names {module}.{name}, which no description of tensors needs; nothing was run")
+def _kind_of(module: str, name: str) -> str | None:
+    if module.startswith(_MEGATRON_MODULES) and name == "MCoreMetadata":  # torch's, with notes on optimizer state
+        return "Metadata"
+    return name if name in _TORCH_RECORDS.get(module, ()) else None
 
 
 def read_torch_index(path: Path) -> CheckpointIndex:
     """The checked index of a checkpoint that ``torch.distributed.checkpoint`` wrote, from its ``.metadata`` pickle."""
     try:
-        with path.open("rb") as stream:
-            root = _InertUnpickler(stream).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises almost anything
+        root = load_inert(read_file(path, PICKLE_BYTES), _kind_of)
+    except (BoundsError, OSError) as error:
         raise CheckpointError(f"not a readable description of a checkpoint ({error})") from error
     stored = _table(_field(root, "Metadata", "storage_data"))
-    infos: dict[tuple[str, tuple[int, ...]], _Record] = {}
+    infos: dict[tuple[str, tuple[int, ...]], Record] = {}
     for key, info in stored.items():
         name, offset = _field(key, "MetadataIndex", "fqn"), _field(key, "MetadataIndex", "offset")
-        _expect(isinstance(name, str), f"a piece belongs to {name!r}")
+        _expect(isinstance(name, str), f"a piece belongs to {brief(name)}")
         if offset is not None:
             infos[name, _torch_size(offset)] = info
     tensors: dict[str, TensorEntry] = {}
     others = set()
+    num_pieces = 0
     for name, entry in _table(_field(root, "Metadata", "state_dict_metadata")).items():
-        _expect(isinstance(name, str), f"an entry has the name {name!r}")
+        _expect(isinstance(name, str), f"an entry has the name {brief(name)}")
         if getattr(entry, "kind", "") == "BytesStorageMetadata":
             others.add(name)
         else:
             tensors[name] = _torch_tensor(name, entry, infos)
+            num_pieces += len(tensors[name].pieces)
+            _expect(num_pieces <= len(infos), f"up to tensor {brief(name)} it has more pieces than are stored")
     file_bytes: dict[str, int] = {}
     for piece in (piece for entry in tensors.values() for piece in entry.pieces):
         file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
@@ -229,31 +208,36 @@ def read_torch_index(path: Path) -> CheckpointIndex:
     return index
 
 
-def _torch_tensor(name: str, entry: Any, infos: dict[tuple[str, tuple[int, ...]], _Record]) -> TensorEntry:
+def _torch_tensor(name: str, entry: Any, infos: dict[tuple[str, tuple[int, ...]], Record]) -> TensorEntry:
     properties = getattr(_field(entry, "TensorStorageMetadata", "properties"), "state", None)
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
-    _expect(isinstance(dtype, torch.dtype), f"tensor {name!r} has the unknown dtype {dtype!r}")
+    _expect(isinstance(dtype, torch.dtype), f"tensor {brief(name)} has the unknown dtype {brief(dtype)}")
     chunks = _field(entry, "TensorStorageMetadata", "chunks")
-    _expect(isinstance(chunks, list), f"tensor {name!r} has no list of pieces")
+    _expect(isinstance(chunks, list), f"tensor {brief(name)} has no list of pieces")
+    _expect(len(chunks) <= len(infos) + _EMPTY_CHUNKS, f"tensor {brief(name)} has more pieces than are stored")
     pieces = []
     for chunk in chunks:
         offsets = _torch_size(_field(chunk, "ChunkStorageMetadata", "offsets"))
         sizes = _torch_size(_field(chunk, "ChunkStorageMetadata", "sizes"))
         if 0 in sizes:  # a rank without rows
             continue
-        _expect((name, offsets) in infos, f"tensor {name!r} has a piece at {list(offsets)} that is stored nowhere")
+        _expect(
+            (name, offsets) in infos, f"tensor {brief(name)} has a piece at {list(offsets)} that is stored nowhere"
+        )
         info = infos[name, offsets]
         file, start, num_bytes = (_field(info, "_StorageInfo", key) for key in ("relative_path", "offset", "length"))
         typed = isinstance(file, str) and _is_size(start) and _is_size(num_bytes)
-        _expect(typed, f"tensor {name!r} has a piece at no place in a file")
-        _expect(info.get("transform_descriptors") is None, f"tensor {name!r} is stored through a stream transform")
+        _expect(typed, f"tensor {brief(name)} has a piece at no place in a file")
+        _expect(
+            info.get("transform_descriptors") is None, f"tensor {brief(name)} is stored through a stream transform"
+        )
         pieces.append(Piece(offsets, sizes, file, start, num_bytes))
     shape = _torch_size(_field(entry, "TensorStorageMetadata", "size"))
     return TensorEntry(dtype, shape, tuple(pieces))  # type: ignore[arg-type]  # checked above
 
 
 def _field(record: Any, kind: str, name: str) -> Any:
-    _expect(isinstance(record, _Record) and record.kind == kind, f"a {kind} is missing")
+    _expect(isinstance(record, Record) and record.kind == kind, f"a {kind} is missing")
     return record.get(name)
 
 
@@ -264,5 +248,5 @@ def _table(value: Any) -> dict[Any, Any]:
 
 
 def _torch_size(value: Any) -> tuple[int, ...]:
-    args = value.state if isinstance(value, _Record) and value.kind == "Size" else None
+    args = value.state if isinstance(value, Record) and value.kind == "Size" else None
     return _sizes(args[0] if isinstance(args, tuple) and len(args) == 1 else None)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..bounds import JSON_BYTES, read_json
+from ..durable import sync_folder, write_durably
 from ..errors import CheckpointError, MissingExtraError
 from . import folders
 from .index import CheckpointIndex, Piece, TensorEntry
@@ -151,7 +153,7 @@ def write_safetensors(
     if writes and len(shards) > 1:
         places = {name: _file_name(number, len(shards)) for number, names in enumerate(shards) for name in names}
         document = {"metadata": {"total_size": sum(_bytes(*plan[name]) for name in plan)}, "weight_map": places}
-        folders.write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
+        write_durably(folder / SHARDS_INDEX_FILE, json.dumps(document, indent=2) + "\n")
 
 
 def _as_planned(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -192,9 +194,9 @@ def begin_new_folder(folder: Path) -> Path:
 def publish_new_folder(folder: Path) -> None:
     """Gives what was written aside its name, at once."""
     temporary = folders.temporary_folder(folder)
-    folders.sync_folder(temporary)
+    sync_folder(temporary)
     temporary.replace(folder)
-    folders.sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
 def _library() -> Any:
@@ -208,9 +210,9 @@ def _library() -> Any:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        places = read_json(path, JSON_BYTES)["weight_map"]
         valid = isinstance(places, dict) and all(isinstance(name, str) for name in places.values())
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error})") from error
     if not valid or any(Path(name).name != name or name in (".", "..") for name in places.values()):
         raise CheckpointError(f"{path} has a weight_map that does not name files beside it")

@@ -11,6 +11,7 @@ of its own (``rng.rank3``), given by that rank alone.
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -34,7 +35,7 @@ from .ranks import Ranks, joined_by_rank
 from .safe_metadata import json_problem
 from .staging import HostStaging
 from .storage import IndexedReader, RawWriter, read_index
-from .verification import damage, differing_tensors
+from .verification import damage, differing_tensors, verified_line
 
 _PROBLEMS_SHOWN = 50
 
@@ -51,19 +52,23 @@ def save(
     """Writes a checkpoint that appears at once: complete under its name, or not at all.
 
     A checkpoint of that name is replaced, at once too; any other folder of that name is left alone and refused. When
-    the checkpoint stands, the file ``latest`` beside it names it. With it a hash of each whole tensor is kept, which
-    does not depend on how the tensor is cut. Collective over `process_group`.
+    the checkpoint is complete, the file ``latest`` in the same folder names it. With it a hash of each whole tensor is
+    kept, which does not depend on how the tensor is cut. One process at a time writes in a folder: see `folder_lock`.
+    Collective over `process_group`.
 
     Args:
         state: by name, tensors on any device. Of a tensor that several ranks hold, one writes it.
         directory: made, with its parents. All ranks must see the same file system.
         metadata: text keys and JSON values; tuples become lists. The first rank's is written.
-        keep: which older checkpoints ``iter_...`` beside it stay when it stands; None keeps all.
+        keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, what
+            each rank wrote is read back and compared; where `metadata` says ``"finite": False``, the newest checkpoint
+            that does not say so stays too.
         staging: takes copies of what this rank writes before it writes; `AsyncSaver` needs them.
         process_group: whose ranks write together; None is the default group, or this process alone.
 
     Raises:
-        CheckpointError: on all ranks, whichever failed; what stood before still stands.
+        CheckpointError: on all ranks, whichever failed, also because another process writes in the folder; what was
+            there before is still there.
     """
     ranks, folder = Ranks(process_group), _folder(directory)
     ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", _unsavable(state, metadata)))
@@ -74,9 +79,9 @@ def save(
             torch_save_sharded, _detached(state), ranks, f"saving {folder}", storage_writer=writer, planner=planner
         )
     except BaseException:
-        if ranks.is_first:
-            folders.discard(folder)
+        writer.release(failed=True)
         raise
+    writer.release(failed=False)
 
 
 def load(
@@ -84,24 +89,27 @@ def load(
     directory: str | os.PathLike[str],
     *,
     strict: bool = True,
-    verify: bool = False,
+    verify: bool = True,
     cast: bool = False,
+    report: Callable[[str], None] | None = None,
+    optional: str | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Fills the tensors of `state` in place from a checkpoint, whatever layout and world size wrote it.
 
-    Names, shapes, dtypes and files are checked on all ranks before the first value is written. Tensors that are put
-    together from other pieces than they were saved in are compared, once loaded, with the hashes that were saved. Also
-    reads what ``torch.distributed.checkpoint.save`` wrote, without unpickling anything but tensors; it has no hashes.
-    Collective.
+    Names, shapes, dtypes and files are checked on all ranks before the first value is written. What was loaded is
+    compared with the hashes that were saved. Also reads what ``torch.distributed.checkpoint.save`` wrote, without
+    unpickling anything but tensors; it has no hashes. Collective.
 
     Args:
         state: by name, plain tensors and DTensors; parameters are filled too.
         strict: every name of `state` must be in the checkpoint, and every name of the checkpoint in the `state` of
             some rank. Without it the names in common are loaded, of which there must be at least one.
-        verify: compare every tensor, and not only those that were cut anew.
+        verify: False compares only tensors that are put together from other pieces than they were saved in.
         cast: fill a floating tensor whose dtype is not the checkpoint's too, by way of one of that dtype; all such
             tensors are held twice until they are loaded.
+        optional: names of the checkpoint that begin with this need not be in `state`, also where `strict`.
+        report: is given one line, on every rank: what was compared with hashes, and how long that took.
 
     Returns:
         The metadata that was saved; empty for a checkpoint of torch's own.
@@ -125,6 +133,7 @@ def load(
     )
     if strict:
         unasked = set.intersection(*(names for _, names, _ in told))
+        unasked = {name for name in unasked if optional is None or not name.startswith(optional)}
         problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unasked)]
     else:
         problems = []
@@ -136,7 +145,9 @@ def load(
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = IndexedReader(found, index)
     _run_dcp(torch_load_sharded, _detached(wanted), ranks, f"loading {folder}", storage_reader=reader, planner=planner)
-    _verify(_detached(wanted), found, index, reader.resharded, verify, ranks)
+    line = _verify(_detached(wanted), found, index, reader.resharded, verify, ranks)
+    if report is not None:
+        report(line)
     for tensor, stand_in in casts.values():
         tensor.detach().copy_(stand_in)
     return index.metadata
@@ -146,7 +157,7 @@ def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | N
     """Reads every byte of a checkpoint and compares it with the hashes that were saved. Collective.
 
     Raises:
-        CheckpointError: on all ranks. Names each damaged file and the tensors that lie there.
+        CheckpointError: on all ranks. Names each damaged file, the bytes, and the tensors that are stored there.
     """
     folder = folders.existing_folder(_folder(directory))
     if problems := damage(folder, Ranks(process_group)):
@@ -169,19 +180,19 @@ def _verify(
     resharded: set[str],
     all_: bool,
     ranks: Ranks,
-) -> None:
-    """Compares what was loaded with the hashes of the index: what was cut anew on some rank, or everything."""
+) -> str:
+    """Compares what was loaded with the hashes of the index, what was cut anew on some rank or everything; says so."""
+    started = time.perf_counter()
     hashed = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
-    if all_ and (without := sorted(index.tensors.keys() - hashed)):
-        raise CheckpointError(
-            f"{folder} cannot be verified: it keeps no hash of {len(without)} tensors, {without[0]} among them, as "
-            "torch's own checkpoints do not; load it without verification and save it again"
-        )
-    names = set().union(*ranks.all_gather(set(state) if all_ else resharded))
-    differing = differing_tensors(state, index, names & hashed, ranks) if names & hashed else []
-    if differing:
+    names = set().union(*ranks.all_gather(set(state) if all_ else resharded)) & hashed
+    if differing := differing_tensors(state, index, names, ranks) if names else []:
         files = damage(folder, ranks) or ["its files are what was written: they were put together wrongly, report it"]
         _refuse(f"{folder}: what was loaded is not what was saved ({'; '.join(files)})", differing)
+    if not all_:
+        return f"{folder} was not compared with its hashes, as was asked"
+    if not hashed:
+        return f"{folder} keeps no hashes, so that what was loaded could not be compared with what was saved"
+    return verified_line(folder, index, names, time.perf_counter() - started)
 
 
 def _folder(directory: str | os.PathLike[str]) -> Path:

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import io
 import os
-import pickle
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,12 +23,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ..bounds import JSON_BYTES, BoundsError, read_file
+from ..durable import write_durably
 from ..errors import CheckpointError
 from . import folders
 from .content_hash import box_hash
+from .folder_lock import acquire_folder, release_folder
 from .index import CheckpointIndex, Piece, TensorEntry
 from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE, decode_index, encode_index, read_torch_index
 from .staging import HostStaging
+from .tensor_archive import read_tensor_archive
 
 _ALIGNMENT_BYTES = 64
 
@@ -59,6 +62,8 @@ class RawWriter(StorageWriter):
         self.keep = keep
         self.staging = staging
         self.is_first = False
+        self._locked: tuple[int, str] | None = None
+        """The folder's lock, from the plan until `release`; on the first rank alone."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass  # one writer writes one checkpoint
@@ -68,8 +73,17 @@ class RawWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self.is_first:
+            self._locked = acquire_folder(self.folder.parent)
             folders.begin(self.folder)
         return plan
+
+    def release(self, *, failed: bool) -> None:
+        """Gives the folder's lock back; after a failure also removes what was written."""
+        if self._locked is not None:
+            if failed:
+                folders.discard(self.folder)
+            release_folder(self._locked)
+            self._locked = None
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [dataclasses.replace(p, storage_data=f"rank_{rank:05d}.bin") for rank, p in enumerate(plans)]
@@ -83,7 +97,8 @@ class RawWriter(StorageWriter):
         ]
         tensors = self._values([item for item, _ in items], planner)
         if items:
-            with (folders.temporary_folder(self.folder) / plan.storage_data).open("wb") as stream:
+            path = folders.temporary_folder(self.folder) / plan.storage_data
+            with path.open("wb") as stream:
                 for (item, described), tensor in zip(items, tensors, strict=True):
                     offsets, whole = tuple(item.index.offset or ()), tuple(described.size)
                     hashed = box_hash(tensor, offsets, whole)
@@ -92,6 +107,8 @@ class RawWriter(StorageWriter):
                     results.append(WriteResult(item.index, num_bytes, piece))
                 stream.flush()
                 os.fsync(stream.fileno())
+            if self.keep is not None:  # nothing older is removed for one that cannot be read
+                _check_written(path, [(result.storage_data, t) for result, t in zip(results, tensors, strict=True)])
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -116,10 +133,10 @@ class RawWriter(StorageWriter):
         if not tensors:
             raise CheckpointError("no rank gave a tensor to save")
         text = encode_index(CheckpointIndex(tensors, file_bytes, self.metadata))
-        folders.write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
+        write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
         folders.publish(self.folder)
         if self.keep is not None:
-            folders.prune(self.folder.parent, self.keep)
+            folders.prune(self.folder.parent, self.keep, has_finite_weights)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -188,12 +205,14 @@ class IndexedReader(StorageReader):
             return torch.from_numpy(mapped).view(dtype).view(piece.sizes)
         with path.open("rb") as stream:
             stream.seek(piece.start)
-            archive = io.BytesIO(stream.read(piece.num_bytes))
+            archive = stream.read(piece.num_bytes)
         try:
-            tensor = torch.load(archive, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} holds no readable tensor for {name!r}; nothing in it was run") from error
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
+            tensor = read_tensor_archive(archive)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{path} holds no readable tensor for {name!r}: {error}; nothing in it was run"
+            ) from error
+        if tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
             raise CheckpointError(f"{path} holds for {name!r} something else than {dtype} of shape {piece.sizes}")
         return tensor
 
@@ -215,14 +234,16 @@ def read_index(folder: Path) -> CheckpointIndex:
         raise CheckpointError(f"{folder} is not a checkpoint: {found}; name a folder that `save` wrote")
     try:
         if path.is_file():
-            index = decode_index(path.read_text(encoding="utf-8"))
+            index = decode_index(read_file(path, JSON_BYTES).decode("utf-8"))
         else:
             path = torch_path
             index = read_torch_index(path)
-    except (CheckpointError, UnicodeDecodeError) as error:
+    except (CheckpointError, BoundsError, UnicodeDecodeError, OSError) as error:
         raise CheckpointError(f"{path} is damaged or unsafe: {error}; use another checkpoint") from error
     for name, num_bytes in index.file_bytes.items():
         file = folder / name
+        if file.is_symlink():
+            raise CheckpointError(f"{file} is a link, and a checkpoint holds its own files; put a copy in its place")
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; restore it, or use another checkpoint")
         found_bytes = file.stat().st_size
@@ -231,6 +252,33 @@ def read_index(folder: Path) -> CheckpointIndex:
                 f"{file} has {found_bytes} bytes where {num_bytes} were written; restore it, or use another checkpoint"
             )
     return index
+
+
+FINITE = "finite"
+"""Entry of a checkpoint's metadata: False where a tensor holds what is not finite."""
+
+
+def has_finite_weights(folder: Path) -> bool:
+    """Whether a checkpoint's description says so, or says nothing; False where it cannot be read."""
+    try:
+        return read_index(folder).metadata.get(FINITE, True) is not False
+    except CheckpointError:
+        return False
+
+
+def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
+    """Reads a file that was just written from the disk, where the system can be told to forget its copy."""
+    with path.open("rb") as stream:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for piece, tensor in pieces:
+            data = np.fromfile(stream, np.uint8, piece.num_bytes, offset=piece.start - stream.tell())
+            if len(data) != piece.num_bytes or not np.array_equal(data, _bytes_of(tensor)):
+                end = piece.start + piece.num_bytes
+                raise CheckpointError(
+                    f"{path} does not read back as it was written, in bytes {piece.start} to {end}: the disk or the "
+                    "memory fails; no older checkpoint was removed"
+                )
 
 
 def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
@@ -248,6 +296,11 @@ def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:
     """Where the tensor's bytes begin in the file, and how many they are."""
     start = -(-stream.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     stream.seek(start)
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = _bytes_of(tensor)
     stream.write(data.data)
     return start, data.nbytes
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The tensor's bytes in row-major order, on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

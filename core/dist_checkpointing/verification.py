@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,10 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .content_hash import MODULUS, box_hash
 from .flat_range import held_boxes
+from .folders import complete_checkpoints, iteration_of
 from .index import Box, CheckpointIndex, Piece, overlap
 from .ranks import Ranks
-from .storage import read_index
+from .storage import has_finite_weights, read_index
 
 BoxHash = tuple[Box, int]
 
@@ -52,17 +55,61 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
     ]
     pieces.sort(key=lambda named: (named[1].file, named[1].start))
     mine = pieces[ranks.rank * len(pieces) // ranks.size : (ranks.rank + 1) * len(pieces) // ranks.size]
-    bad = ranks.on_all(lambda: [(p.file, name) for name, p in mine if _stored_hash(folder, index, name, p) != p.hash])
+    bad = ranks.on_all(lambda: [(name, piece) for name, piece in mine if _is_damaged(folder, index, name, piece)])
     files: dict[str, list[str]] = {}
-    for file, name in (found for of_rank in ranks.all_gather(bad) for found in of_rank):
-        files.setdefault(file, []).append(name)
-    return [f"{folder / file} is damaged where {_listed(names)} lies" for file, names in sorted(files.items())]
+    for name, piece in (found for of_rank in ranks.all_gather(bad) for found in of_rank):
+        files.setdefault(piece.file, []).append(f"{name} (bytes {piece.start} to {piece.start + piece.num_bytes})")
+    return [f"{folder / file} is damaged in {_listed(places)}" for file, places in sorted(files.items())]
 
 
-def _stored_hash(folder: Path, index: CheckpointIndex, name: str, piece: Piece) -> int:
+def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds: float) -> str:
+    """Says which tensors of a checkpoint were compared with their hashes, and how long that took."""
+    num_bytes = sum(piece.num_bytes for name in names for piece in index.tensors[name].pieces)
+    return f"verified {len(names)} tensors of {folder} by their hashes: {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s"
+
+
+def newest_good(root: Path, ranks: Ranks, *, besides: Path | None = None) -> Path | None:
+    """The newest checkpoint of a run that is whole and has finite weights; None if there is none. Collective.
+
+    Args:
+        besides: a checkpoint that is no good: older ones are looked at first, then newer ones.
+    """
+    paths = ranks.from_first(lambda: [path for path in complete_checkpoints(root) if path != besides])
+    if besides is not None:
+        paths.sort(key=lambda path: iteration_of(path) > iteration_of(besides))
+    for path in paths:
+        if ranks.from_first(partial(has_finite_weights, path)) and not damage(path, ranks):
+            return path
+    return None
+
+
+@contextmanager
+def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Errors of a checkpoint whose files are damaged name the newest older one whose files are not. Collective."""
+    try:
+        yield
+    except CheckpointError as error:
+        if folder.parent == folder or not damage(folder, ranks):
+            raise
+        raise CheckpointError(f"{error}; {advice(folder, ranks)}") from None
+
+
+def advice(folder: Path, ranks: Ranks) -> str:
+    """What to load in the place of a checkpoint that is no good. Collective."""
+    whole = newest_good(folder.parent, ranks, besides=folder)
+    if whole is None:
+        return f"no other checkpoint in {folder.parent} is whole"
+    return f"{whole.name} in the same folder is whole: continue from it with --load {whole}"
+
+
+def _is_damaged(folder: Path, index: CheckpointIndex, name: str, piece: Piece) -> bool:
     entry = index.tensors[name]
-    data = np.memmap(folder / piece.file, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
-    return box_hash(torch.from_numpy(data).view(entry.dtype).view(piece.sizes), piece.offsets, entry.shape)
+    try:
+        data = np.memmap(folder / piece.file, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
+    except (OSError, ValueError):  # removed, or cut short, since its length was compared
+        return True
+    values = torch.from_numpy(data).view(entry.dtype).view(piece.sizes)
+    return box_hash(values, piece.offsets, entry.shape) != piece.hash
 
 
 def _differs(held: list[BoxHash], index: CheckpointIndex, name: str) -> bool:

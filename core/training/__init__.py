@@ -9,9 +9,11 @@
     state, checkpointing    what moves on with a run, and how it gets to disk and back
     loop, log, stop         the steps of a run, what is written of them, and how a signal ends them
     memory_profile          memory over one step, by what it is for
+    patience                files that wait for a full disk
     skips                   what becomes of steps whose gradients are not finite
     generation, bigram      text from a model, and the baseline that it has to beat
     entry, launch           one line for a mistake, one traceback for a crash; starting ranks on one machine
+    parent_death            ranks that end with their launcher
 
 ``examples/gpt/pretrain_gpt.py`` shows the order in which a run uses them.
 """

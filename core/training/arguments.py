@@ -110,7 +110,13 @@ def parse_call(
         MissingExtraError: cyclopts is not installed.
     """
     cyclopts = _library()
-    app = cyclopts.App(name=name, help=description, version_flags=[], help_format="plaintext")
+    app = cyclopts.App(
+        name=name,
+        help=description,
+        version_flags=[],
+        help_format="plaintext",
+        default_parameter=cyclopts.Parameter(allow_repeating=True),  # the last counts, as in Megatron-LM's parser
+    )
     app.default(function)
     if {"-h", "--help"} & set(arguments):
         if environment_rank() == 0:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import device, parallel_state
+from ..bounds import brief
 from ..datasets.tokenizer import Tokenizer
 from ..dist_checkpointing import (
     AsyncSaver,
@@ -32,10 +32,12 @@ from ..dist_checkpointing import (
     model_state_dict,
     save,
 )
+from ..dist_checkpointing.flat_range import held_boxes
 from ..dist_checkpointing.folders import complete_checkpoints
 from ..dist_checkpointing.ranks import Ranks
 from ..dist_checkpointing.safe_metadata import INDEX_FILE
-from ..dist_checkpointing.verification import damage
+from ..dist_checkpointing.storage import FINITE
+from ..dist_checkpointing.verification import advice, another_offered, newest_good
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError
 from ..models.gpt.architecture import TRANSFORMER_FIELDS
@@ -55,6 +57,9 @@ _METADATA: dict[str, type] = {
     "rng_layout": list,
     "layout": dict,
 }
+_RNG_BYTES = 1 << 24
+"""Most that the random streams of a rank take; they take some 20,000."""
+_RNG_NAMES = "rng."
 _MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
     "model": TRANSFORMER_FIELDS,
     "gpt": (
@@ -88,25 +93,38 @@ def save_checkpoint(
         "rng_layout": _rng_layout(rng),
         "layout": _rank_layout(),
         "sample_order": dict(state.sample_order),
+        FINITE: _all_finite(tensors),
     }
     write = save if saver is None else saver.save
-    tensors |= {f"rng.rank{dist.get_rank()}": _packed(rng)}
+    tensors |= {f"{_RNG_NAMES}rank{dist.get_rank()}": _packed(rng)}
     write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
     return folder
 
 
-def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) -> None:
+def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *, fall_back: bool = False) -> str:
     """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one; collective.
 
     Warns where samples come in another order than the checkpoint's run had them.
 
+    Args:
+        fall_back: where the latest is damaged, or its weights are not finite, continue from the newest that is good:
+            for a run that is started again with no person there to choose.
+
+    Returns:
+        A line that says what was compared with the hashes that were saved, and how long that took.
+
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model. Of one that is damaged the latest
-            other one that is not is named.
+        CheckpointError: there is none, it is damaged, its weights are not finite, or it is of another model. Of one
+            that is no good the newest older one that is good is named.
     """
     ranks = Ranks()
-    folder = ranks.from_first(lambda: find_checkpoint(root))
-    with _another_offered(folder, ranks):
+    folder = ranks.from_first(lambda: find_checkpoint(root, fall_back=fall_back))
+    if fall_back and not is_checkpoint(root):
+        good = newest_good(root, ranks)
+        if good is not None and good != folder:
+            warnings.warn(f"{folder} is no good; continuing from {good}", stacklevel=2)
+            folder = good
+    with another_offered(folder, ranks):
         metadata = ranks.from_first(lambda: load_metadata(folder))
     check_is_run(metadata, folder)
     if not metadata["optimizer"]:
@@ -114,57 +132,69 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path) ->
             f"{folder} holds weights alone, and no run to continue; start one with --pretrained-checkpoint {root}"
         )
     _check_same_model(metadata, state, config, folder)
+    if metadata.get(FINITE) is False:
+        raise CheckpointError(f"{folder} holds weights that are infinite or NaN; {advice(folder, ranks)}")
     same_ranks = metadata["layout"] == _rank_layout() and metadata["rng_layout"] == _rng_layout(rng_state())
-    streams = _rng_buffers(metadata, same_ranks)
-    with _another_offered(folder, ranks):
-        load(_tensors(state) | streams, folder, verify=config.checkpoint.verify_checkpoint, cast=True)
-    state.optimizer.load_state_scalars(metadata["optimizer"])
-    state.scheduler.load_state_dict(metadata["scheduler"])
+    name = f"{_RNG_NAMES}rank{dist.get_rank()}"
+    num_bytes = sum(size for _, size in metadata["rng_layout"])
+    streams = {name: torch.empty(num_bytes, dtype=torch.uint8)} if same_ranks else {}
+    lines: list[str] = []
+    verify = config.checkpoint.verify_checkpoint
+    with another_offered(folder, ranks):
+        wanted = _tensors(state) | streams
+        load(wanted, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
+    try:
+        state.optimizer.load_state_scalars(metadata["optimizer"])
+        state.scheduler.load_state_dict(metadata["scheduler"])
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{folder}: the metadata of optimizer and schedule is none that a run writes ({type(error).__name__}: "
+            f"{brief(str(error))}); load another one"
+        ) from None
     state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
     _warn_of_another_order(metadata.get("sample_order", {}), state)
     if same_ranks:
-        set_rng_state(_unpacked(streams[f"rng.rank{dist.get_rank()}"], metadata["rng_layout"]))
+        set_rng_state(_unpacked(streams[name], metadata["rng_layout"]))
+    return lines[0]
 
 
-@contextmanager
-def _another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Errors of a checkpoint whose files are damaged name the latest other one whose files are not. Collective."""
-    try:
-        yield
-    except CheckpointError as error:
-        if not damage(folder, ranks):
-            raise
-        others = ranks.from_first(lambda: [path for path in complete_checkpoints(folder.parent) if path != folder])
-        whole = next((path for path in others if not damage(path, ranks)), None)
-        advice = f"no other checkpoint in {folder.parent} is whole"
-        if whole is not None:
-            advice = f"{whole.name} beside it is whole: continue from it with --load {whole}"
-        raise CheckpointError(f"{error}; {advice}") from None
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(
+    model: nn.Module, folder: Path, *, verify: bool = True, report: Callable[[str], None] | None = None
+) -> None:
     """Fills a model's parameters alone from a checkpoint of any layout.
 
+    Args:
+        verify, report: as those of :func:`core.dist_checkpointing.load`.
+
     Raises:
-        CheckpointError: it is damaged, or of another model.
+        CheckpointError: it is damaged, where the newest older one that is good is named, or of another model.
     """
     tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
     stored = load_metadata(folder)["model_tensors"]
     if sorted(tensors) != stored:
         differing = sorted(set(stored) ^ tensors.keys())
         raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
-    load(tensors, folder, strict=False, cast=True)
+    with another_offered(folder, Ranks()):
+        load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
 
 
-def find_checkpoint(root: Path) -> Path:
+def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
     """The latest checkpoint of a run's folder; the folder itself if it is a checkpoint.
+
+    Args:
+        fall_back: where ``latest`` names none, take the one of the highest iteration.
 
     Raises:
         CheckpointError: there is none.
     """
     if is_checkpoint(root):
         return root
-    found = latest_checkpoint(root) if root.is_dir() else None
+    try:
+        found = latest_checkpoint(root) if root.is_dir() else None
+    except CheckpointError:
+        found = next(iter(complete_checkpoints(root)), None) if fall_back else None
+        if found is None:
+            raise
     if found is None:
         raise CheckpointError(
             f"{root}: {'holds no checkpoint' if root.is_dir() else 'no such folder'}; give --load the folder that a "
@@ -187,12 +217,19 @@ def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
         )
     odd = sorted(name for name, kind in _METADATA.items() if not isinstance(metadata[name], kind))
     odd += [name for name in ("iteration", "consumed_samples") if name not in odd and metadata[name] < 0]
+    if "config" not in odd:
+        sections = ("model", "gpt", "ddp", "optimizer")
+        odd += [f"config.{name}" for name in sections if not isinstance(metadata["config"].get(name), dict)]
+    if "model_tensors" not in odd and not all(isinstance(name, str) for name in metadata["model_tensors"]):
+        odd.append("model_tensors")
     if "layout" not in odd and not _is_small(metadata["layout"].get("ranks")):
         odd.append("layout")
     if "rng_layout" not in odd and not all(
         isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _is_small(entry[1])
         for entry in metadata["rng_layout"]
     ):
+        odd.append("rng_layout")
+    if "rng_layout" not in odd and sum(size for _, size in metadata["rng_layout"]) > _RNG_BYTES:
         odd.append("rng_layout")
     if odd:
         raise CheckpointError(
@@ -218,6 +255,19 @@ def _tensors(state: TrainingState) -> dict[str, torch.Tensor]:
     model = model_state_dict(unwrap_model(state.model))
     tensors = {f"model.{name}": masters.get(name, tensor) for name, tensor in model.items()}
     return tensors | {f"optimizer.{name}": t for name, t in optimizer.items() if not name.startswith("master.")}
+
+
+def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether every floating value that any rank holds is finite; collective."""
+    found = True
+    for tensor in tensors.values():
+        for _, values in held_boxes(tensor):
+            if values.is_floating_point() and values.element_size() > 1 and values.numel():
+                low, high = torch.aminmax(values.detach())  # NaN shows in both
+                found = found and bool(low.isfinite() & high.isfinite())
+    everywhere = torch.tensor(int(found), device=device.current_device())
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 def _check_same_model(metadata: Mapping[str, Any], state: TrainingState, config: PretrainConfig, folder: Path) -> None:
@@ -306,13 +356,3 @@ def _packed(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _unpacked(packed: torch.Tensor, layout: list[list[Any]]) -> dict[str, torch.Tensor]:
     pieces = packed.split([size for _, size in layout])
     return {name: piece.clone() for (name, _), piece in zip(layout, pieces, strict=True)}
-
-
-def _rng_buffers(metadata: Mapping[str, Any], same_ranks: bool) -> dict[str, torch.Tensor]:
-    """Where the checkpoint's streams are read into: this rank's own, or all of them by one rank, to be dropped."""
-    size = sum(size for _, size in metadata["rng_layout"])
-    if same_ranks:
-        wanted = [dist.get_rank()]
-    else:
-        wanted = list(range(metadata["layout"]["ranks"])) if dist.get_rank() == 0 else []
-    return {f"rng.rank{rank}": torch.empty(size, dtype=torch.uint8) for rank in wanted}

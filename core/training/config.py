@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from ..bounds import brief
 from ..datasets.data_samplers import num_microbatches
 from ..distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from ..errors import ConfigError, ParallelConfigError
+from ..errors import ConfigError, ParallelConfigError, ShardstackError
 from ..optimizer import OptimizerConfig
 from ..tensor_parallel.vocab import pad_vocab_size
 from ..transformer.transformer_config import TransformerConfig, nearest_multiples
@@ -78,8 +79,12 @@ class PretrainConfig:
         try:
             types = section_types(values["use_torch_fsdp2"])
             return cls(**{name: _from_json_values(kind, values[name]) for name, kind in types.items()})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"these are no settings of this version of the library: {error}") from error
+        except ShardstackError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(
+                f"these are no settings of this version of the library ({type(error).__name__}: {brief(str(error))})"
+            ) from error
 
 
 def section_types(use_torch_fsdp2: bool) -> dict[str, type]:

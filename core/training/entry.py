@@ -16,31 +16,81 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import parallel_state
-from ..errors import MemoryLimitError, OutOfStepError, ShardstackError
+from ..errors import ConfigError, MemoryLimitError, OutOfStepError, ShardstackError
 
 USER_ERROR_STATUS = 2
+RUN_ERROR_STATUS = 3
 CRASH_STATUS = 1
 INTERRUPTED_STATUS = 130
 
 _FIRST = "shardstack/first_failure"
 
 
+RUN_STARTED = "SHARDSTACK_RUN_STARTED"
+"""Variable of the environment: when the launcher started, which stays the same over its restarts of the ranks."""
+
+
 def environment_rank() -> int:
-    """This process's rank as its launcher told it; 0 without a launcher. Known before any process group."""
-    return int(os.environ.get("RANK", "0"))
+    """This process's rank as its launcher gave it; 0 without a launcher. Known before any process group.
+
+    Raises:
+        ConfigError: no number, as from every function here that reads the environment.
+    """
+    return environment_int("RANK", 0)
 
 
 def environment_world_size() -> int:
-    """The number of ranks as the launcher told it; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """The number of ranks as the launcher gave it; 1 without a launcher."""
+    return environment_int("WORLD_SIZE", 1, least=1) if "RANK" in os.environ else 1
+
+
+def environment_restart_count() -> int:
+    """How many times the launcher, ours or ``torchrun``, has started the ranks again."""
+    return environment_int("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def environment_threads() -> int:
+    """Threads that a rank computes with: OMP_NUM_THREADS, or 1."""
+    return environment_int("OMP_NUM_THREADS", 1, least=1)
+
+
+def check_launcher() -> None:
+    """Refuses an environment in which ranks could not meet.
+
+    Raises:
+        ConfigError: a rank beyond the number of ranks, or one that is not told where to meet the others.
+    """
+    if "RANK" not in os.environ:
+        return
+    rank, size = environment_rank(), environment_world_size()
+    if rank >= size:
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE {size}; ranks count from 0, so it takes at most {size - 1}")
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"RANK is set and {' and '.join(missing)} not, so that ranks cannot meet; start them with "
+            "core.training.launch, torchrun or Slurm, or unset RANK"
+        )
+    environment_int("MASTER_PORT", 0)
+
+
+def environment_int(name: str, default: int, *, least: int = 0) -> int:
+    """A number in the environment, or `default` where the variable is not set."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.strip().isdigit() and len(text) < 10 and int(text) >= least):
+        raise ConfigError(f"{name} is {text!r} in the environment; it takes a number from {least} on, or unset it")
+    return int(text)
 
 
 def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] | None = None) -> None:
     """Runs a program's `main` on its command line, and ends the process with the status that belongs to the outcome.
 
-    0 when `main` returns; 2 after an error of the user, of which one line is printed over all ranks; 1 after any
-    other exception, whose traceback the first rank to fail prints, as of ranks that fell out of step and of memory
-    that did not suffice: there the place counts, and the table; 130 after an interrupt.
+    0 when `main` returns; 2 after an error of the user, of which one line is printed over all ranks, or 3 where it
+    ended a run that had begun, as a full disk does; 1 after any other exception, whose traceback the first rank to
+    fail prints, as of ranks that fell out of step and of memory that did not suffice: there the place counts, and the
+    table; 130 after an interrupt.
     """
     try:
         main(sys.argv[1:] if arguments is None else arguments)
@@ -48,7 +98,7 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
     except (OutOfStepError, MemoryLimitError) as error:
         _leave_after_crash(error)
     except ShardstackError as error:
-        _leave(USER_ERROR_STATUS, f"error: {one_line(error)}\n")
+        _leave(RUN_ERROR_STATUS if error.ended_run else USER_ERROR_STATUS, f"error: {one_line(error)}\n")
     except KeyboardInterrupt:
         _leave(INTERRUPTED_STATUS, "interrupted\n")
     except Exception as error:
@@ -69,7 +119,7 @@ def _shut_down() -> None:
 
 
 def _leave_after_crash(error: Exception) -> None:
-    where = f"rank {environment_rank()} of {environment_world_size()}"
+    where = f"rank {_rank_in_reports()} of {os.environ.get('WORLD_SIZE', '1')}"
     told = "".join(traceback.format_exception(error))
     _leave(CRASH_STATUS, f"\n{where}:\n{told}", f"{where} stopped too: {one_line(error)[:200]}\n")
 
@@ -79,7 +129,7 @@ def _leave(status: int, first_report: str, later_report: str = "") -> None:
     first_status = _claim_first_failure(status) if has_group else None
     if first_status is None:
         # Before there is a group every rank fails alike in reading its flags: one of them speaks. A crash differs.
-        if has_group or environment_rank() == 0 or status == CRASH_STATUS:
+        if has_group or _speaks_for_all() or status == CRASH_STATUS:
             _tell(first_report)
     elif first_status == CRASH_STATUS and later_report:
         _tell(later_report)
@@ -88,6 +138,18 @@ def _leave(status: int, first_report: str, later_report: str = "") -> None:
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _rank_in_reports() -> str:
+    """What the launcher said, be it a number or not: it may be what the report is about."""
+    return os.environ.get("RANK", "0")
+
+
+def _speaks_for_all() -> bool:
+    """Whether this is the first rank, or one whose place nothing good is known of: it may be the only one in error."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    known = rank.isascii() and rank.isdigit() and size.isascii() and size.isdigit()
+    return not known or int(rank) == 0 or int(rank) >= int(size)
 
 
 def _tell(report: str) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import random
 import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
+from ..dist_checkpointing.folder_lock import acquire_folder, release_folder
+from ..dist_checkpointing.ranks import Ranks
 from ..errors import ConfigError
 from ..tensor_parallel.random import model_parallel_manual_seed
 from .config import PretrainConfig, validate
-from .entry import environment_rank, environment_world_size
+from .entry import check_launcher, environment_rank, environment_threads, environment_world_size
 
 
 def initialize(config: PretrainConfig) -> None:
@@ -30,10 +33,12 @@ def initialize(config: PretrainConfig) -> None:
             is made.
     """
     validate(config, dist.get_world_size() if dist.is_initialized() else environment_world_size())
+    if not dist.is_initialized():
+        check_launcher()
     if environment_rank() != 0:
         warnings.filterwarnings("ignore")
     warnings.formatwarning = _one_line_warning
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(environment_threads())
     if config.run.deterministic:
         device.compute_deterministically()
     device.init_process_group(
@@ -71,6 +76,51 @@ def check_output_folders(config: PretrainConfig) -> None:
             for path in missing:
                 with suppress(OSError):
                     path.rmdir()
+
+
+@contextmanager
+def run_folder_held(folder: Path | None) -> Iterator[None]:
+    """Holds the lock of a run's folder, which the first rank takes for all; collective where it is entered.
+
+    A folder that is made for it is removed again where the run ended before it wrote anything.
+
+    Raises:
+        CheckpointError: on all ranks: another run holds it.
+    """
+    if folder is None:
+        yield
+        return
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    ranks = Ranks()
+    key = ranks.from_first(lambda: acquire_folder(folder))
+    try:
+        yield
+    finally:
+        if ranks.is_first:
+            release_folder(key)
+            for path in missing:
+                with suppress(OSError):  # not empty
+                    path.rmdir()
+
+
+def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
+    """Refuses a model whose weights alone no memory of this rank holds, before it is built.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    model = config.model
+    attention = 2 * model.hidden_size * (model.kv_channels or 1) * model.num_attention_heads
+    mlp = model.hidden_size * (model.ffn_hidden_size or 1) * (3 if model.gated_linear_unit else 2)
+    parameters = vocab_size * model.hidden_size + model.num_layers * (attention + mlp)
+    pieces = dist.get_world_size() if config.use_torch_fsdp2 else model.tensor_model_parallel_size
+    needed, there = 4 * parameters // pieces, device.memory_bytes()
+    if needed > there:
+        raise ConfigError(
+            f"num_layers {model.num_layers}, hidden_size {model.hidden_size} and a vocabulary of {vocab_size} make "
+            f"{parameters / 1e9:.3g} billion parameters: {needed / 2**30:.3g} GiB of weights on each rank, which has "
+            f"{there / 2**30:.3g} GiB; make the model smaller, or shard it over more ranks"
+        )
 
 
 def _one_line_warning(message: Warning | str, *_: object, **__: object) -> str:

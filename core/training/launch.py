@@ -1,9 +1,11 @@
 """Starts a program's ranks on this machine: ``python -m core.training.launch --nproc-per-node 2 script.py --flags``.
 
-For one machine it stands in for ``torchrun``, whose environment variables it sets, and differs where a person sits in
-front: a mistake in the flags is the one line that a rank prints, and ends with that rank's status; a crash shows the
-traceback of the rank that crashed; Ctrl-C and SIGTERM are passed on and waited for, so that a run can save. Several
-machines need ``torchrun`` or Slurm.
+Ranks are processes of torch's elastic agent (`torch.distributed.elastic.multiprocessing`), which here has no other
+machine to agree with. For one machine it takes the place of ``torchrun``, whose environment variables it sets, and
+differs in what a person sees: a mistake in the flags is the one line that a rank prints, and ends with that rank's
+status; a crash shows the traceback of the rank that crashed; Ctrl-C, SIGTERM and SIGHUP are passed on and waited for,
+so that a run can save, a second one ends all ranks at once, a third kills them. No rank outlives it, whatever ends it.
+Stores and collectives listen on the loopback interface alone. Several machines need ``torchrun`` or Slurm.
 """
 
 from __future__ import annotations
@@ -12,130 +14,243 @@ import argparse
 import os
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext, start_processes
+
+from . import parent_death
+from .entry import RUN_STARTED, USER_ERROR_STATUS
 
 GRACE_S = 5.0
 """How long the other ranks may take to end by themselves once one has failed."""
 
+SECOND_SIGNAL_GRACE_S = 1.0
+"""How long ranks may take to end after a second signal: one that waits for another rank cannot answer."""
+
+ECHO_S = 0.5
+"""Signals that follow one another more closely count as one: some programs send them to a process and its group."""
+
 _POLL_S = 0.05
+_DESCRIPTION = "Starts a program's ranks on this machine."
+_HINTS = {
+    signal.SIGKILL: " (by the system, where memory ran out, or by a person)",
+    signal.SIGBUS: " (a file that it had mapped became shorter, or the disk of shared memory is full)",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the ranks to their end and returns the exit status: 0, or that of the first rank to fail."""
     options = _parse(arguments)
-    return run_ranks(options.nproc_per_node, [options.script, *options.arguments])
+    return run_ranks(options.nproc_per_node, [options.script, *options.arguments], max_restarts=options.max_restarts)
 
 
-def run_ranks(num_ranks: int, command: list[str]) -> int:
-    """Runs ranks of this Python with a command line, a script or ``-m module`` first; returns as `main` does."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks = _start(num_ranks, listener.getsockname()[1], command)
-        try:
-            with _Signals(ranks):
-                store = _serve_store(listener)
-                status = _wait(ranks)
-                del store
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    process.kill()
-    return status
+def run_ranks(num_ranks: int, command: list[str], *, max_restarts: int = 0) -> int:
+    """Runs ranks of this Python with a command line, a script or ``-m module`` first; returns as `main` does.
+
+    Args:
+        max_restarts: so many times all ranks are started again after a failure that is no mistake of the user's
+            (status 2) and no answer to a signal; they see TORCHELASTIC_RESTART_COUNT, as under ``torchrun``.
+    """
+    started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    with _Signals() as signals, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        for restarts in range(max_restarts + 1):
+            environment = {
+                "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+                "TORCHELASTIC_RESTART_COUNT": str(restarts),
+                "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+                RUN_STARTED: started,
+            }
+            ended = _run_once(num_ranks, command, environment, signals, Path(folder))
+            if ended.status in (0, USER_ERROR_STATUS) or signals.count or restarts == max_restarts:
+                break
+            _say(
+                f"{ended.reason or 'the ranks failed'}; starting them again, to continue from the last good "
+                f"checkpoint (restart {restarts + 1} of {max_restarts})"
+            )
+    if ended.reason:
+        _say(ended.reason)
+    return ended.status
+
+
+@dataclass
+class _Ended:
+    """How the ranks of one start ended."""
+
+    status: int
+    reason: str = ""
+    """What the ranks could not say themselves; empty where they did."""
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m core.training.launch", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m core.training.launch", description=_DESCRIPTION)
     parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks to start, 1 by default")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        help="start all ranks again after a failure, so many times; 0 by default",
+    )
     parser.add_argument("script", help="the program that each rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what is passed on to it")
     options = parser.parse_args(arguments)
     if options.nproc_per_node < 1:
         parser.error(f"--nproc-per-node is {options.nproc_per_node}; it takes a positive number")
+    if options.max_restarts < 0:
+        parser.error(f"--max-restarts is {options.max_restarts}; it takes zero or a positive number")
     return options
 
 
-def _start(num_ranks: int, port: int, command: list[str]) -> list[subprocess.Popen[bytes]]:
+def _run_once(
+    num_ranks: int, command: list[str], environment: dict[str, str], signals: _Signals, folder: Path
+) -> _Ended:
+    """Starts all ranks and waits until the last one has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        common = _common_environment(num_ranks, port) | environment
+        # Served on a socket that is open before any rank starts: no port can be lost to another program.
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    guard = [sys.executable, "-I", parent_death.__file__, str(os.getpid())]
+    arguments = (*guard[1:], sys.executable, *command)
+    with _agent_leaves_signals_alone():
+        context = start_processes(
+            name="ranks",
+            entrypoint=guard[0],
+            args=dict.fromkeys(range(num_ranks), arguments),
+            envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        )
+    try:
+        return _wait(cast(SubprocessContext, context), signals)
+    finally:
+        context.close(signal.SIGKILL, timeout=int(GRACE_S))
+        del store
+
+
+def _common_environment(num_ranks: int, port: int) -> dict[str, str]:
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store lives here, and outlives a rank that fails
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's, and outlives a rank that fails
     }
-    threads = {"OMP_NUM_THREADS": "1"} if "OMP_NUM_THREADS" not in os.environ else {}
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, **common, **threads, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(num_ranks)
-    ]
+    defaults = {"OMP_NUM_THREADS": "1"}
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        # Otherwise both choose an interface that other machines may reach.
+        defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    return common | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
-def _serve_store(listener: socket.socket) -> Any:
-    """The store through which ranks meet, on a socket that was opened before them: no port can be lost to another."""
-    # Imported here: the ranks are importing torch at the same time, and wait in the socket's queue.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
+@contextmanager
+def _agent_leaves_signals_alone() -> Iterator[None]:
+    """torch's agent puts handlers that raise in the place of those of this process: only for SIGQUIT, and back."""
+    name, before = "TORCHELASTIC_SIGNALS_TO_HANDLE", signal.getsignal(signal.SIGQUIT)
+    asked = os.environ.get(name)
+    os.environ[name] = "SIGQUIT"
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGQUIT, before)
+        del os.environ[name]
+        if asked is not None:
+            os.environ[name] = asked
 
-    host, port = listener.getsockname()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
-
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+def _wait(context: SubprocessContext, signals: _Signals) -> _Ended:
     """Waits for all ranks; once one has failed, the others have a grace to end in."""
-    deadline = None
+    ranks = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    deadline = float("inf")
     first: tuple[int, int] | None = None
-    while any(process.poll() is None for process in ranks):
-        if first is None:
-            first = _first_failure(ranks)
-            if first is not None:
-                deadline = time.monotonic() + GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
-            for process in ranks:
-                process.kill()
-            for process in ranks:
-                process.wait()
+    passed_on = 0
+    while any(process.poll() is None for process in ranks.values()):
+        if first is None and (first := _first_failure(ranks)) is not None:
+            deadline = time.monotonic() + (0.0 if signals.ended_by(first[1]) else GRACE_S)
+        if passed_on < signals.count:
+            passed_on = signals.count
+            if passed_on == 2:
+                deadline = min(deadline, time.monotonic() + SECOND_SIGNAL_GRACE_S)
+            for process in ranks.values():
+                process.send_signal(signals.sent)
+        if time.monotonic() > deadline or signals.count > 2:
+            context.close(signal.SIGKILL, timeout=int(GRACE_S))
             break
         time.sleep(_POLL_S)
     first = first or _first_failure(ranks)
+    if signals.count > 1:
+        return _Ended(128 + signals.number, f"ended at once by a second {signals.name}, without saving")
     if first is None:
-        return 0
+        return _Ended(0)
     rank, code = first
+    if signals.ended_by(code):
+        return _Ended(128 + signals.number, f"ended by {signals.name} before there was anything to save")
     if code < 0:
-        sys.stderr.write(f"rank {rank} was ended by {signal.Signals(-code).name}\n")
-        return 128 - code
-    return code
+        ended_by = signal.Signals(-code)
+        return _Ended(128 - code, f"rank {rank} was ended by {ended_by.name}{_HINTS.get(ended_by, '')}")
+    return _Ended(code)
 
 
-def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
-    failed = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
+def _first_failure(ranks: dict[int, Any]) -> tuple[int, int] | None:
+    failed = [(rank, process.returncode) for rank, process in ranks.items() if process.poll()]
     # Of several in one moment, one that a signal ended is more telling than those that lost a partner.
     return min(failed, key=lambda item: item[1], default=None)
 
 
 class _Signals:
-    """While it lasts, SIGTERM and SIGINT go to the ranks, which decide what they mean."""
+    """While it is entered, SIGTERM, SIGINT and SIGHUP are counted: whoever waits for the ranks passes them on."""
 
-    def __init__(self, ranks: list[subprocess.Popen[bytes]]) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
+        self.count = 0
+        """Signals so far, echoes left out."""
+        self.number = 0
+        """The last one."""
+        self._at = -ECHO_S
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._pass_on)
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.number).name
+
+    @property
+    def sent(self) -> int:
+        """What ranks get of it: a hang-up asks the same of them as SIGTERM."""
+        return signal.SIGTERM if self.number == signal.SIGHUP else self.number
+
+    def ended_by(self, code: int) -> bool:
+        """Whether a rank of this exit code was ended by what was passed on to it, for want of a handler."""
+        return self.count > 0 and code == -self.sent
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
+                self._before[number] = signal.signal(number, self._note)
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
-        for process in self._ranks:
-            if process.poll() is None:
-                process.send_signal(number)
+    def _note(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._at > ECHO_S:
+            self.count, self.number = self.count + 1, number
+        self._at = now
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

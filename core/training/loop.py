@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
-from .checkpointing import save_tokenizer
+from .checkpointing import TOKENIZER_FILE, save_tokenizer
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
 from .log import RunLog, Stopwatch
@@ -49,13 +49,20 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
             a checkpoint cannot be written; of one that was written beside training, after the next step.
             OptimizerError: gradients stay infinite or NaN.
     """
+    if config.run.profile_memory and config.checkpoint.folder is None:
+        raise ConfigError("--profile-memory writes into the run's folder, and there is none; add --save FOLDER")
+    begun_at = state.iteration
+    try:
+        return _train(state, config, data)
+    except ShardstackError as error:
+        error.ended_run = state.iteration > begun_at
+        raise
+
+
+def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
     world_size = dist.get_world_size()
     is_writer = dist.get_rank() == 0
     folder = config.checkpoint.folder
-    if config.run.profile_memory and folder is None:
-        raise ConfigError("--profile-memory writes into the run's folder, and there is none; add --save FOLDER")
-    if folder is not None and is_writer and data.tokenizer is not None:
-        save_tokenizer(data.tokenizer, folder)
     num_microbatches = config.num_microbatches(world_size)
     batch_size = config.global_batch_size(world_size)
     last = config.run.train_iters
@@ -69,6 +76,8 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     ):
         batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
         skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
+        if folder is not None and is_writer and data.tokenizer is not None:
+            log.patience.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         log.model(state.model, num_microbatches)
         profiled = min(state.iteration + PROFILED_ITERATION, last) if config.run.profile_memory and is_writer else None
         watch = Stopwatch()
@@ -86,7 +95,7 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
             )
             if state.iteration + 1 == profiled and folder is not None:
                 result, timeline = measure_step(state.model, state.optimizer, step)
-                write_timeline(timeline, folder, profiled)
+                log.patience.write(folder / PICTURE_FILE, partial(write_timeline, timeline, folder, profiled))
                 log.message(f"iteration {profiled}: drew {folder / PICTURE_FILE}")
             else:
                 result = step()

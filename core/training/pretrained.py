@@ -6,18 +6,24 @@ Each rank reads what it holds of each tensor, whatever wrapper it trains under.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..bounds import brief
 from ..datasets.tokenizer import Tokenizer, load_tokenizer
 from ..device import current_device
 from ..dist_checkpointing import checkpoint_directory, load, load_metadata, model_state_dict, save
-from ..dist_checkpointing.folders import write_durably
+from ..dist_checkpointing.folders import existing_folder
+from ..dist_checkpointing.ranks import Ranks
+from ..dist_checkpointing.storage import read_index
+from ..dist_checkpointing.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
+from ..durable import write_durably
 from ..errors import CheckpointError, DataError
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, base_state_dict, gpt_of
@@ -34,13 +40,20 @@ from .state import TrainingState
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
-def load_pretrained(state: TrainingState, folder: Path) -> None:
+NO_HASHES = "{} keeps no hashes, so that what was read could not be compared with what was written"
+
+
+def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) -> str:
     """Starts a run from the weights in `folder`, in place; all ranks call it.
 
     Its optimizer stays new, and so do LoRA adapters.
 
     Args:
         folder: of a run, one of its checkpoints, a model of Hugging Face's, or a checkpoint of Megatron-LM's.
+        verify: compare what is read of a run with the hashes that were saved.
+
+    Returns:
+        A line that says what was compared with hashes, and how long that took.
 
     Raises:
         CheckpointError: none of these, damaged, of another model, or with LoRA adapters.
@@ -50,17 +63,33 @@ def load_pretrained(state: TrainingState, folder: Path) -> None:
     model = unwrap_model(state.model)
     # Masters in fp32 take the place of the parameters that are rounded from them, as in a checkpoint.
     targets = {name: masters.get(name, tensor) for name, tensor in base_state_dict(model).items()}
+    line = NO_HASHES.format(folder)
     if is_hugging_face(folder):
         load_hugging_face(model, folder, targets=targets)
     elif find_megatron(folder) is not None:
         load_megatron(model, folder, targets=targets)
     else:
-        load_run_weights(targets, gpt_of(model), find_checkpoint(folder))
+        lines: list[str] = []
+        checkpoint = find_checkpoint(folder)
+        load_run_weights(targets, gpt_of(model), checkpoint, verify=verify, report=lines.append)
+        line = lines[0]
     state.optimizer.load_state_scalars(state.optimizer.state_scalars())  # writes the masters into the parameters
+    return line
 
 
-def load_run_weights(targets: Mapping[str, torch.Tensor], model: GPTModel, checkpoint: Path) -> None:
-    """Fills `targets`, a model's tensors by name, from a checkpoint of a run of the same model."""
+def load_run_weights(
+    targets: Mapping[str, torch.Tensor],
+    model: GPTModel,
+    checkpoint: Path,
+    *,
+    verify: bool = True,
+    report: Callable[[str], None] | None = None,
+) -> None:
+    """Fills `targets`, a model's tensors by name, from a checkpoint of a run of the same model.
+
+    Args:
+        verify, report: as those of :func:`core.dist_checkpointing.load`.
+    """
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)
     if any(map(is_adapter, metadata["model_tensors"])):
@@ -75,7 +104,8 @@ def load_run_weights(targets: Mapping[str, torch.Tensor], model: GPTModel, check
     differing += sorted(named.keys() ^ set(metadata["model_tensors"]))
     if differing:
         raise CheckpointError(f"{checkpoint} is of another model: {', '.join(differing[:20])} (here and there)")
-    load(named, checkpoint, strict=False, cast=True)
+    with another_offered(checkpoint, Ranks()):
+        load(named, checkpoint, strict=False, verify=verify, cast=True, report=report)
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -86,10 +116,15 @@ def is_hugging_face(folder: Path) -> bool:
         return False
 
 
-def load_run_model(checkpoint: Path) -> tuple[PretrainConfig, GPTModel]:
+def load_run_model(
+    checkpoint: Path, *, verify: bool = True, report: Callable[[str], None] | None = None
+) -> tuple[PretrainConfig, GPTModel]:
     """The model of a checkpoint, whole in this process however many ranks trained it, and its run's settings.
 
-    LoRA adapters are merged into the weights that they stand beside.
+    LoRA adapters are merged into the weights that they are added to.
+
+    Args:
+        verify, report: as those of :func:`core.dist_checkpointing.load`.
     """
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)
@@ -101,19 +136,42 @@ def load_run_model(checkpoint: Path) -> tuple[PretrainConfig, GPTModel]:
         sequence_parallel=False,
         perform_initialization=False,  # the checkpoint fills every parameter
     )
-    model = GPTModel(
-        alone,
-        metadata["vocab_size"],
-        config.max_sequence_length,
-        share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
-        position_embedding_type=config.gpt.position_embedding_type,
-    )
-    add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
-    load_weights(model, checkpoint)
+
+    def build() -> GPTModel:
+        model = GPTModel(
+            alone,
+            metadata["vocab_size"],
+            config.max_sequence_length,
+            share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
+            position_embedding_type=config.gpt.position_embedding_type,
+        )
+        add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
+        return model
+
+    _check_description(checkpoint, config, build)
+    model = build()
+    load_weights(model, checkpoint, verify=verify, report=report)
     merge_lora(model)
     if (config.model.fp16 or config.model.bf16) and current_device().type == "cuda":
         model = model.to(torch.float16 if config.model.fp16 else torch.bfloat16)
     return config, model.to(current_device())
+
+
+def _check_description(checkpoint: Path, config: PretrainConfig, build: Callable[[], GPTModel]) -> None:
+    """Refuses a checkpoint whose settings make another model than it holds, before memory is taken for that model."""
+    stored = read_index(existing_folder(checkpoint)).tensors
+    try:
+        fits = config.model.num_layers <= len(stored)
+        with torch.device("meta"):
+            shapes = {f"model.{name}": tuple(t.shape) for name, t in build().state_dict().items()} if fits else {}
+    except (TypeError, ValueError, RuntimeError, OverflowError, AttributeError, MemoryError) as error:
+        raise CheckpointError(f"{checkpoint}: no model can be made of its settings ({brief(str(error))})") from None
+    differing = [name for name, shape in shapes.items() if name in stored and stored[name].shape != shape]
+    if not fits or differing or not shapes.keys() & stored.keys():
+        which = f": {brief(differing[0])}, for one," if differing else ""
+        raise CheckpointError(
+            f"{checkpoint}: its settings are those of another model than it holds{which}; load another"
+        )
 
 
 def load_run_tokenizer(checkpoint: Path) -> Tokenizer:
@@ -131,11 +189,14 @@ def run_to_hugging_face(
     layout: Layout | None = None,
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
+    verify: bool = True,
+    report: Callable[[str], None] | None = None,
     **details: Any,
 ) -> Path:
     """Writes the latest checkpoint of a run as a model that `transformers` loads, with its tokenizer if it has one.
 
-    Weights are fp32 unless `dtype` says otherwise; other arguments as `save_hugging_face` takes.
+    Weights are fp32 unless `dtype` says otherwise; `verify` and `report` are those of
+    :func:`core.dist_checkpointing.load`, other arguments as `save_hugging_face` takes.
 
     Returns:
         The checkpoint.
@@ -144,15 +205,16 @@ def run_to_hugging_face(
         CheckpointError: no checkpoint, or a model that the layout cannot express.
     """
     checkpoint = find_checkpoint(root)
-    _, model = load_run_model(checkpoint)
+    _, model = load_run_model(checkpoint, verify=verify, report=report)
     tokenizer = load_run_tokenizer(checkpoint) if (checkpoint.parent / TOKENIZER_FILE).exists() else None
     ids = {"eos_token_id": tokenizer.eod} if tokenizer is not None else {}
     save_hugging_face(model, folder, layout=layout, dtype=dtype, vocab_size=vocab_size, config=ids, **details)
     if tokenizer is not None:
-        tokenizer.save(folder / TOKENIZER_FILE)
-        path = folder / TOKENIZER_CONFIG_FILE  # of which class it is the model's kind would guess
-        described = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        write_durably(path, json.dumps(described, indent=1))
+        with _unwritable_as_error(folder):
+            tokenizer.save(folder / TOKENIZER_FILE)
+            path = folder / TOKENIZER_CONFIG_FILE  # of which class it is the model's kind would guess
+            described = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+            write_durably(path, json.dumps(described, indent=1))
     return checkpoint
 
 
@@ -175,8 +237,17 @@ def run_from_hugging_face(folder: Path, root: Path) -> tuple[Path, Architecture]
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE) if (folder / TOKENIZER_FILE).is_file() else None
     save_weights(model, config, root)
     if tokenizer is not None:
-        save_tokenizer(tokenizer, root)
+        with _unwritable_as_error(root):
+            save_tokenizer(tokenizer, root)
     return checkpoint_directory(root, 0), architecture
+
+
+@contextmanager
+def _unwritable_as_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the tokenizer cannot be written ({error.strerror}); make room") from None
 
 
 def save_weights(model: GPTModel, config: PretrainConfig, root: Path) -> None:

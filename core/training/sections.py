@@ -212,8 +212,8 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Beside `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
 
-    verify_checkpoint: bool = False
-    """On `load`, compare every tensor with the hash that was saved with it. Without, only tensors that are put
+    verify_checkpoint: bool = True
+    """Compare every tensor that is loaded with the hash that was saved with it. Without, only tensors that are put
     together from other pieces than they were saved in are compared."""
 
     def __post_init__(self) -> None:
@@ -223,8 +223,6 @@ class CheckpointConfig:
                 f"keep_every is {self.keep_every} and keep_last is not set, so that all checkpoints are kept; add "
                 "keep_last, or drop keep_every"
             )
-        if self.verify_checkpoint and self.load is None:
-            raise ConfigError("verify_checkpoint is set and nothing is loaded; add load, or drop it")
 
     @property
     def retention(self) -> Retention | None:
@@ -235,6 +233,9 @@ class CheckpointConfig:
     def folder(self) -> Path | None:
         """Where this run writes."""
         return self.save or self.load
+
+
+_LONGEST_TIMEOUT_MINUTES = 365 * 24 * 60
 
 
 @dataclass(kw_only=True)
@@ -279,9 +280,10 @@ class RunConfig:
         _check_at_least(self, 0, "eval_iters")
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed is {self.seed}; it takes 0 to {2**32 - 1}")
-        if not 0 < self.distributed_timeout_minutes < math.inf:
+        if not 0 < self.distributed_timeout_minutes <= _LONGEST_TIMEOUT_MINUTES:
             raise ConfigError(
-                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it takes a positive number"
+                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it takes a positive number up to "
+                f"{_LONGEST_TIMEOUT_MINUTES}, a year"
             )
 
 

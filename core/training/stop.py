@@ -7,8 +7,9 @@ import time
 from types import FrameType
 from typing import Any
 
-REPEAT_AFTER_S = 3.0
-"""A launcher may pass on a Ctrl-C that the terminal has sent already: only a later one is a second request."""
+REPEAT_AFTER_S = 0.5
+"""A launcher may pass on a Ctrl-C that the terminal has sent already: only a later one is a second request. As long as
+the launcher's own `ECHO_S`, or its second signal would be taken for an echo."""
 
 
 class StopRequest:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .. import device
-from ..training.entry import run_command
+from ..training.entry import environment_threads, run_command
 from ..training.launch import run_ranks
 from .lockstep import WRAPPERS, Options, verify
 from .subject import load_subject
@@ -39,7 +39,7 @@ def _verify(options: argparse.Namespace) -> int:
     settings = Options(
         steps=options.steps, micro_batches=options.micro_batches, optimizer=options.optimizer, lr=options.lr
     )
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(environment_threads())
     device.init_process_group(timeout_minutes=5.0)
     subject = load_subject(options.build)
     _say(

@@ -16,7 +16,7 @@ import torch
 from core.errors import ConfigError
 from core.training.arguments import parse_call
 from core.training.entry import run_command
-from core.training.pretrained import flags_of, is_hugging_face, run_from_hugging_face, run_to_hugging_face
+from core.training.pretrained import NO_HASHES, flags_of, is_hugging_face, run_from_hugging_face, run_to_hugging_face
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -31,6 +31,7 @@ def convert(
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     vocab_size: int | None = None,
     max_shard_gb: float = 5.0,
+    verify_checkpoint: bool = True,
 ) -> None:
     """Converts a run to a model of Hugging Face's, or back; what --load is decides which.
 
@@ -41,6 +42,7 @@ def convert(
         dtype: Of the weights of Hugging Face's; by default float32.
         vocab_size: Rows of the vocabulary to write; by default all, with those that pad it.
         max_shard_gb: Largest file of Hugging Face's, in 10^9 bytes.
+        verify_checkpoint: Compare what is read of a run with the hashes that were saved with it.
     """
     if max_shard_gb <= 0:
         raise ConfigError(f"--max-shard-gb is {max_shard_gb}; it takes a positive number")
@@ -52,6 +54,8 @@ def convert(
             dtype=None if dtype is None else getattr(torch, dtype),
             vocab_size=vocab_size,
             max_shard_bytes=int(max_shard_gb * 1e9),
+            verify=verify_checkpoint,
+            report=print,
         )
         print(f"{checkpoint} is {save} now: AutoModelForCausalLM.from_pretrained({str(save)!r})")
         return
@@ -62,6 +66,7 @@ def convert(
             f"{stray[0]} is about what is written for Hugging Face, and {load} comes from there; drop it"
         )
     checkpoint, architecture = run_from_hugging_face(load, save)
+    print(NO_HASHES.format(load))
     print(f"{load} is {checkpoint} now; to train on from its weights:")
     print(f"pretrain_gpt.py --pretrained-checkpoint {load} {shlex.join(flags_of(architecture))}")
 

@@ -5,6 +5,7 @@ The folder of the run says everything about the model. Only its weights are read
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 0.95,
     seed: int = 0,
+    verify_checkpoint: bool = True,
 ) -> None:
     """Writes text with a trained GPT.
 
@@ -40,13 +42,14 @@ def generate(
         top_k: Draw from the k likeliest tokens alone; 0 from all.
         top_p: Draw from the fewest tokens whose probabilities reach this sum.
         seed: Seed of the draws.
+        verify_checkpoint: Compare the weights with the hashes that were saved with them.
     """
     if num_tokens < 1:
         raise ConfigError(f"--num-tokens is {num_tokens}; it takes a positive number")
     sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     checkpoint = find_checkpoint(load)
-    config, model = load_run_model(checkpoint)
     tokenizer = load_run_tokenizer(checkpoint)
+    config, model = load_run_model(checkpoint, verify=verify_checkpoint, report=note)
     tokens = generate_tokens(
         model,
         tokenizer.encode(prompt).tolist() or [tokenizer.eod],
@@ -60,6 +63,11 @@ def generate(
     for piece in stream_text(tokenizer, tokens):
         print(piece, end="", flush=True)
     print()
+
+
+def note(line: str) -> None:
+    """Says what is no text of the model's."""
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

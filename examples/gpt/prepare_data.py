@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from core.datasets.prepare import prepare
-from core.errors import MissingExtraError
+from core.errors import ConfigError, MissingExtraError
 from core.training.arguments import parse_call
 from core.training.entry import run_command
 
@@ -69,6 +69,8 @@ def _command() -> Any:
         progress
             Draw a progress bar on stderr. Default: when that is a terminal.
         """
+        if bpe_training_mib < 1:
+            raise ConfigError(f"--bpe-training-mib is {bpe_training_mib}; it takes a positive number")
         corpus = prepare(
             input,
             output_prefix,

@@ -23,6 +23,7 @@ from core.datasets.prepare import prepare, standard_library_sources
 from core.datasets.tokenizer import Tokenizer
 from core.device import current_device
 from core.dist_checkpointing import latest_checkpoint
+from core.dist_checkpointing.folders import complete_checkpoints
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
 from core.errors import ConfigError
@@ -30,13 +31,13 @@ from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.arguments import parse_arguments
 from core.training.bigram import bigram_validation_loss
-from core.training.checkpointing import is_checkpoint, load_checkpoint
+from core.training.checkpointing import find_checkpoint, is_checkpoint, load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple
 from core.training.data import RunData, load_data
-from core.training.entry import run_command
+from core.training.entry import RUN_STARTED, environment_restart_count, run_command
 from core.training.frozen import freeze_parameters
 from core.training.generation import SamplingConfig, generate_tokens, stream_text
-from core.training.initialize import check_output_folders, initialize
+from core.training.initialize import check_model_fits, check_output_folders, initialize, run_folder_held
 from core.training.loop import Outcome, train
 from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
@@ -77,9 +78,15 @@ PROMPT = "def "
 def main(arguments: Sequence[str]) -> None:
     config = parse_arguments(arguments, DEFAULTS, description=__doc__, name="pretrain_gpt.py")
     initialize(config)
-    config = in_run_folder(config)
+    config = name_run_folder(config)
     check_output_folders(config)
+    with run_folder_held(config.checkpoint.save):
+        pretrain(begin_or_continue(config))
+
+
+def pretrain(config: PretrainConfig) -> None:
     data = load_data(config, config.data.data_path or standard_library_corpus(), dist.get_world_size())
+    check_model_fits(config, data.vocab_size)
 
     model = wrap_model(build_model(config, data.vocab_size), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])
@@ -91,10 +98,11 @@ def main(arguments: Sequence[str]) -> None:
         vocab_size=data.vocab_size,
         sample_order=data.sample_order,
     )
+    verify = config.checkpoint.verify_checkpoint
     if config.checkpoint.load is not None:
-        load_checkpoint(state, config, config.checkpoint.load)
+        say(load_checkpoint(state, config, config.checkpoint.load, fall_back=environment_restart_count() > 0))
     elif config.checkpoint.pretrained_checkpoint is not None:
-        load_pretrained(state, config.checkpoint.pretrained_checkpoint)
+        say(load_pretrained(state, config.checkpoint.pretrained_checkpoint, verify=verify))
 
     outcome = train(state, config, data)
     report(outcome, state, config, data)
@@ -119,31 +127,44 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
     return Float16Module(config.model, model) if config.model.fp16 or config.model.bf16 else model
 
 
-def in_run_folder(config: PretrainConfig) -> PretrainConfig:
-    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``.
+def name_run_folder(config: PretrainConfig) -> PretrainConfig:
+    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if save is None and load is not None:
+        find_checkpoint(load, fall_back=environment_restart_count() > 0)  # refuses a folder without one
+        save = load.parent if is_checkpoint(load) else load
+    elif save is None:
+        # By the time of the start; the launcher's where it says it, which is the same after a restart.
+        name = [os.environ.get(RUN_STARTED) or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
+        dist.broadcast_object_list(name, src=0)  # clocks differ
+        save = Path("runs") / name[0]
+    return replace(config, checkpoint=replace(config.checkpoint, save=save))
 
-    Both may name the same folder from the start, so that one line begins a run and, queued again, continues it.
+
+def begin_or_continue(config: PretrainConfig) -> PretrainConfig:
+    """The settings with what is loaded decided; called when no other run can change the folder any more.
+
+    --save and --load may name the same folder from the start, so that one line begins a run and, queued again,
+    continues it. Ranks that their launcher has started again continue what they have saved so far.
     """
     checkpoint = config.checkpoint
-    save, load = checkpoint.save, checkpoint.load
-    if save is not None and load is not None:
+    save, load = checkpoint.folder, checkpoint.load
+    if save is None:
+        return config
+    if environment_restart_count() > 0 and complete_checkpoints(save):
+        checkpoint = replace(checkpoint, load=save)
+    elif load is not None:
         is_same_run = save.resolve() in (load.resolve(), load.resolve().parent)
         saved = latest_checkpoint(save)
         if saved is None and save.resolve() == load.resolve() and not is_checkpoint(load):
             say(f"{load} holds no checkpoint yet: the run starts there")
-            checkpoint = replace(checkpoint, load=None, verify_checkpoint=False)
+            checkpoint = replace(checkpoint, load=None)
         elif saved is not None and not is_same_run:
             raise ConfigError(
                 f"--save {save} holds a run already, and --load {load} is another; choose a new folder to save to, or "
                 f"continue the one with --load {save}"
             )
-    elif checkpoint.folder is None:
-        name = [f"runs/{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
-        dist.broadcast_object_list(name, src=0)  # clocks differ
-        checkpoint = replace(checkpoint, save=Path(name[0]))
-    elif load is not None and is_checkpoint(load):
-        checkpoint = replace(checkpoint, save=load.parent)
-    elif save is not None and latest_checkpoint(save) is not None:
+    elif latest_checkpoint(save) is not None:
         raise ConfigError(
             f"--save {save} holds a run already; continue it with --load {save}, or choose another folder"
         )

@@ -26,6 +26,8 @@ from tests.functional._program import TINY, load_program
 from tests.functional.test_resume import content
 
 ITERATIONS, RANKS, GRACE_S = 24, 2, 5.0
+KILLS_A_RUN = 50
+"""Most kills of a run before it is left to end."""
 KINDS = {
     "ddp": (),
     "fsdp2, async": ("--use-torch-fsdp2", "--async-save"),
@@ -105,13 +107,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no kill after so many")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     options = parser.parse_args()
     draw, pretrain = random.Random(options.seed), load_program("pretrain_gpt").main
     told = {"kills": 0, "of one rank": 0, "of all": 0, "while saving": 0, "runs": 0, "resumed from": []}
     final = f"iter_{ITERATIONS:07d}"
     wholes = {}
-    while told["kills"] < options.kills:
+    until, a_run = time.monotonic() + options.seconds, min(options.kills / len(options.kinds), KILLS_A_RUN)
+    while told["kills"] < options.kills and time.monotonic() < until:
         kind = options.kinds[told["runs"] % len(options.kinds)]
         flags = [*FLAGS, *KINDS[kind], "--data-path", str(options.corpus)]
         if kind not in wholes:
@@ -121,7 +125,7 @@ def main() -> None:
         expected, seconds = wholes[kind]
         folder = options.folder / f"killed-{told['runs']}"
         in_this_run = 0
-        while told["kills"] < options.kills and in_this_run < options.kills / len(options.kinds):
+        while told["kills"] < options.kills and in_this_run < a_run and time.monotonic() < until:
             attempt = Attempt(
                 pretrain, [*flags, "--save", str(folder), "--load", str(folder)], folder.with_suffix(".txt")
             )

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from core.dist_checkpointing import storage
+from core.dist_checkpointing.safe_metadata import seal
 from core.errors import CheckpointError
 from tests.functional._program import REPOSITORY, TINY, ProgramServer, load_program, program_environment
 from tests.functional.test_resume import content, log
@@ -89,7 +90,7 @@ def _damage(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "flags", "said"),
     [
-        ("flipped bit", ["--verify-checkpoint"], "rank_00001.bin is damaged where"),
+        ("flipped bit", [], "rank_00001.bin is damaged in "),
         ("truncated", [], "rank_00001.bin has"),
         ("missing", [], "rank_00001.bin is missing"),
         ("description", [], "checkpoint.json is damaged"),
@@ -102,7 +103,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
     _damage(run / "iter_0000004", "flipped bit")  # the offer is not made blindly
     error = pretrain(corpus, "--load", run, *flags)
     assert said in error and str(run / "iter_0000006") in error
-    assert error.endswith(f"iter_0000002 beside it is whole: continue from it with --load {run / 'iter_0000002'}")
+    assert error.endswith(
+        f"iter_0000002 in the same folder is whole: continue from it with --load {run / 'iter_0000002'}"
+    )
     assert "\n" not in error
     if kind == "truncated":  # doing as it says
         assert pretrain(corpus, "--load", run / "iter_0000002") == ""
@@ -115,9 +118,50 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
 
 def test_a_flipped_bit_is_found_unasked_where_tensors_are_cut_anew(corpus: Path, run: Path) -> None:
     _damage(run / "iter_0000006", "flipped bit")
-    error = pretrain(corpus, "--load", run, ranks=1)
-    assert "rank_00001.bin is damaged where" in error
+    error = pretrain(corpus, "--load", run, "--no-verify-checkpoint", ranks=1)
+    assert "rank_00001.bin is damaged in " in error
     assert error.endswith(f"--load {run / 'iter_0000004'}")
+
+
+def test_every_door_refuses_a_flipped_bit(programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path) -> None:
+    """In the weights of the layout that reads them, where nothing is cut anew."""
+    tensors = json.loads((run / "iter_0000006" / "checkpoint.json").read_text())["tensors"]
+    _, _, file, start, num_bytes, _ = tensors["model.decoder.final_layernorm.weight"]["pieces"][0]
+    path = run / "iter_0000006" / file
+    data = bytearray(path.read_bytes())
+    data[start] ^= 16
+    path.write_bytes(data)
+    started = [*(flag for flag in FLAGS if flag != "--use-torch-fsdp2"), "--data-path", corpus]
+    commands = [
+        ("generate", ["--load", run, "--prompt", "a", "--num-tokens", "2"]),
+        ("convert", ["--load", run, "--save", tmp_path / "hf"]),
+        ("pretrain_gpt", [*started, "--pretrained-checkpoint", run, "--save", tmp_path / "new"]),
+        ("pretrain_gpt", [*started, "--load", run, "--save", tmp_path / "new"]),
+    ]
+    place = f"{path} is damaged in model.decoder.final_layernorm.weight (bytes {start} to {start + num_bytes})"
+    for program, flags in commands:
+        ended = programs.run(program, *flags, folder=tmp_path)
+        assert ended.status == 2, ended
+        assert place in ended.err.splitlines()[-1], ended
+        assert ended.err.endswith(f"continue from it with --load {run / 'iter_0000004'}\n"), ended
+
+
+def test_ranks_that_are_started_again_continue_from_the_last_good_checkpoint(
+    programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path
+) -> None:
+    _damage(run / "iter_0000006", "flipped bit")
+    index = run / "iter_0000004" / "checkpoint.json"
+    document = json.loads(index.read_text())
+    document["metadata"]["finite"] = False
+    index.write_text(json.dumps(document | {"sha256": seal(document)}))
+    flags = [*FLAGS, "--data-path", corpus, "--save", run]
+    refused = programs.run("pretrain_gpt", *flags, folder=tmp_path)
+    assert refused.status == 2 and "holds a run already" in refused.err
+    ended = programs.run("pretrain_gpt", *flags, folder=tmp_path, TORCHELASTIC_RESTART_COUNT="1")
+    assert ended.status == 0, ended
+    assert f"{run / 'iter_0000006'} is no good; continuing from {run / 'iter_0000002'}" in ended.err
+    assert f" tensors of {run / 'iter_0000002'} by their hashes: " in ended.out
+    assert [line["step"] for line in log(run)] == [1, 2, 3, 4, 5, 6]
 
 
 def _pretrain_with_little_room(*arguments: str) -> str:
@@ -150,7 +194,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint(
     assert f"saving {run / 'iter_0000004'}" in told[0] and "File too large" in told[0]
     assert sorted(path.name for path in run.glob("*iter_*")) == ["iter_0000002"]
     assert log(run)[-1]["step"] in ([4] if not how else [4, 5, 6])
-    assert pretrain(corpus, "--load", run, "--verify-checkpoint", *how) == ""
+    assert pretrain(corpus, "--load", run, *how) == ""
     assert content(run / "iter_0000006") == content(whole / "iter_0000006")
 
 
@@ -205,7 +249,7 @@ def test_no_file_of_a_run_can_run_anything(
     flags = ["--data-path", corpus, "--load", run, "--train-iters", "7", "--override-opt_param-scheduler"]
     flags = [*(f for f in FLAGS if f not in ("--use-torch-fsdp2", "--train-iters", "6")), *flags]
     written = programs.run("generate", "--load", run, "--prompt", "a", "--num-tokens", "2", folder=tmp_path)
-    resumed = programs.run("pretrain_gpt", *flags, "--verify-checkpoint", folder=tmp_path)
+    resumed = programs.run("pretrain_gpt", *flags, folder=tmp_path)
     assert not ran.exists()
     statuses = (resumed.status, written.status)
     refused = {"tokenizer.json": (0, 2), "log.jsonl": (2, 0), "config.json": (0, 0)}  # what reads the file

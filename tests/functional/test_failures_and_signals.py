@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,70 @@ def test_a_signal_saves_and_ends(corpus: Path, tmp_path: Path, number: signal.Si
     assert f"stopped by {number.name} after iteration {saved}" in out
     assert f"--load {run}" in out
     assert (run / "loss.png").exists()
+
+
+def _listening(pid: int) -> set[str]:
+    """Addresses, in the kernel's hexadecimal, at which a process waits for connections."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            inodes.add(str(descriptor.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's tables of sockets")
+def test_ranks_of_one_machine_listen_on_loopback_alone(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(LAUNCH, *ENDLESS, "--data-path", corpus, "--save", run, folder=tmp_path)
+    wait_for_steps(run, process)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    addresses = {address for pid in (process.pid, *ranks) for address in _listening(pid)}
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    assert len(ranks) == 2 and addresses and addresses <= loopback, addresses
+
+
+def test_a_second_signal_ends_a_run_in_which_one_rank_hangs(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(LAUNCH, *ENDLESS, "--data-path", corpus, "--save", run, folder=tmp_path)
+    wait_for_steps(run, process)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    os.kill(ranks[1], signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "ended at once by a second SIGTERM, without saving" in err and "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_run_that_is_killed_is_started_again_and_goes_on(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launch = [*LAUNCH, "--max-restarts", "2"]
+    flags = [*TINY, "--train-iters", "3000", "--save-interval", "1", "--keep-last", "2", "--eval-interval", "100000"]
+    process = start(launch, *flags, "--data-path", corpus, "--save", run, folder=tmp_path)
+    wait_for_steps(run, process)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    os.kill(ranks[0], signal.SIGKILL)
+    deadline, before = time.monotonic() + 90, (run / "log.jsonl").read_text().count("\n")
+    while (run / "log.jsonl").read_text().count("\n") <= before + 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "rank 0 was ended by SIGKILL" in err and "(restart 1 of 2)" in err
+    assert "verified" in out and "by their hashes" in out
+    steps = [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()]
+    assert steps == sorted(set(steps))
 
 
 def test_torchrun_passes_a_signal_on_and_the_run_is_saved(corpus: Path, tmp_path: Path) -> None:

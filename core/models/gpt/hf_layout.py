@@ -7,12 +7,16 @@ is permuted. A GPT-2 fuses queries, keys and values one block after the other, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from ...bounds import brief
 from ...dist_checkpointing.foreign_layout import Recipe, Run
 from ...errors import CheckpointError
 from .architecture import Architecture
+
+_LARGEST_SIZE = 2**31 - 1
 
 Layout = Literal["llama", "qwen2", "qwen3", "gpt2"]
 
@@ -118,7 +122,7 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     """
     layout = layout_of(config)
     problems = [
-        f"{name} {config[name]!r}"
+        f"{name} {brief(config[name])}"
         for name, values in _REFUSED[layout].items()
         if name in config and config[name] not in values
     ]
@@ -126,44 +130,44 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
         problems.append("quantization_config")
     get = _Reader(config)
     if layout == "gpt2":
-        hidden = get("n_embd", 768)
+        hidden, heads = get.size("n_embd", 768), get.size("n_head", 12)
         fields = {
-            "num_layers": get("n_layer", 12),
+            "num_layers": get.size("n_layer", 12),
             "hidden_size": hidden,
-            "num_attention_heads": get("n_head", 12),
-            "num_query_groups": get("n_head", 12),
-            "kv_channels": hidden // get("n_head", 12),
-            "ffn_hidden_size": get("n_inner", 4 * hidden),
-            "layernorm_epsilon": get("layer_norm_epsilon", 1e-5),
+            "num_attention_heads": heads,
+            "num_query_groups": heads,
+            "kv_channels": hidden // heads,
+            "ffn_hidden_size": get.size("n_inner", 4 * hidden),
+            "layernorm_epsilon": get.number("layer_norm_epsilon", 1e-5),
             "normalization": "LayerNorm",
             "add_bias_linear": True,
         }
-        activation, positions = get("activation_function", "gelu_new"), get("n_positions", 1024)
-        vocab_size, tied = get("vocab_size", 50257), get("tie_word_embeddings", True)
+        activation, positions = get("activation_function", "gelu_new"), get.size("n_positions", 1024)
+        vocab_size, tied = get.size("vocab_size", 50257), get("tie_word_embeddings", True)
     else:
-        heads, hidden = get("num_attention_heads"), get("hidden_size")
+        heads, hidden = get.size("num_attention_heads"), get.size("hidden_size")
         biased = bool(config.get("attention_bias", False)) if layout == "llama" else False
         if layout == "llama" and biased != bool(config.get("mlp_bias", False)):
             problems.append(f"attention_bias {biased} with mlp_bias {not biased}")
         rope, rope_problems = _rope(config)
         problems += rope_problems
         fields = {
-            "num_layers": get("num_hidden_layers"),
+            "num_layers": get.size("num_hidden_layers"),
             "hidden_size": hidden,
             "num_attention_heads": heads,
-            "num_query_groups": get("num_key_value_heads", heads),
-            "kv_channels": get("head_dim", 128 if layout == "qwen3" else hidden // heads),
-            "ffn_hidden_size": get("intermediate_size"),
-            "layernorm_epsilon": get("rms_norm_eps", 1e-6),
+            "num_query_groups": get.size("num_key_value_heads", heads),
+            "kv_channels": get.size("head_dim", 128 if layout == "qwen3" else hidden // heads),
+            "ffn_hidden_size": get.size("intermediate_size"),
+            "layernorm_epsilon": get.number("rms_norm_eps", 1e-6),
             "normalization": "RMSNorm",
             "add_bias_linear": biased,
             "gated_linear_unit": True,
             "rotary_base": rope,
         }
-        activation, positions = get("hidden_act", "silu"), get("max_position_embeddings", 2048)
-        vocab_size, tied = get("vocab_size"), get("tie_word_embeddings", False)
-    if activation not in _ACTIVATIONS:
-        problems.append(f"the activation {activation!r}")
+        activation, positions = get("hidden_act", "silu"), get.size("max_position_embeddings", 2048)
+        vocab_size, tied = get.size("vocab_size"), get("tie_word_embeddings", False)
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        problems.append(f"the activation {brief(activation)}")
     if problems:
         raise CheckpointError(f"models here cannot express {', '.join(problems)} of this {layout}")
     defaults = {"gated_linear_unit": False, "rotary_percent": 1.0, "rotary_base": 10000.0}
@@ -177,6 +181,24 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
     )
 
 
+def check_fits(architecture: Architecture, num_elements: int, num_tensors: int) -> None:
+    """Refuses a model that is larger than the tensors that are said to hold it, before memory is taken for it.
+
+    Args:
+        num_elements, num_tensors: of all tensors that there are.
+    """
+    a = architecture
+    attention = a["hidden_size"] * a["kv_channels"] * a["num_attention_heads"]
+    least = a.vocab_size * a["hidden_size"] + a["num_layers"] * (
+        attention + 2 * a["hidden_size"] * a["ffn_hidden_size"]
+    )
+    if least > num_elements or a["num_layers"] > num_tensors:
+        raise CheckpointError(
+            f"config.json describes a model of at least {least} parameters in {a['num_layers']} layers, and the files "
+            f"hold {num_elements} in {num_tensors} tensors"
+        )
+
+
 def layout_of(config: Mapping[str, Any]) -> Layout:
     """The kind of model that a ``config.json`` describes.
 
@@ -186,7 +208,7 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
     said = config.get("model_type")
     found: list[Layout] = [layout for layout in _CLASSES if layout == said]
     if not found:
-        raise CheckpointError(f"model_type is {said!r}; {', '.join(_CLASSES)} are known here")
+        raise CheckpointError(f"model_type is {brief(said)}; {', '.join(_CLASSES)} are known here")
     return found[0]
 
 
@@ -251,17 +273,33 @@ class _Reader:
             raise CheckpointError(f"config.json has no {name}")
         return value
 
+    def size(self, name: str, default: int | None = None) -> int:
+        """A number of layers, heads, channels or tokens."""
+        value = self(name, default)
+        if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
+            raise CheckpointError(f"config.json has {name} {brief(value)}; it takes 1 to {_LARGEST_SIZE}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise CheckpointError(f"config.json has {name} {brief(value)}; it takes a positive number")
+        return float(value)
+
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
     """The base of the rotation, and what about it models here do not have."""
     tables = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]  # before transformers 5, since
-    kinds = {table.get("rope_type", table.get("type", "default")) for table in tables}
-    problems = [f"rotary embeddings of type {kind!r}" for kind in sorted(kinds - {"default"})]
+    if not all(isinstance(table, dict) for table in tables):
+        raise CheckpointError(f"config.json has {brief(tables)} for rope_scaling and rope_parameters, and no tables")
+    kinds = {brief(table.get("rope_type", table.get("type", "default"))) for table in tables}
+    problems = [f"rotary embeddings of type {kind}" for kind in sorted(kinds - {brief("default")})]
     said = tables[0] | tables[1]
     share = said.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1, 1.0):
-        problems.append(f"partial_rotary_factor {share}")
-    return float(said.get("rope_theta", config.get("rope_theta", 10000.0))), problems
+        problems.append(f"partial_rotary_factor {brief(share)}")
+    base = said.get("rope_theta", config.get("rope_theta"))
+    return _Reader({"rope_theta": base}).number("rope_theta", 10000.0), problems
 
 
 def _llama_recipes(a: Architecture, prefix: str) -> Iterator[Recipe]:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from ...bounds import BoundsError, read_json
 from ...dist_checkpointing import folders, model_state_dict
 from ...dist_checkpointing.foreign_layout import Recipe, foreign_shapes, load_foreign, make_foreign
 from ...dist_checkpointing.index import dtype_name
@@ -33,11 +35,13 @@ from ...dist_checkpointing.safetensors_io import (
     read_safetensors_index,
     write_safetensors,
 )
+from ...durable import write_durably
 from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 from .hf_layout import (
     Layout,
     architecture_from_hf,
+    check_fits,
     check_layout,
     choose_layout,
     hf_config,
@@ -104,7 +108,7 @@ def save_hugging_face(
     def describe(into: Path) -> None:
         largest = max((kind for kind, _ in plan.values()), key=lambda kind: kind.itemsize)
         described = hf_config(layout, architecture, dtype=dtype_name(largest)) | dict(config or {})
-        folders.write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
+        write_durably(into / CONFIG_FILE, json.dumps(described, indent=2) + "\n")
         publish_new_folder(folder)
 
     is_first = ranks.is_first
@@ -177,24 +181,27 @@ def read_hf_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(folder) / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); give the folder of a model") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON ({error})") from error
+    except BoundsError as error:
+        raise CheckpointError(f"{path} is no JSON that describes a model ({error})") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} does not describe a model")
     return config
 
 
 def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
-    """The model in a folder of Hugging Face's.
+    """The model in a folder of Hugging Face's, which is no larger than the files there.
 
     Raises:
         CheckpointError: as :func:`load_hugging_face` does of a model that no model here can be.
     """
     try:
-        return architecture_from_hf(read_hf_config(folder))
+        architecture = architecture_from_hf(read_hf_config(folder))
+        tensors = read_safetensors_index(Path(folder)).tensors
+        check_fits(architecture, sum(math.prod(entry.shape) for entry in tensors.values()), len(tensors))
+        return architecture
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 

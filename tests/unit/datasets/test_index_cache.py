@@ -108,6 +108,14 @@ def test_a_failed_build_leaves_no_entry(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
+def test_drafts_of_killed_processes_are_removed(tmp_path: Path):
+    draft = f".{'0' * 32}.{'a' * 32}"
+    for name in (draft, f"{draft}.old", ".mine"):
+        (tmp_path / name).mkdir()
+    load_or_build(tmp_path, {}, _arrays)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".mine"]
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(
@@ -116,13 +124,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
         load_or_build(tmp_path / "file" / "cache", {}, _arrays)
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_on_a_full_disk_the_arrays_are_used_without_being_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_args: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(index_cache.np, "save", full)
-    with pytest.raises(DataError, match=r"cannot be written \(No space left on device"):
-        load_or_build(tmp_path, {}, _arrays)
+    with pytest.warns(UserWarning, match=r"the order of samples is not kept \(No space left on device\)"):
+        assert _matches(load_or_build(tmp_path, {}, _arrays))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 

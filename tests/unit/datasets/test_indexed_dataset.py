@@ -1,7 +1,9 @@
 """The corpus format: bytes composed by hand, corpora read back, merged, and refused when damaged."""
 
+import os
 import pickle
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -178,11 +180,56 @@ def test_a_prefix_with_a_suffix_is_explained(tmp_path: Path):
         IndexedDataset(tmp_path / "c.bin")
 
 
-def test_a_pointer_beyond_the_tokens_is_named_when_read(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("lengths", "pointers", "documents", "said"),
+    [
+        ([2, 1], [400, 4], [0, 1, 2], "sequence 0 has the length 2 and starts at byte 400"),
+        ([2**31 - 1, 1], [0, 4], [0, 1, 2], "sequence 1 has the length 1 and starts at byte 4"),
+        ([5, -2, 0], [0, 10, 6], [0, 1, 3], "sequence 1 has the length -2 and starts at byte 10"),
+        ([2, 1], [0, 3], [0, 1, 2], "sequence 1 has the length 1 and starts at byte 3"),
+        ([1, 1, 1], [0, 2, 4], [0, 2, 1, 3], "documents go back"),
+    ],
+    ids=["beyond the end", "longer than the file", "negative", "between two tokens", "documents"],
+)
+def test_an_index_that_does_not_fit_itself_is_refused_when_it_is_opened(
+    tmp_path: Path, lengths: list[int], pointers: list[int], documents: list[int], said: str
+):
     write_corpus(tmp_path / "c", [[1, 2], [3]])
-    (tmp_path / "c.idx").write_bytes(_index_bytes(8, [2, 1], [400, 4], [0, 1, 2]))
-    with pytest.raises(DataError, match=r"sequence 0 is said to start at byte 400, but .* has 6 bytes"):
-        IndexedDataset(tmp_path / "c")[0]
+    (tmp_path / "c.idx").write_bytes(_index_bytes(8, lengths, pointers, documents))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=f"c.idx: {said}"):
+        IndexedDataset(tmp_path / "c")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp_path: Path):
+    (tmp_path / ".c.bin.0123abcd.tmp").write_bytes(b"half")
+    (tmp_path / ".c.idx.0123abcd.tmp").write_bytes(b"half")
+    (tmp_path / ".c.bin.notes.tmp").touch()
+    with IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16), IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16):
+        assert len(list(tmp_path.glob(".c.bin.*.tmp"))) == 3
+    write_corpus(tmp_path / "c", [[1]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".c.bin.notes.tmp", "c.bin", "c.idx"]
+
+
+def test_both_files_are_on_disk_before_they_get_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append("sync " + Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def noted_replace(path: Path, target: Path) -> None:
+        done.append("name " + Path(target).name)
+        replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "replace", noted_replace)
+    write_corpus(tmp_path / "c", [[1]])
+    assert [text.split(".tmp")[0][:11] for text in done[:2]] == ["sync .c.idx", "sync .c.bin"]
+    assert done[2:] == ["name c.bin", "name c.idx", f"sync {tmp_path.name}", f"sync {tmp_path.name}"]
 
 
 def test_reads_outside_a_sequence_are_refused(tmp_path: Path):

@@ -167,3 +167,8 @@ def test_no_worker_is_refused(tmp_path: Path, source: Path):
 def test_workers_start_without_torch():
     code = "import core.datasets.prepare, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, cwd=Path(__file__).parents[3]).returncode == 0
+
+
+def test_a_bpe_is_learned_from_something(tmp_path: Path, source: Path):
+    with pytest.raises(ConfigError, match="bpe_training_bytes is -5; a BPE learns from a positive number"):
+        prepare([source], tmp_path / "c", tokenizer="bpe", bpe_training_bytes=-5)

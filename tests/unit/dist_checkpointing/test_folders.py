@@ -1,9 +1,11 @@
 """The pointer to the latest checkpoint, and what a reader finds after a crash at the worst moment."""
 
+import shutil
+
 import pytest
 import torch
 
-from core.dist_checkpointing import Retention, checkpoint_directory, folders, latest_checkpoint, load, save
+from core.dist_checkpointing import Retention, checkpoint_directory, folders, latest_checkpoint, load, save, storage
 from core.errors import CheckpointError
 
 
@@ -44,6 +46,7 @@ def test_a_pointer_to_no_checkpoint_is_an_error_not_a_fresh_start(tmp_path, text
 def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
     folder = checkpoint_directory(tmp_path, 1)
     _save(folder)
+    shutil.copytree(folder, tmp_path / f".{folder.name}.tmp")  # the new one, complete
     folder.rename(tmp_path / f".{folder.name}.old")  # moved aside, and then the machine went down
     assert latest_checkpoint(tmp_path) == folder
     read = torch.zeros(2)
@@ -53,6 +56,56 @@ def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path
     load({"w": read}, folder)
     assert read.tolist() == [2.0, 2.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name, "latest"]
+
+
+def test_after_such_a_crash_a_save_of_another_iteration_gives_the_old_one_its_name_back(tmp_path):
+    folder = checkpoint_directory(tmp_path, 1)
+    _save(folder)
+    shutil.copytree(folder, tmp_path / f".{folder.name}.tmp")
+    folder.rename(tmp_path / f".{folder.name}.old")
+    _save(checkpoint_directory(tmp_path, 2))
+    assert _iterations(tmp_path) == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
+
+
+def test_a_copy_that_a_crash_left_aside_is_not_read_in_the_place_of_a_checkpoint_that_was_removed(tmp_path):
+    folder = checkpoint_directory(tmp_path, 1)
+    _save(folder, 1.0)
+    shutil.copytree(folder, tmp_path / f".{folder.name}.old")  # killed before it was removed
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        load({"w": torch.zeros(2)}, folder)
+    _save(checkpoint_directory(tmp_path, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest"]
+
+
+def test_rotation_keeps_the_newest_checkpoint_whose_weights_are_finite(tmp_path):
+    for iteration, finite in ((1, True), (2, True), (3, False), (4, False), (5, False)):
+        save(
+            {"w": torch.ones(2)},
+            checkpoint_directory(tmp_path, iteration),
+            metadata={"finite": finite},
+            keep=Retention(1),
+        )
+        assert _iterations(tmp_path) == ([iteration] if finite else [2, iteration])
+    _save(checkpoint_directory(tmp_path, 6), keep=Retention(1))
+    assert _iterations(tmp_path) == [6]
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_does_not_read_back(tmp_path, monkeypatch):
+    _save(checkpoint_directory(tmp_path, 1), keep=Retention(1))
+    honest = storage.np.fromfile
+
+    def misread(*args, **kwargs):
+        data = honest(*args, **kwargs)
+        data[-1] ^= 1
+        return data
+
+    monkeypatch.setattr(storage.np, "fromfile", misread)
+    with pytest.raises(CheckpointError, match="does not read back as it was written, in bytes 0 to 8"):
+        _save(checkpoint_directory(tmp_path, 2), keep=Retention(1))
+    assert _iterations(tmp_path) == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest"]
 
 
 def test_what_a_killed_save_left_is_swept_away_by_the_next(tmp_path):

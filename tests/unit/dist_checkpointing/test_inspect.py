@@ -104,6 +104,29 @@ def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytes
     ]
 
 
+def test_files_are_compared_with_their_hashes_unless_told_not_to(run: Path, capsys: pytest.CaptureFixture[str]):
+    for arguments in ([str(run)], [str(run), str(run)]):
+        assert main(arguments) == 0
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == len(arguments)
+        assert all(line.startswith(f"verified 15 tensors of {run}/iter_0000030 by their hashes: ") for line in lines)
+    file = run / "iter_0000030" / "rank_00000.bin"
+    save(_state(), run / "iter_0000020", metadata=_metadata())
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+    for arguments in ([str(run / "iter_0000030")], [str(run / "iter_0000020"), str(run / "iter_0000030")]):
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert f"{file} is damaged in " in captured.err and " (bytes 0 to " in captured.err
+        assert captured.err.endswith(f"continue from it with --load {run}/iter_0000020\n")
+        assert main([*arguments, "--no-verify-checkpoint"]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+    assert "by their hashes, which were not compared with the files" in captured.out
+
+
 def test_what_cannot_be_read_is_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

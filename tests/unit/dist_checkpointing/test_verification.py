@@ -1,6 +1,7 @@
 """What is loaded is what was saved, or an error names the tensors and the files that are not."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -60,11 +61,11 @@ def test_a_flipped_bit_is_found_named_and_told_by_all_ranks(tmp_path, layout):
     file = flip(tmp_path / "it", "rows.weight", piece=1)
     told = run_distributed(_load, 2, layout, str(tmp_path / "it"), True)
     assert told[0] == told[1]
-    assert f"{tmp_path / 'it' / file} is damaged where rows.weight lies" in told[0]
+    assert re.search(rf"{tmp_path / 'it' / file} is damaged in rows\.weight \(bytes \d+ to \d+\)", told[0])
     assert told[0].endswith(": rows.weight")
-    with pytest.raises(CheckpointError, match=rf"{file} is damaged where rows\.weight lies$"):
+    with pytest.raises(CheckpointError, match=rf"{file} is damaged in rows\.weight \(bytes \d+ to \d+\)$"):
         verify(tmp_path / "it")
-    # without being asked only what is cut anew is looked at
+    # where it is not wanted only what is cut anew is compared
     assert run_distributed(_load, 2, layout, str(tmp_path / "it"), False) == (
         [None, None] if layout == "fsdp" else told
     )
@@ -140,3 +141,25 @@ def test_global_views_are_hashed_as_what_they_are_of_the_whole(tmp_path):
     tensor = torch.arange(12.0).view(3, 4)
     save({"w": global_view(tensor)}, tmp_path / "it", metadata={})
     assert differing_tensors({"w": tensor}, read_index(tmp_path / "it"), {"w"}, Ranks()) == []
+
+
+def test_what_was_compared_is_said_in_a_line_and_comparing_is_the_default(tmp_path):
+    lines: list[str] = []
+    save({"w": torch.arange(6.0), "n": torch.tensor(1)}, tmp_path / "it", metadata={})
+    state = {"w": torch.zeros(6), "n": torch.tensor(0)}
+    load(state, tmp_path / "it", report=lines.append)
+    load(state, tmp_path / "it", verify=False, report=lines.append)
+    assert re.fullmatch(rf"verified 2 tensors of {tmp_path}/it by their hashes: 0\.0 MiB in \d+\.\d\d s", lines[0])
+    assert lines[1] == f"{tmp_path}/it was not compared with its hashes, as was asked"
+    flip(tmp_path / "it", "w")
+    with pytest.raises(CheckpointError, match=r"is damaged in w \(bytes \d+ to \d+\)"):
+        load(state, tmp_path / "it")
+    load(state, tmp_path / "it", verify=False)
+
+
+def test_a_file_of_a_checkpoint_that_is_a_link_is_refused(tmp_path):
+    save({"w": torch.arange(6.0)}, tmp_path / "it", metadata={})
+    (tmp_path / "it" / "rank_00000.bin").rename(tmp_path / "elsewhere")
+    (tmp_path / "it" / "rank_00000.bin").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a link, and a checkpoint holds its own files"):
+        load({"w": torch.zeros(6)}, tmp_path / "it")

@@ -102,7 +102,7 @@ def metadata(**changed) -> dict:
         "iteration": 3,
         "consumed_samples": 24,
         "vocab_size": 128,
-        "config": {},
+        "config": {"model": {}, "gpt": {}, "ddp": {}, "optimizer": {}},
         "optimizer": {},
         "scheduler": {},
     }
@@ -120,12 +120,16 @@ def metadata(**changed) -> dict:
         ({"rng_layout": [["torch", 10**15]]}, "rng_layout"),
         ({"rng_layout": [["torch"]]}, "rng_layout"),
         ({"rng_layout": 7}, "rng_layout"),
+        ({"rng_layout": [["torch", 2**19]] * 100}, "rng_layout"),
         ({"config": None}, "config"),
+        ({"config": {"model": {}, "ddp": {}, "optimizer": {}}}, r"config\.gpt"),
+        ({"model_tensors": [["a"]]}, "model_tensors"),
     ],
 )
 def test_metadata_that_no_run_writes_is_refused_before_it_is_used(tmp_path, changed, named):
     check_is_run(metadata(), tmp_path)
     with pytest.raises(CheckpointError, match=f"what no pretraining run writes, under {named}; load another"):
         check_is_run(metadata(**changed), tmp_path)
+    named = named.partition("\\")[0]
     with pytest.raises(CheckpointError, match=f"its metadata has no {named}"):
         check_is_run({name: value for name, value in metadata().items() if name != named}, tmp_path)

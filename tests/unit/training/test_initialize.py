@@ -30,6 +30,7 @@ def test_groups_and_seeds_follow_the_settings():
 
 
 def test_settings_are_checked_before_anything_is_made(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ParallelConfigError, match="3 ranks do not divide"):
         initialize(small_config(tensor_model_parallel_size=2))

@@ -49,8 +49,6 @@ def test_a_run_writes_to_the_folder_that_it_continues():
 def test_settings_of_checkpoints_that_would_do_nothing_are_refused():
     with pytest.raises(ConfigError, match="keep_every is 5 and keep_last is not set"):
         CheckpointConfig(keep_every=5)
-    with pytest.raises(ConfigError, match="verify_checkpoint is set and nothing is loaded"):
-        CheckpointConfig(verify_checkpoint=True)
     with pytest.raises(ConfigError, match="keep_last is 0"):
         CheckpointConfig(keep_last=0)
     assert CheckpointConfig().retention is None

@@ -252,3 +252,38 @@ def test_every_layout_of_ranks_reads_and_writes_the_same(tmp_path: Path):
     for kind in kinds:
         save_hugging_face(build(kind, False), tmp_path / kind, max_shard_bytes=4000)
     assert run_distributed(_into_any_layout_and_back, 2, kinds, tmp_path) == [[], []]
+
+
+HOSTILE = {
+    "no heads": {"num_attention_heads": 0},
+    "heads as text": {"num_attention_heads": "2"},
+    "heads as a fraction": {"num_attention_heads": 2.5},
+    "negative layers": {"num_hidden_layers": -1},
+    "true layers": {"num_hidden_layers": True},
+    "layers without end": {"num_hidden_layers": 10**9},
+    "a hidden size beyond memory": {"hidden_size": 2**31 - 1},
+    "a hidden size beyond numbers": {"hidden_size": 10**20},
+    "a vocabulary beyond memory": {"vocab_size": 2**31 - 1},
+    "scaling as text": {"rope_scaling": "x"},
+    "scaling of no kind": {"rope_scaling": {"rope_type": ["a"]}},
+    "scaling as a list": {"rope_parameters": [1]},
+    "a base as text": {"rope_parameters": {"rope_theta": "x"}},
+    "a base of nothing": {"rope_parameters": {"rope_theta": 0}},
+    "an activation as a list": {"hidden_act": ["silu"]},
+    "an epsilon as text": {"rms_norm_eps": "1e-6"},
+    "a kind as a table": {"model_type": {"llama": 1}},
+    "positions as text": {"max_position_embeddings": "x"},
+    "no text at all": None,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_malformed_config_is_one_line_before_memory_is_taken(tmp_path: Path, kind: str):
+    save_hugging_face(build("llama"), tmp_path / "m", layout="llama")
+    path = tmp_path / "m" / "config.json"
+    changes = HOSTILE[kind]
+    config = json.loads(path.read_text())
+    path.write_text("[" * 1000 + "]" * 1000 if changes is None else json.dumps(config | changes))
+    with pytest.raises(CheckpointError) as caught:
+        hf_architecture(tmp_path / "m")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600

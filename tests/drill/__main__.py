@@ -1,0 +1,100 @@
+"""The drill: every fault of `tests.drill.faults`, in rounds, until the time is used up; then a report.
+
+    python -m tests.drill --minutes 10 --seed 1 --report drill.md
+    python -m tests.drill --hours 8
+
+Exits with an error, and keeps the folder, at the first run that does not end in the undisturbed weights, process that
+outlives its run, or damage that is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from core.datasets.prepare import prepare
+from tests.drill.corrupted import corrupt_files
+from tests.drill.faults import FINAL, SINGLE, Drill, kills, planted
+from tests.drill.report import Report
+from tests.functional._program import REPOSITORY, program_environment
+
+LAUNCHED_SHARE, FORKED_SHARE = 0.2, 0.55
+"""Of the time: kills under the launcher, and kills of ranks that are forked, of which a second holds more."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.drill")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--hours", type=float, help="in the place of --minutes")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--corrupted-files", type=int, default=1000)
+    parser.add_argument("--report", type=Path, help="file for the report, besides the standard output")
+    options = parser.parse_args()
+    seconds = 60.0 * (options.minutes if options.hours is None else 60.0 * options.hours)
+    folder, report, started = Path(tempfile.mkdtemp(prefix="drill-")), Report(), time.monotonic()
+    corpus = _corpus(folder)
+    drill = Drill(corpus, folder, options.seed, report)
+    _kept_checkpoint(drill, options.corrupted_files, random.Random(options.seed))
+    planted(drill, "full log", "a full disk at the log alone", "pages and plots pause")
+    rounds = 0
+    while rounds == 0 or time.monotonic() - started < (1.0 - LAUNCHED_SHARE - FORKED_SHARE) * seconds:
+        for fault in SINGLE:
+            fault(drill)
+            _progress(report, started)
+        rounds += 1
+    kills(drill, LAUNCHED_SHARE * seconds)
+    _progress(report, started)
+    left = max(30.0, seconds - (time.monotonic() - started))
+    _forked_kills(corpus, folder / "forked", left, options.seed, report)
+    report.measured["The drill"] = time.monotonic() - started
+    text = "\n".join(report.lines()) + "\n"
+    print(text)
+    if options.report is not None:
+        options.report.write_text(text)
+    shutil.rmtree(folder)
+
+
+def _corpus(folder: Path) -> Path:
+    text = folder / "text.txt"
+    text.write_text("\n".join(f"the square of {i} is {i * i}, and its cube is {i**3}" for i in range(400)))
+    prepare([text], folder / "numbers", tokenizer="byte", split_on="line")
+    return folder / "numbers"
+
+
+def _kept_checkpoint(drill: Drill, count: int, draw: random.Random) -> None:
+    run = drill.run("--use-distributed-optimizer")
+    run.finish()
+    corrupt_files(run.folder / FINAL, drill.folder, count, draw, drill.report)
+    shutil.rmtree(run.folder)
+
+
+def _forked_kills(corpus: Path, folder: Path, seconds: float, seed: int, report: Report) -> None:
+    """Ranks forked from a process that has imported everything: a start takes no time, and so a minute has more."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "tests.functional._killed_runs", str(corpus), str(folder)]
+    command += ["--kills", "1000000", "--seconds", str(seconds), "--seed", str(seed)]
+    ended = subprocess.run(
+        command, cwd=REPOSITORY, env=program_environment(), capture_output=True, text=True, timeout=seconds + 600
+    )
+    if ended.returncode != 0:
+        raise SystemExit(ended.stderr[-4000:])
+    told = json.loads(ended.stdout.splitlines()[-1])
+    report.fault("kill -9 of one forked rank", count=told["of one rank"])
+    report.fault("kill -9 of all forked ranks", count=told["of all"])
+    report.comparisons += told["runs"]
+
+
+def _progress(report: Report, started: float) -> None:
+    counts = ", ".join(f"{name} {kind.count}" for name, kind in report.kinds.items())
+    print(f"{time.monotonic() - started:.0f} s: {counts}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

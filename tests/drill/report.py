@@ -1,0 +1,56 @@
+"""What a drill did: of each kind of fault how many, the time that each cost, and what its user was told."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Kind:
+    """Faults of one kind."""
+
+    count: int = 0
+    lost_s: list[float] = field(default_factory=list)
+    """Of each, seconds until training was where it had been before the fault; where that was seen."""
+    told: str = ""
+    """The line that the last one brought."""
+
+
+class Report:
+    """Grows while a drill lasts."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, Kind] = {}
+        self.comparisons = 0
+        """Runs whose last checkpoint was compared with that of an undisturbed run; all were bitwise equal."""
+        self.measured: dict[str, float] = {}
+
+    def fault(self, name: str, *, count: int = 1, lost_s: float | None = None, told: str = "") -> None:
+        kind = self.kinds.setdefault(name, Kind())
+        kind.count += count
+        if lost_s is not None:
+            kind.lost_s.append(lost_s)
+        kind.told = told or kind.told
+
+    def lines(self) -> list[str]:
+        """The report as a table in Markdown."""
+        rows = [
+            "| fault | times | seconds lost, median (most) | what the user was told |",
+            "| --- | --- | --- | --- |",
+        ]
+        for name, kind in self.kinds.items():
+            lost = f"{statistics.median(kind.lost_s):.1f} ({max(kind.lost_s):.1f})" if kind.lost_s else ""
+            rows.append(f"| {name} | {kind.count} | {lost} | {_cell(kind.told)} |")
+        rows += ["", f"Runs compared bit by bit with undisturbed ones, all equal: {self.comparisons}."]
+        return rows + [f"{name}: {seconds:.2f} s." for name, seconds in self.measured.items()]
+
+
+def line_with(text: str, part: str) -> str:
+    """The last line of a run's output that has `part` in it; empty if none has."""
+    found = [line for line in text.replace("\r", "\n").splitlines() if part in line]
+    return found[-1].strip() if found else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")[:300]
