@@ -20,6 +20,7 @@ from ..models.common.embeddings.language_model_embedding import LanguageModelEmb
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
+from ..warn import warn_once
 from .broadcast import broadcast_tensors
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .describe import ModelFacts, sharded_facts
@@ -38,7 +39,6 @@ from .mesh_axes import whole_group
 from .sharded_model import ShardedModel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .units import UnitChoice, parameter_attributes_kept
-from .warn import warn_once
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
