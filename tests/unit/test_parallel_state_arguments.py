@@ -152,7 +152,7 @@ def test_gloo_groups_are_those_that_carry_tensors_of_the_host():
 
 
 def test_an_absent_name_says_where_the_thing_is():
-    with pytest.raises(ImportError, match="get_gtp_weight_remat_group: .*TorchFullyShardedDataParallel"):
+    with pytest.raises(ImportError, match=r"get_gtp_weight_remat_group: .*TorchFullyShardedDataParallel"):
         from core.parallel_state import get_gtp_weight_remat_group  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         from core.parallel_state import nothing  # noqa: F401
