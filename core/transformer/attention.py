@@ -8,7 +8,7 @@ import torch
 
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.mappings import gather_from_sequence_parallel_region, group_rank
-from ..tensor_parallel.random import checkpoint
+from ..tensor_parallel.random import recompute
 from .dot_product_attention import DotProductAttention
 from .module import MegatronModule
 from .norms import build_norm
@@ -68,7 +68,7 @@ class SelfAttention(MegatronModule):
         """
         query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)
         if self.config.recompute_granularity == "selective" and self.training:
-            context = checkpoint(self.core_attention, query, key, value, attention_mask, pieces)
+            context = recompute(self.core_attention, query, key, value, attention_mask, pieces)
         else:
             context = self.core_attention(query, key, value, attention_mask, pieces)
         output: torch.Tensor = self.linear_proj(context)[0]

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from .activations import activation_function
 from .module import MegatronModule
-from .transformer_config import Activation, TransformerConfig
-
-
-def _gelu_tanh(input_: torch.Tensor) -> torch.Tensor:
-    return F.gelu(input_, approximate="tanh")
-
-
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": F.silu,
-}
+from .transformer_config import TransformerConfig
 
 
 class MLP(MegatronModule):
@@ -32,7 +19,7 @@ class MLP(MegatronModule):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        self.activation = ACTIVATIONS[config.activation_func]
+        self.activation = activation_function(config.activation_func)
         self.gated = config.gated_linear_unit
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ..tensor_parallel.random import checkpoint
+from ..tensor_parallel.random import recompute
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation
@@ -34,7 +34,7 @@ class TransformerBlock(MegatronModule):
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
         for first, last, recomputed in self._chunks():
             if recomputed:
-                hidden_states = checkpoint(
+                hidden_states = recompute(
                     self._run_layers, first, last, hidden_states, attention_mask, rotary_pos_emb, pieces
                 )
             else:

@@ -35,7 +35,7 @@ def _check(scale: float, dtype: torch.dtype, tolerance: float, chunk_elements: i
     part = own(_logits(scale, dtype), -1).requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "_CHUNK_ELEMENTS", chunk_elements)
-        loss = vocab_parallel_cross_entropy(part, target, dist.group.WORLD)
+        loss = vocab_parallel_cross_entropy(part, target, tp_group=dist.group.WORLD)
         assert loss.dtype is torch.float32
         torch.testing.assert_close(loss.double(), reference.detach(), rtol=tolerance, atol=tolerance)
         assert loss[2, 0] == 0
@@ -58,7 +58,7 @@ def _agreement_with_the_serial_path() -> tuple[float, float]:
     results = []
     for logits, group in ((_logits(3.0, torch.float32), None), (own(_logits(3.0, torch.float32), -1), "world")):
         leaf = logits.clone().requires_grad_()
-        loss = vocab_parallel_cross_entropy(leaf, target, dist.group.WORLD if group else None)
+        loss = vocab_parallel_cross_entropy(leaf, target, tp_group=dist.group.WORLD if group else None)
         loss.sum().backward()
         results.append((loss.detach(), leaf.grad))
     (loss, gradient), (loss_cut, gradient_cut) = results
@@ -70,7 +70,7 @@ def _agreement_with_the_serial_path() -> tuple[float, float]:
 
 def _unknown_target() -> str:
     with pytest.raises(DataError) as caught:
-        vocab_parallel_cross_entropy(torch.zeros(1, 2, V // 2), torch.tensor([[0, V]]), dist.group.WORLD)
+        vocab_parallel_cross_entropy(torch.zeros(1, 2, V // 2), torch.tensor([[0, V]]), tp_group=dist.group.WORLD)
     return str(caught.value)
 
 

@@ -34,7 +34,7 @@ def test_dropout_and_norm_defaults_are_megatrons():
         ({"hidden_size": 50}, "num_attention_heads 6 does not divide hidden_size 50; take a hidden_size of 48 or 54"),
         ({"num_query_groups": 4}, "num_query_groups 4 does not divide num_attention_heads 6; take 3 or 6 groups"),
         ({"num_query_groups": 12}, "num_query_groups 12 does not divide num_attention_heads 6; take 6 groups"),
-        ({"num_layers": 0}, "num_layers is 0; it takes a positive number"),
+        ({"num_layers": -1}, "num_layers is -1; it takes a positive number"),
         ({"kv_channels": -8}, "kv_channels is -8"),
         ({"hidden_dropout": 1.0}, "hidden_dropout is 1.0; it takes a probability"),
         ({"attention_dropout": -0.1}, "attention_dropout is -0.1"),
