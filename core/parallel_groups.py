@@ -59,6 +59,7 @@ class ParallelSizes:
     pipeline: int
     context: int
     expert: int
+    expert_tensor: int
     optimizer_instances: int
     order: str
 
@@ -70,6 +71,7 @@ class ParallelSizes:
         }
         others = {
             "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
             "num_distributed_optimizer_instances": self.optimizer_instances,
         }
         for name, size in (named | others).items():
@@ -88,17 +90,23 @@ class ParallelSizes:
                 f"num_distributed_optimizer_instances {self.optimizer_instances} does not divide the data-parallel "
                 f"size {self.data} (world {self.world} / {model_size}); choose a divisor of it"
             )
-        if replicas % self.expert:
+        if self.expert_tensor == self.tensor and replicas % self.expert:
             raise ParallelConfigError(
                 f"expert_model_parallel_size {self.expert} does not divide {replicas} = data-parallel size "
                 f"{self.data} x context_parallel_size {self.context}, over which experts are spread (world "
                 f"{self.world} ranks); choose a divisor of it"
             )
+        of_stage = self.world // self.pipeline
+        if of_stage % (self.expert_tensor * self.expert):
+            raise ParallelConfigError(
+                f"expert_tensor_parallel_size {self.expert_tensor} x expert_model_parallel_size {self.expert} does "
+                f"not divide the {of_stage} ranks of a pipeline stage; choose a divisor of it"
+            )
         if self.expert_data % self.optimizer_instances:
             raise ParallelConfigError(
                 f"num_distributed_optimizer_instances {self.optimizer_instances} does not divide the experts' "
-                f"data-parallel size {self.expert_data} = {replicas} / expert_model_parallel_size {self.expert}; "
-                "lower one of the two"
+                f"data-parallel size {self.expert_data} = {of_stage} / (expert_tensor_parallel_size "
+                f"{self.expert_tensor} x expert_model_parallel_size {self.expert}); lower one of them"
             )
 
     @property
@@ -109,7 +117,7 @@ class ParallelSizes:
     @property
     def expert_data(self) -> int:
         """Replicas of an expert's parameter."""
-        return self.data * self.context // self.expert
+        return self.world // (self.pipeline * self.expert_tensor * self.expert)
 
     def grids(self) -> tuple[dict[str, int], dict[str, int]]:
         """Axis sizes, stride 1 first, of the grid of dense layers and of that of experts.
@@ -117,9 +125,11 @@ class ParallelSizes:
         Raises:
             ParallelConfigError: an order under which the two do not fit together.
         """
-        both = {"tp": self.tensor, "pp": self.pipeline}
-        dense = self._grid(both | {"cp": self.context, "ep": 1, "dp": self.data})
-        expert = self._grid(both | {"cp": 1, "ep": self.expert, "dp": self.expert_data})
+        dense = self._grid({"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": 1, "dp": self.data})
+        expert = self._grid(
+            {"tp": self.expert_tensor, "pp": self.pipeline, "cp": 1, "ep": self.expert, "dp": self.expert_data}
+        )
+        has_own_cut = self.expert > 1 or self.expert_tensor != self.tensor
         axes = list(dense)
         if self.optimizer_instances > 1 and self.context > 1 and axes.index("cp") > axes.index("dp_shard"):
             raise ParallelConfigError(
@@ -128,14 +138,15 @@ class ParallelSizes:
                 "the default order"
             )
         if sorted(rank_groups(expert, ["pp"])) != sorted(rank_groups(dense, ["pp"])):
-            if self.expert > 1:
+            if has_own_cut:
                 raise ParallelConfigError(
-                    f"with order {self.order!r} the experts (expert_model_parallel_size {self.expert}) and the dense "
-                    f"layers (context_parallel_size {self.context}) would stand on different pipelines; put 'pp' "
-                    "last, as in the default order"
+                    f"with order {self.order!r} the experts (expert_model_parallel_size {self.expert}, "
+                    f"expert_tensor_parallel_size {self.expert_tensor}) and the dense layers "
+                    f"(tensor_model_parallel_size {self.tensor}, context_parallel_size {self.context}) would be on "
+                    "different pipelines; put 'pp' last, as in the default order"
                 )
             expert = dense  # nothing calls for a second cut of the world
-        if self.expert > 1 and rank_groups(expert, ["dp_replicate"]) != rank_groups(dense, ["dp_replicate"]):
+        if has_own_cut and rank_groups(expert, ["dp_replicate"]) != rank_groups(dense, ["dp_replicate"]):
             raise ParallelConfigError(
                 f"with order {self.order!r} the {self.optimizer_instances} optimizer instances would not be the same "
                 "ranks for experts as for dense layers; put 'dp' after 'cp' and 'ep', as in the default order"

@@ -8,16 +8,45 @@ sizes are 1, and there are no groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import assumed_parallel_state
 from ._torch_compat import forget_sharding_decisions
+from .absent_names import absent_names
+from .assumed_parallel_state import (
+    get_virtual_pipeline_model_parallel_rank as get_virtual_pipeline_model_parallel_rank,
+)
+from .assumed_parallel_state import (
+    get_virtual_pipeline_model_parallel_world_size as get_virtual_pipeline_model_parallel_world_size,
+)
+from .assumed_parallel_state import set_data_parallel_rank as set_data_parallel_rank
+from .assumed_parallel_state import set_expert_model_parallel_rank as set_expert_model_parallel_rank
+from .assumed_parallel_state import set_expert_model_parallel_world_size as set_expert_model_parallel_world_size
+from .assumed_parallel_state import set_expert_tensor_parallel_rank as set_expert_tensor_parallel_rank
+from .assumed_parallel_state import set_expert_tensor_parallel_world_size as set_expert_tensor_parallel_world_size
+from .assumed_parallel_state import set_pipeline_model_parallel_rank as set_pipeline_model_parallel_rank
+from .assumed_parallel_state import set_pipeline_model_parallel_world_size as set_pipeline_model_parallel_world_size
+from .assumed_parallel_state import set_tensor_model_parallel_rank as set_tensor_model_parallel_rank
+from .assumed_parallel_state import set_tensor_model_parallel_world_size as set_tensor_model_parallel_world_size
+from .assumed_parallel_state import (
+    set_virtual_pipeline_model_parallel_rank as set_virtual_pipeline_model_parallel_rank,
+)
+from .assumed_parallel_state import (
+    set_virtual_pipeline_model_parallel_world_size as set_virtual_pipeline_model_parallel_world_size,
+)
 from .errors import ParallelConfigError, ParallelStateError
+from .foreign_arguments import ignore, refuse
 from .parallel_groups import ParallelGroups, ParallelSizes, RankGroup, make_parallel_groups
 from .rank_generator import RankGenerator as RankGenerator  # re-exported: Megatron-LM keeps it here
+
+_NO_INTERLEAVING = "a rank holds one pipeline stage; leave it at None, or give context_parallel_size by its name"
+_NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"
+_EMBEDDING_RANKS = "tied embeddings are on the first and the last stage of a pipeline; drop it"
 
 _state: ParallelGroups | None = None
 
@@ -25,12 +54,27 @@ _state: ParallelGroups | None = None
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
     context_parallel_size: int = 1,
-    *,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+    hybrid_context_parallel: bool = False,
     expert_model_parallel_size: int = 1,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
     num_distributed_optimizer_instances: int = 1,
-    order: str = "tp-cp-ep-dp-pp",
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
     distributed_timeout_minutes: float = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    get_embedding_ranks: Callable[..., list[int]] | None = None,
+    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: list[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
 ) -> None:
     """Makes every model-, context-, data- and expert-parallel group; all ranks call it with equal arguments.
 
@@ -40,11 +84,18 @@ def initialize_model_parallel(
     `num_distributed_optimizer_instances` cuts the data-parallel (x context-parallel) group into as many consecutive
     parts: optimizer state is sharded within a part and replicated across them. Groups are new, also one that spans
     the world, with the default group's backend and `distributed_timeout_minutes` as their time limit; groups of equal
-    ranks are made once.
+    ranks are made once. Experts' matrices are cut over `expert_tensor_parallel_size` ranks, by default over as many
+    as those of dense layers.
+
+    The arguments and their order are Megatron-LM's. Refused, with the argument's name: interleaved pipeline stages,
+    hierarchical or hybrid context parallelism, weights rematerialised over a group, other ranks of embeddings, and
+    groups over a part of the world. Settings of communicators (SHARP, NCCL's options, streams, Gloo groups beside
+    NCCL's) change no number: they are ignored, with one warning that names them.
 
     Raises:
         ParallelStateError: `torch.distributed` is not initialised, or the groups exist already.
-        ParallelConfigError: sizes, or an order, that contradict each other or do not divide the world.
+        ParallelConfigError: sizes, or an order, that contradict each other or do not divide the world; or an argument
+            that is refused.
     """
     global _state
     if not dist.is_initialized():
@@ -56,16 +107,50 @@ def initialize_model_parallel(
         raise ParallelStateError(
             "model parallel groups exist already; call destroy_model_parallel() before initialising them again"
         )
+    caller = "initialize_model_parallel"
+    refuse(
+        caller,
+        virtual_pipeline_model_parallel_size=(virtual_pipeline_model_parallel_size, None, _NO_INTERLEAVING),
+        hierarchical_context_parallel_sizes=(
+            hierarchical_context_parallel_sizes,
+            None,
+            "context parallelism here has one level; use context_parallel_size",
+        ),
+        hybrid_context_parallel=(
+            hybrid_context_parallel,
+            False,
+            "every sequence is cut over the same ranks; use context_parallel_size",
+        ),
+        gtp_remat_size=(gtp_remat_size, 1, _NO_REMATERIALISED_WEIGHTS),
+        expert_gtp_remat_size=(expert_gtp_remat_size, 1, _NO_REMATERIALISED_WEIGHTS),
+        get_embedding_ranks=(get_embedding_ranks, None, _EMBEDDING_RANKS),
+        get_position_embedding_ranks=(get_position_embedding_ranks, None, _EMBEDDING_RANKS),
+        rank_offset=(rank_offset, 0, "groups span the whole world; start the ranks of a part as a world of their own"),
+    )
+    world = dist.get_world_size()
+    refuse(caller, local_world_size=(local_world_size or world, world, "groups span the whole world"))
+    ignore(
+        caller,
+        "they set how groups communicate, and change no number",
+        pipeline_model_parallel_comm_backend=(pipeline_model_parallel_comm_backend, None),
+        use_sharp=(use_sharp, False),
+        nccl_communicator_config_path=(nccl_communicator_config_path, None),
+        high_priority_stream_groups=(high_priority_stream_groups, None),
+        sharp_enabled_group=(sharp_enabled_group, None),
+    )
     if distributed_timeout_minutes <= 0:
         raise ParallelConfigError(
             f"distributed_timeout_minutes is {distributed_timeout_minutes}; it takes a positive number"
         )
     sizes = ParallelSizes(
-        world=dist.get_world_size(),
+        world=world,
         tensor=tensor_model_parallel_size,
         pipeline=pipeline_model_parallel_size,
         context=context_parallel_size,
         expert=expert_model_parallel_size,
+        expert_tensor=tensor_model_parallel_size
+        if expert_tensor_parallel_size is None
+        else expert_tensor_parallel_size,
         optimizer_instances=num_distributed_optimizer_instances,
         order=order,
     )
@@ -79,6 +164,7 @@ def destroy_model_parallel() -> None:
         _state.destroy()
         forget_sharding_decisions()
     _state = None
+    assumed_parallel_state.forget()
 
 
 def is_initialized() -> bool:
@@ -119,10 +205,14 @@ def _group(kind: str, check_initialized: bool) -> ProcessGroup | None:
 
 
 def _size(kind: str, *, uninitialized: int | None = None) -> int:
+    if kind in assumed_parallel_state.sizes:
+        return assumed_parallel_state.sizes[kind]
     return uninitialized if _state is None and uninitialized is not None else len(_member(kind).ranks)
 
 
 def _rank(kind: str, *, uninitialized: int | None = None) -> int:
+    if kind in assumed_parallel_state.ranks:
+        return assumed_parallel_state.ranks[kind]
     return uninitialized if _state is None and uninitialized is not None else _member(kind).rank
 
 
@@ -137,6 +227,16 @@ def _data_parallel_kind(with_context_parallel: bool, partial_data_parallel: bool
 
 def _expert_data_parallel_kind(partial_expert_data_parallel: bool) -> str:
     return "expert_dp_shard" if partial_expert_data_parallel else "expert_dp"
+
+
+def _carries_host_tensors(group: ProcessGroup) -> ProcessGroup:
+    backend = str(dist.get_backend_config(group))
+    if "gloo" not in backend:
+        raise ParallelStateError(
+            f"a Gloo group was asked for, and the groups have the backend {backend}; start with "
+            "core.device.init_process_group(carries_host_tensors=True), which makes one group for both devices"
+        )
+    return group
 
 
 # ---- the mesh
@@ -302,17 +402,27 @@ def is_rank_in_position_embedding_group() -> bool:
 # ---- data parallelism
 
 
-def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> ProcessGroup:
-    """The replicas of this rank's part of the model; `partial_data_parallel`: those within one optimizer instance."""
+def get_data_parallel_group(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """The replicas of this rank's part of the model; `partial_data_parallel`: those within one optimizer instance.
+
+    `with_gtp_remat` is Megatron-LM's: whether to count ranks that rematerialise weights for each other. Here there
+    are none, so that both values name one group.
+    """
     return _member(_data_parallel_kind(with_context_parallel, partial_data_parallel)).process_group
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> int:
     """Size of `get_data_parallel_group` with the same arguments."""
     return _size(_data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> int:
     """This rank's place in `get_data_parallel_group` with the same arguments."""
     return _rank(_data_parallel_kind(with_context_parallel, partial_data_parallel))
 
@@ -322,11 +432,44 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return _member(_data_parallel_kind(with_context_parallel, False)).ranks[0]
 
 
+def get_data_parallel_global_ranks(with_context_parallel: bool = False) -> list[int]:
+    """Global ranks of the data-parallel group."""
+    return list(_member(_data_parallel_kind(with_context_parallel, False)).ranks)
+
+
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """`get_data_parallel_group` with the same arguments, where it carries tensors of the host by gloo.
+
+    Raises:
+        ParallelStateError: it does not; no second set of groups is made.
+    """
+    return _carries_host_tensors(
+        get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
+    )
+
+
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
     """Tensor x data, or tensor x data x context."""
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+
+
+def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
+    """The ranks over which scales of fp8 would be agreed on: tensor x data (x context), or tensor (x context)."""
+    kind = "tp" if tp_only_amax_red else "tp_dp"
+    if with_context_parallel:
+        kind += "_cp"
+    return _member(kind).process_group
+
+
+def get_all_ranks() -> str:
+    """This rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
+    tensor, *others = (_rank(kind, uninitialized=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
+    rematerialised = 0  # the place among ranks that rematerialise weights, of which there are none
+    return "_".join(map(str, (tensor, rematerialised, *others)))
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -392,23 +535,64 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
     return _rank("expert_tp_ep")
 
 
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
+) -> ProcessGroup | None:
     """Experts' tensor x expert x pipeline: one copy of the model's experts."""
     return _group("expert_tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
-    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+    check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
     """The replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer instance."""
     return _group(_expert_data_parallel_kind(partial_expert_data_parallel), check_initialized)
 
 
-def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+def get_expert_data_parallel_world_size(
+    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> int:
     """Size of `get_expert_data_parallel_group` with the same argument."""
     return _size(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 
-def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
     """This rank's place in `get_expert_data_parallel_group` with the same argument."""
     return _rank(_expert_data_parallel_kind(partial_expert_data_parallel))
+
+
+def get_expert_data_parallel_global_ranks() -> list[int]:
+    """Global ranks of the experts' data-parallel group."""
+    return list(_member("expert_dp").ranks)
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """`get_expert_data_parallel_group`, as :func:`get_data_parallel_group_gloo` gives that of dense layers."""
+    return _carries_host_tensors(_member(_expert_data_parallel_kind(partial_expert_data_parallel)).process_group)
+
+
+_NO_HIERARCHY = "context parallelism here has one level; use get_context_parallel_group"
+_NO_REMATERIALISATION = (
+    "no group rematerialises weights; TorchFullyShardedDataParallel shards them by data parallelism"
+)
+
+__getattr__ = absent_names(
+    __name__,
+    {
+        "get_hierarchical_context_parallel_groups": _NO_HIERARCHY,
+        "get_hybrid_data_context_parallel_groups": _NO_HIERARCHY,
+        **{
+            f"get_{expert}gtp_weight_remat_{what}": _NO_REMATERIALISATION
+            for expert in ("", "expert_")
+            for what in ("group", "world_size", "rank", "global_ranks")
+        },
+        "get_global_memory_buffer": "collectives here keep no memory between calls; allocate a tensor",
+        "destroy_global_memory_buffer": "collectives here keep no memory between calls; drop the call",
+        "get_nccl_options": "give NCCL's options by its environment variables",
+        "create_group": "use torch.distributed.new_group",
+        "update_pg_timeout": "give distributed_timeout_minutes to initialize_model_parallel",
+        "create_all_gather_groups": "use torch.distributed.new_group with get_data_parallel_global_ranks()",
+        "generate_masked_orthogonal_rank_groups": "use core.rank_generator.rank_groups",
+        "HeterogeneousRankGenerator": "every replica has the same sizes; use RankGenerator",
+    },
+)

@@ -17,8 +17,8 @@ from .. import device
 from ..distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel, wrap_model
 from ..distributed.explain.words import choices
 from ..distributed.mesh_axes import whole_group
-from ..distributed.warn import warn_once
 from ..errors import ConfigError
+from ..warn import warn_once
 from .meshes import data_parallel_mesh
 from .replicas import Replicas
 

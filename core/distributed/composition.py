@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ..errors import ParallelConfigError
 from ..tensor_parallel.initialization import ParameterOwner
-from ..tensor_parallel.random import checkpoint
+from ..tensor_parallel.random import recompute
 from .units import Unit
 
 ActivationCheckpointing = Literal["none", "full", "selective"]
@@ -128,7 +128,7 @@ def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., 
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(functools.partial(forward, **kwargs), *args, context_fn=contexts)
+        return recompute(functools.partial(forward, **kwargs), *args, context_fn=contexts)
 
     return recomputing
 

@@ -16,6 +16,7 @@ from ..errors import ShardstackError
 from ..transformer.module import Float16Module
 from .describe import ModelFacts, describe
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .expert_parameters import reject_expert_parameters
 from .explain import raise_explained
 from .explain.rewrapping import reject_wrapped
 from .explain.stale_optimizers import watch_optimizers
@@ -61,6 +62,7 @@ class _BaseDataParallel(nn.Module, ABC):
     ) -> None:
         super().__init__()
         reject_wrapped(module, (_BaseDataParallel,))
+        reject_expert_parameters(module, config)
         watch_optimizers()
         self.config = config
         self.module = module

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from .. import device
 from .._torch_compat import current_backward
 from ..tensor_parallel import VocabParallelEmbedding
+from ..warn import warn_once
 from .between_micro_batches import KeptBetweenMicroBatches
 from .composition import prepare_units
 from .dtypes import as_dtype
@@ -42,7 +43,6 @@ from .resharding import parse_overrides
 from .sharding import fsdp_modules, shard_model
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .units import UnitChoice, plan_units
-from .warn import warn_once
 
 
 class ShardedModel:

@@ -1,6 +1,14 @@
 """Matrices cut over tensor-parallel ranks: layers, mappings between regions, loss, random streams, initial values."""
 
+from ..absent_names import absent_names
+from .attributes import (
+    copy_tensor_model_parallel_attributes,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+)
 from .cross_entropy import vocab_parallel_cross_entropy
+from .data import broadcast_data
 from .initialization import (
     ParameterOwner,
     deferred_initialization,
@@ -26,6 +34,7 @@ from .random import (
     model_parallel_cuda_manual_seed,
     model_parallel_manual_seed,
 )
+from .utils import gather_split_1d_tensor, split_tensor_along_last_dim, split_tensor_into_1d_equal_chunks
 from .vocab import pad_vocab_size
 
 __all__ = [
@@ -34,12 +43,15 @@ __all__ = [
     "RNGStatesTracker",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "broadcast_data",
     "checkpoint",
+    "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "deferred_initialization",
     "draw_init_seed",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "gather_split_1d_tensor",
     "get_cuda_rng_tracker",
     "get_rng_tracker",
     "initialize_parameters",
@@ -47,9 +59,29 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "model_parallel_manual_seed",
     "pad_vocab_size",
+    "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_along_last_dim",
+    "split_tensor_into_1d_equal_chunks",
     "vocab_parallel_cross_entropy",
 ]
+
+__getattr__ = absent_names(
+    __name__,
+    {
+        "linear_with_grad_accumulation_and_async_allreduce": "use ColumnParallelLinear, whose backward overlaps both",
+        "CheckpointWithoutOutput": "use checkpoint",
+        "convert_cuda_rng_state": "use get_rng_tracker().get_states()",
+        "get_expert_parallel_rng_tracker_name": "models here have no experts",
+        "get_data_parallel_rng_tracker_name": "replicas share the default stream; use torch's",
+        "is_graph_safe_cuda_rng_tracker": "there is one kind of tracker; get_rng_tracker()",
+        "all_to_all": "use torch.distributed.all_to_all_single",
+        "all_gather_last_dim_from_tensor_parallel_region": "use gather_from_tensor_model_parallel_region",
+        "reduce_scatter_last_dim_to_tensor_parallel_region": "use reduce_scatter_to_sequence_parallel_region",
+    },
+)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,8 +34,10 @@ from .foreign_initialization import ForeignModule, init_weights_hook, reset
 from .mappings import Group, resolve_group
 from .own_part import copy_own_part, local_part, whole_shape
 
-Initializer = Callable[[torch.Tensor, torch.Generator], None]
-"""Fills a tensor of the whole model's shape, fp32 on the CPU, in place, drawing from the generator only."""
+Initializer = Callable[..., Any]
+"""Fills a tensor of the whole model's shape, fp32 on the CPU, in place: ``init_method(tensor)``, as in Megatron-LM and
+`torch.nn.init`. What it draws comes from torch's default generator, which is seeded for the call and set back after
+it; or, where it has an argument ``generator``, from the generator that it is given by that name."""
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
@@ -273,5 +276,17 @@ def _seed_of(seed: int, name: str) -> int:
 
 def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: Group) -> None:
     whole = torch.empty(whole_shape(parameter, group), dtype=torch.float32, device="cpu")
-    initializer(whole, torch.Generator(device="cpu").manual_seed(seed))
+    if _takes_generator(initializer):
+        initializer(whole, generator=torch.Generator(device="cpu").manual_seed(seed))
+    else:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
+            initializer(whole)
     copy_own_part(whole, parameter, group)
+
+
+def _takes_generator(initializer: Initializer) -> bool:
+    try:
+        return "generator" in inspect.signature(initializer).parameters
+    except (TypeError, ValueError):  # built-in, without a signature
+        return False

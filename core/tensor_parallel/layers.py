@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ParallelConfigError
+from ..foreign_arguments import ignore, refuse
 from ..model_parallel_config import ModelParallelConfig
 from .column_linear import column_parallel_linear
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
@@ -46,9 +47,14 @@ class ColumnParallelLinear(ParameterOwner):
         skip_bias_add: return the bias beside the output, for a caller who fuses the addition.
         skip_weight_param_allocation: own no weight; each forward is given one.
         tp_group: default is that of `core.parallel_state`.
+        name: a label, which nothing reads.
+        stride, keep_master_weight_for_test, embedding_activation_buffer, grad_output_buffer, is_expert,
+            disable_grad_reduce: Megatron-LM's; refused unless at their defaults.
+        tp_comm_buffer_name: Megatron-LM's; ignored.
 
     Raises:
-        ParallelConfigError: tp does not divide `output_size`, or is not the group's size.
+        ParallelConfigError: tp does not divide `output_size`, or is not the group's size; or an argument that is
+            refused.
     """
 
     weight: nn.Parameter | None
@@ -63,10 +69,26 @@ class ColumnParallelLinear(ParameterOwner):
         init_method: Initializer,
         bias: bool = True,
         gather_output: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
+        embedding_activation_buffer: list[torch.Tensor] | None = None,
+        grad_output_buffer: list[torch.Tensor] | None = None,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        disable_grad_reduce: bool = False,
         tp_group: Group = None,
+        name: str | None = None,
     ) -> None:
+        caller = "ColumnParallelLinear"
+        _check_foreign(caller, stride, is_expert, keep_master_weight_for_test, tp_comm_buffer_name)
+        refuse(
+            caller,
+            embedding_activation_buffer=(embedding_activation_buffer, None, _NO_DEFERRED_GRADIENTS),
+            grad_output_buffer=(grad_output_buffer, None, _NO_DEFERRED_GRADIENTS),
+            disable_grad_reduce=(disable_grad_reduce, False, "the input's gradient is summed over the group"),
+        )
         super().__init__(tp_group)
         _check_degree(config, self.tp_group)
         self.config = config
@@ -85,13 +107,19 @@ class ColumnParallelLinear(ParameterOwner):
             self.register_parameter("bias", None)
         initialize_unless_deferred(self, config)
 
-    def forward(self, input_: torch.Tensor, weight: torch.Tensor | None = None) -> Output:
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> Output:
         """`[s, b, input_size]` to `[s, b, output_size / tp]` (whole with `gather_output`), and the bias if skipped.
 
         With sequence parallelism the input is `[s / tp, b, input_size]`.
 
         Args:
             weight: `[output_size / tp, input_size]`, used instead of the layer's own.
+            runtime_gather_output: in place of `gather_output`, this once.
 
         Raises:
             ConfigError: there is neither, or its shape is another.
@@ -107,7 +135,8 @@ class ColumnParallelLinear(ParameterOwner):
             raise ConfigError(f"the weight given to a ColumnParallelLinear is {tuple(weight.shape)}, not {expected}")
         bias = None if self.skip_bias_add else self.bias
         output = column_parallel_linear(input_, weight, bias, self.tp_group, self.sequence_parallel)
-        if self.gather_output and group_size(self.tp_group) > 1:
+        gathers = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gathers and group_size(self.tp_group) > 1:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
@@ -128,10 +157,12 @@ class RowParallelLinear(ParameterOwner):
         input_is_parallel: the input is already cut, as a column-parallel layer leaves it.
         skip_bias_add: return the bias beside the output, for a caller who fuses the addition.
         tp_group: default is that of `core.parallel_state`.
+        name: a label, which nothing reads.
+        stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name: as in `ColumnParallelLinear`.
 
     Raises:
-        ParallelConfigError: tp does not divide `input_size`, or is not the group's size; or a whole input is asked
-            for together with sequence parallelism, whose inputs are parts of the sequence.
+        ParallelConfigError: tp does not divide `input_size`, or is not the group's size; a whole input is asked for
+            together with sequence parallelism, whose inputs are parts of the sequence; or an argument that is refused.
     """
 
     weight: nn.Parameter
@@ -147,8 +178,14 @@ class RowParallelLinear(ParameterOwner):
         bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
         tp_group: Group = None,
+        name: str | None = None,
     ) -> None:
+        _check_foreign("RowParallelLinear", stride, is_expert, keep_master_weight_for_test, tp_comm_buffer_name)
         super().__init__(tp_group)
         _check_degree(config, self.tp_group)
         self.config = config
@@ -255,6 +292,21 @@ class VocabParallelEmbedding(ParameterOwner):
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={group_size(self.tp_group)}"
 
 
+_NO_DEFERRED_GRADIENTS = "the gradient of a weight is computed in its backward"
+
+
+def _check_foreign(
+    caller: str, stride: int, is_expert: bool, keep_master_weight_for_test: bool, tp_comm_buffer_name: str | None
+) -> None:
+    refuse(
+        caller,
+        stride=(stride, 1, "each rank has consecutive rows or columns"),
+        is_expert=(is_expert, False, "models here have no experts"),
+        keep_master_weight_for_test=(keep_master_weight_for_test, False, "gather the weight instead"),
+    )
+    ignore(caller, "it names a buffer of communication", tp_comm_buffer_name=(tp_comm_buffer_name, None))
+
+
 def _check_degree(config: ModelParallelConfig, group: Group) -> None:
     asked, found = config.tensor_model_parallel_size, group_size(group)
     if asked == found:
@@ -279,5 +331,5 @@ def _per_rank(size: int, group: Group, what: str) -> int:
     return size // ranks
 
 
-def _zeros(tensor: torch.Tensor, generator: torch.Generator) -> None:
+def _zeros(tensor: torch.Tensor) -> None:
     tensor.zero_()

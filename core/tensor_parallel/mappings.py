@@ -27,6 +27,7 @@ import torch.distributed as dist
 from .. import parallel_state
 from .._torch_compat import all_gather_single, reduce_scatter_single
 from ..errors import ParallelConfigError
+from ..foreign_arguments import ignore, refuse
 
 Group = dist.ProcessGroup | None
 
@@ -38,24 +39,24 @@ def resolve_group(group: Group) -> Group:
 
 def group_size(group: Group) -> int:
     """The number of ranks in `group`; no group is one rank."""
-    return 1 if group is None else dist.get_world_size(group)
+    return 1 if group is None else group.size()
 
 
 def group_rank(group: Group) -> int:
     """This rank's number within `group`; 0 without one."""
-    return 0 if group is None else dist.get_rank(group)
+    return 0 if group is None else group.rank()
 
 
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: identity. Backward: all-reduce. Enters a region whose ranks each compute a part from the whole."""
     group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _Copy.apply(input_, group)
+    return input_ if group_size(group) == 1 else _CopyToModelParallelRegion.apply(input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: all-reduce of partial sums. Backward: identity."""
     group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _Reduce.apply(input_, group)
+    return input_ if group_size(group) == 1 else _ReduceFromModelParallelRegion.apply(input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -65,13 +66,13 @@ def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group =
         ParallelConfigError: tp does not divide the last dim.
     """
     group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _Scatter.apply(input_, group)
+    return input_ if group_size(group) == 1 else _ScatterToModelParallelRegion.apply(input_, group)
 
 
 def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: `[..., n / tp]` to `[..., n]`. Backward: this rank's part of the gradient, which is the same on all."""
     group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _Gather.apply(input_, group)
+    return input_ if group_size(group) == 1 else _GatherFromModelParallelRegion.apply(input_, group)
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -81,36 +82,65 @@ def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = Non
         ParallelConfigError: tp does not divide the sequence.
     """
     group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _ScatterSequence.apply(input_, group)
+    return input_ if group_size(group) == 1 else _ScatterToSequenceParallelRegion.apply(input_, group)
 
 
 def gather_from_sequence_parallel_region(
-    input_: torch.Tensor, tensor_parallel_output_grad: bool = True, group: Group = None
+    input_: torch.Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: Group = None,
+    output_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
 ) -> torch.Tensor:
     """Forward: `[s / tp, ...]` to `[s, ...]`. Backward: reduce-scatter, or this rank's part.
 
     Args:
         tensor_parallel_output_grad: the ranks go on to compute different parts, so that their gradients are
             partial sums and are added. False where they all compute the same thing with the gathered sequence.
+        output_split_sizes: Megatron-LM's, for parts of different lengths; takes None alone.
+        use_global_buffer: Megatron-LM's; ignored, as no memory is kept between calls.
+
+    Raises:
+        ParallelConfigError: parts of different lengths are asked for.
     """
+    _check_foreign("gather_from_sequence_parallel_region", use_global_buffer, output_split_sizes=output_split_sizes)
     group = resolve_group(group)
     if group_size(group) == 1:
         return input_
-    output: torch.Tensor = _GatherSequence.apply(input_, group, tensor_parallel_output_grad)
+    output: torch.Tensor = _GatherFromSequenceParallelRegion.apply(input_, group, tensor_parallel_output_grad)
     return output
 
 
-def reduce_scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def reduce_scatter_to_sequence_parallel_region(
+    input_: torch.Tensor,
+    group: Group = None,
+    input_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
+) -> torch.Tensor:
     """Forward: partial sums `[s, ...]` to this rank's part of their total, `[s / tp, ...]`. Backward: all-gather.
 
+    `input_split_sizes` and `use_global_buffer` are as in :func:`gather_from_sequence_parallel_region`.
+
     Raises:
-        ParallelConfigError: tp does not divide the sequence.
+        ParallelConfigError: tp does not divide the sequence, or parts of different lengths are asked for.
     """
+    _check_foreign(
+        "reduce_scatter_to_sequence_parallel_region", use_global_buffer, input_split_sizes=input_split_sizes
+    )
     group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _ReduceScatterSequence.apply(input_, group)
+    return input_ if group_size(group) == 1 else _ReduceScatterToSequenceParallelRegion.apply(input_, group)
 
 
-class _Copy(torch.autograd.Function):
+def _check_foreign(caller: str, use_global_buffer: bool, **split_sizes: list[int] | None) -> None:
+    refuse(caller, **{name: (sizes, None, "pad the parts to one length") for name, sizes in split_sizes.items()})
+    ignore(caller, "no memory is kept between calls", use_global_buffer=(use_global_buffer, False))
+
+
+class _CopyToModelParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+        return copy_to_tensor_model_parallel_region(input_, group)
+
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -121,7 +151,11 @@ class _Copy(torch.autograd.Function):
         return reduce_from_tensor_model_parallel_region(grad, ctx.group), None
 
 
-class _Reduce(torch.autograd.Function):
+class _ReduceFromModelParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+        return reduce_from_tensor_model_parallel_region(input_, group)
+
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -134,7 +168,11 @@ class _Reduce(torch.autograd.Function):
         return copy_to_tensor_model_parallel_region(grad, ctx.group), None
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterToModelParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+        return scatter_to_tensor_model_parallel_region(input_, group)
+
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -145,7 +183,11 @@ class _Scatter(torch.autograd.Function):
         return gather_from_tensor_model_parallel_region(grad, ctx.group), None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromModelParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+        return gather_from_tensor_model_parallel_region(input_, group)
+
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -157,7 +199,11 @@ class _Gather(torch.autograd.Function):
         return scatter_to_tensor_model_parallel_region(grad, ctx.group), None
 
 
-class _ScatterSequence(torch.autograd.Function):
+class _ScatterToSequenceParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+        return scatter_to_sequence_parallel_region(input_, group)
+
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -168,22 +214,30 @@ class _ScatterSequence(torch.autograd.Function):
         return gather_from_sequence_parallel_region(grad, False, ctx.group), None
 
 
-class _GatherSequence(torch.autograd.Function):
+class _GatherFromSequenceParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+        return gather_from_sequence_parallel_region(input_, group=group)
+
     @staticmethod
     def forward(
         ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup, tensor_parallel_output_grad: bool
     ) -> torch.Tensor:
-        ctx.group, ctx.partial = group, tensor_parallel_output_grad
+        ctx.group, ctx.tensor_parallel_output_grad = group, tensor_parallel_output_grad
         return gather_first_dim(input_, group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.partial:
+        if ctx.tensor_parallel_output_grad:
             return reduce_scatter_to_sequence_parallel_region(grad, ctx.group), None, None
         return scatter_to_sequence_parallel_region(grad, ctx.group), None, None
 
 
-class _ReduceScatterSequence(torch.autograd.Function):
+class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
+    @staticmethod
+    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+        return reduce_scatter_to_sequence_parallel_region(input_, group)
+
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from .. import parallel_state
 from ..device import device_type
 from ..errors import ConfigError, ParallelStateError
+from ..foreign_arguments import ignore
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 CONTEXT_PARALLEL_RNG = "context-parallel-rng"
@@ -105,7 +106,22 @@ def get_rng_tracker() -> RNGStatesTracker:
     return _tracker
 
 
-get_cuda_rng_tracker = get_rng_tracker
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> RNGStatesTracker:
+    """:func:`get_rng_tracker` by Megatron-LM's name; other kinds of trackers are ignored with a warning."""
+    _ignore_other_trackers("get_cuda_rng_tracker", use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    return _tracker
+
+
+def _ignore_other_trackers(caller: str, use_te: bool, inference: bool, use_cudagraphable: bool) -> None:
+    ignore(
+        caller,
+        "there is one kind of tracker, and its streams are the same",
+        use_te_rng_tracker=(use_te, False),
+        inference_rng_tracker=(inference, False),
+        use_cudagraphable_rng=(use_cudagraphable, False),
+    )
 
 
 def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
@@ -127,20 +143,66 @@ def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None
         _tracker.add(CONTEXT_PARALLEL_RNG, own + _CONTEXT_PARALLEL_OFFSET)
 
 
-model_parallel_cuda_manual_seed = model_parallel_manual_seed
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+) -> None:
+    """:func:`model_parallel_manual_seed` by Megatron-LM's name, on whatever device this process has.
+
+    Args:
+        seed, tp_rank: as there.
+        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: other kinds of trackers, ignored.
+        ep_rank, etp_rank: of experts, which have no stream, as models here have none.
+        force_reset_rng: streams are reset in any case.
+    """
+    caller = "model_parallel_cuda_manual_seed"
+    _ignore_other_trackers(caller, te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    ignore(caller, "models here have no experts", ep_rank=(ep_rank, None), etp_rank=(etp_rank, None))
+    model_parallel_manual_seed(seed, tp_rank=tp_rank)
 
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Entered around the forward, and around its recomputation."""
 
 
-def checkpoint(
-    function: Callable[..., Any], *args: Any, context_fn: Callable[[], Contexts] | None = None, **kwargs: Any
-) -> Any:
-    """`function(*args, **kwargs)`, whose activations are not kept but computed again in the backward.
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """`function(*args)`, whose activations are not kept but computed again in the backward.
 
     Recomputation draws the random numbers of the forward, from the default stream and from tracked ones, and leaves
     all streams where they were (Chen et al., 2016; torch's non-reentrant checkpoint underneath).
+
+    Args:
+        function: what to run.
+        distribute_saved_activations: Megatron-LM's, for keeping a part of the input on each tensor-parallel rank.
+            True is ignored with a warning: every rank keeps the whole, and no number changes.
+        args: of the function.
+
+    Raises:
+        ConfigError: no bool in the second place, where Megatron-LM has one.
+    """
+    if not isinstance(distribute_saved_activations, bool):
+        raise ConfigError(
+            f"checkpoint: distribute_saved_activations is of type {type(distribute_saved_activations).__name__}; it "
+            "takes a bool, and the function's arguments follow it: checkpoint(function, False, *args)"
+        )
+    ignore(
+        "checkpoint",
+        "every tensor-parallel rank keeps the whole input",
+        distribute_saved_activations=(distribute_saved_activations, False),
+    )
+    return recompute(function, *args)
+
+
+def recompute(
+    function: Callable[..., Any], *args: Any, context_fn: Callable[[], Contexts] | None = None, **kwargs: Any
+) -> Any:
+    """:func:`checkpoint` of `function(*args, **kwargs)`.
 
     Args:
         context_fn: as torch's, for what is to be kept all the same (`create_selective_checkpoint_contexts`).

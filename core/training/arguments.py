@@ -13,7 +13,8 @@ import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -255,7 +256,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
         texts = flag_documentation(kind) | flag_documentation(common[section])
         entries = {entry.name: entry for entry in (*fields(kind), *fields(common[section]))}
         for name, entry in entries.items():
-            if name in _NOT_FLAGS or name in parameters:
+            if name in _NOT_FLAGS or name in parameters or entry.metadata.get("is_code"):
                 continue
             settings: dict[str, Any] = {"help": texts.get(name)}
             if name in _NEGATED:
@@ -266,7 +267,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
             add(
                 name,
                 section,
-                bool if name in _NEGATED else str | None if torch.dtype in get_args(hints[name]) else hints[name],
+                bool if name in _NEGATED else _flag_type(hints[name]),
                 inspect.Parameter.empty if _is_required(entry) else entry.default,
                 **settings,
             )
@@ -300,7 +301,17 @@ def _library() -> Any:
     return cyclopts
 
 
+def _flag_type(hint: Any) -> Any:
+    """The type of a field, less what a command line cannot give: a dtype is its name, a function is left out."""
+    if torch.dtype in get_args(hint):
+        return str | None
+    values = [kind for kind in get_args(hint) if get_origin(kind) is not Callable]
+    return values[0] if get_args(hint) and get_origin(hint) in (Union, UnionType) and len(values) == 1 else hint
+
+
 def _is_required(entry: Field[Any]) -> bool:
+    if entry.metadata.get("required_flag"):
+        return True
     return entry.default is MISSING and entry.default_factory is MISSING
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,10 @@ def division_violations(
 
 
 def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
+    try:
+        config.model.check_sizes_given()
+    except ConfigError as error:
+        yield error
     limit = config.gpt.max_position_embeddings
     if limit is not None and config.data.seq_length > limit:
         yield ConfigError(
@@ -210,7 +214,11 @@ def _model_parallel_size(model: TransformerConfig) -> int:
 
 
 def _json_values(section: Any) -> dict[str, Any]:
-    return {name: _json_value(value) for name, value in asdict(section).items()}
+    return {
+        entry.name: _json_value(getattr(section, entry.name))
+        for entry in fields(section)
+        if not entry.metadata.get("is_code")
+    }
 
 
 def _json_value(value: Any) -> Any:

@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ..errors import ConfigError, ParallelConfigError
+from ..foreign_arguments import takes_foreign_fields
 from ..model_parallel_config import ModelParallelConfig
 from ..tensor_parallel.initialization import Initializer
-from .initializers import init_method_normal, scaled_init_method_normal
+from .activations import Activation, ActivationFunction, name_of_activation
+from .foreign_config_fields import FOREIGN_FIELDS
+from .initializers import Normal, scaled_init_method_normal
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
-Activation = Literal["gelu", "gelu_tanh", "silu"]
 RecomputeGranularity = Literal["selective", "full"]
 RecomputeMethod = Literal["uniform", "block"]
 
 
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
+
+_REQUIRED_FLAG = {"required_flag": True}
+"""Read by the command line, where these sizes have to be given."""
+
+_CODE = {"is_code": True}
+"""A field that neither a flag nor JSON can hold."""
+
+
+@dataclass(frozen=True)
+class _FromStd(Normal):
+    """What `init_method_std` says, and will say anew when `dataclasses.replace` changes that."""
+
+
+@takes_foreign_fields(FOREIGN_FIELDS)
 @dataclass(kw_only=True)
 class TransformerConfig(ModelParallelConfig):
     """The shape of a transformer and how it is computed.
+
+    Sizes of 0, Megatron-LM's defaults, make a config for modules that do not ask for them; a model refuses them. Of
+    Megatron-LM's other fields those that would change what is computed are refused by name unless they have their
+    defaults; others are ignored with a warning.
 
     Fields that default to None are given their value here, once, from the others; `dataclasses.replace` therefore
     carries the values that were derived from the old sizes.
@@ -30,13 +51,13 @@ class TransformerConfig(ModelParallelConfig):
             is about parallel degrees.
     """
 
-    num_layers: int
+    num_layers: int = field(default=0, metadata=_REQUIRED_FLAG)
     """Transformer layers."""
 
-    hidden_size: int
+    hidden_size: int = field(default=0, metadata=_REQUIRED_FLAG)
     """Width of the residual stream."""
 
-    num_attention_heads: int
+    num_attention_heads: int = field(default=0, metadata=_REQUIRED_FLAG)
     """Query heads of a layer."""
 
     num_query_groups: int = None  # type: ignore[assignment]  # an int once __post_init__ has run, as for those below
@@ -71,8 +92,9 @@ class TransformerConfig(ModelParallelConfig):
     gated_linear_unit: bool = False
     """The MLP multiplies activation(gate) by an up branch; with "silu" it is SwiGLU (Shazeer, 2020)."""
 
-    activation_func: Activation = "gelu"
-    """Activation of the MLP: "gelu" (exact), "gelu_tanh" (its tanh approximation, as in GPT-2) or "silu"."""
+    activation_func: Activation | ActivationFunction = "gelu"
+    """Activation of the MLP: "gelu" (exact), "gelu_tanh" (its tanh approximation, as in GPT-2) or "silu", or any
+    function of a tensor. `F.gelu` and `F.silu` become their names."""
 
     qk_layernorm: bool = False
     """Norm each head's query and key before the rotation."""
@@ -86,6 +108,12 @@ class TransformerConfig(ModelParallelConfig):
     init_method_std: float = 0.02
     """Standard deviation of initial weights; the projections that end in the residual stream get it divided by
     sqrt(2 x num_layers) (Radford et al., 2019)."""
+
+    init_method: Initializer = field(default=None, metadata=_CODE)  # type: ignore[assignment]
+    """Fills a weight that reads the residual stream. None: a normal distribution of `init_method_std`."""
+
+    output_layer_init_method: Initializer = field(default=None, metadata=_CODE)  # type: ignore[assignment]
+    """Fills a weight that writes to the residual stream. None: the same, divided as `init_method_std` says."""
 
     recompute_granularity: RecomputeGranularity | None = None
     """What backward computes again instead of keeping: "selective", the core of attention (Korthikanti et al., 2022);
@@ -111,29 +139,38 @@ class TransformerConfig(ModelParallelConfig):
         divides = self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
         if self.kv_channels is None and divides:
             self.kv_channels = self.hidden_size // self.num_attention_heads
+        if callable(self.activation_func):
+            self.activation_func = name_of_activation(self.activation_func)
         violations += self._violations()
         if violations:
             kind = ParallelConfigError if all(isinstance(v, ParallelConfigError) for v in violations) else ConfigError
             raise kind(" | ".join(str(violation) for violation in violations))
+        if self.init_method is None or isinstance(self.init_method, _FromStd):
+            self.init_method = _FromStd(self.init_method_std)
+        if self.output_layer_init_method is None or isinstance(self.output_layer_init_method, _FromStd):
+            scaled = scaled_init_method_normal(self.init_method_std, max(1, self.num_layers))
+            self.output_layer_init_method = _FromStd(scaled.sigma)
 
-    @property
-    def init_method(self) -> Initializer:
-        """Fills a weight that reads the residual stream."""
-        return init_method_normal(self.init_method_std)
+    def check_sizes_given(self, *names: str) -> None:
+        """For a module that is made of them.
 
-    @property
-    def output_layer_init_method(self) -> Initializer:
-        """Fills a weight that writes to the residual stream."""
-        return scaled_init_method_normal(self.init_method_std, self.num_layers)
+        Args:
+            names: sizes; by default all that a transformer needs.
+
+        Raises:
+            ConfigError: one of them is 0.
+        """
+        for name in names or _SIZES:
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name} is 0; it takes a positive number")
 
     def _violations(self) -> Iterator[ConfigError]:
-        sizes = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
-        not_positive = [name for name in sizes if getattr(self, name) < 1]
-        if self.kv_channels is not None and self.kv_channels < 1:
-            not_positive.append("kv_channels")
-        for name in not_positive:
+        negative = [name for name in _SIZES if getattr(self, name) < 0]
+        if self.kv_channels is not None and self.kv_channels < 0:
+            negative.append("kv_channels")
+        for name in negative:
             yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
-        if not not_positive:
+        if not negative and all(getattr(self, name) for name in _SIZES):
             yield from self._size_violations()
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -146,7 +183,7 @@ class TransformerConfig(ModelParallelConfig):
         if not 0.0 <= self.init_method_std < math.inf:
             yield ConfigError(f"init_method_std is {self.init_method_std}; it takes zero or a positive number")
         for name, choices in (("normalization", Normalization), ("activation_func", Activation)):
-            if getattr(self, name) not in get_args(choices):
+            if not callable(getattr(self, name)) and getattr(self, name) not in get_args(choices):
                 yield ConfigError(f"{name} is {getattr(self, name)!r}; it takes one of {_listed(get_args(choices))}")
         yield from self._recompute_violations()
 

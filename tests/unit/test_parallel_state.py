@@ -40,7 +40,7 @@ class Case(NamedTuple):
         ps.initialize_model_parallel(
             self.tp,
             self.pp,
-            self.cp,
+            context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
             num_distributed_optimizer_instances=self.instances,
             order=order,
@@ -247,7 +247,7 @@ def test_the_documented_groups_of_eight_ranks() -> None:
 
 def test_optimizer_instances_shard_over_the_inner_part() -> None:
     with fake_world(5, 16):
-        ps.initialize_model_parallel(2, 1, 2, num_distributed_optimizer_instances=2)
+        ps.initialize_model_parallel(2, context_parallel_size=2, num_distributed_optimizer_instances=2)
         assert _ranks_of(GROUPS["dp-cp"]()) == [1, 3, 5, 7, 9, 11, 13, 15]
         assert _ranks_of(GROUPS["partial dp-cp"]()) == [1, 3, 5, 7]
         assert _ranks_of(GROUPS["inter"]()) == [5, 13]

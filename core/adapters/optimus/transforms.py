@@ -19,8 +19,8 @@ from ...distributed.parallelizer.fsdp2 import ITEMS_OF_CONTAINERS
 from ...distributed.resharding import Reshard
 from ...distributed.sharded_model import ShardedModel
 from ...distributed.units import UnitChoice
-from ...distributed.warn import warn_once
 from ...errors import ParallelConfigError
+from ...warn import warn_once
 from ..replicas import Replicas
 from .collective import Collective
 from .config import DDPTransformConfig, FullyShardTransformConfig, dtype_of

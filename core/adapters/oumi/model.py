@@ -24,8 +24,8 @@ from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.dtypes import as_dtype
 from ...distributed.mesh_axes import whole_group
 from ...distributed.units import UnitChoice
-from ...distributed.warn import warn_once
 from ...errors import CheckpointError
+from ...warn import warn_once
 from ..meshes import data_parallel_mesh, fully_replicated
 from ..replicas import Replicas
 from ..units import units_by_class, units_by_size

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import ParallelConfigError
+from ...warn import warn_once
 from ..data_parallel_base import _BaseDataParallel
 from ..distributed_data_parallel_config import SHARDING_STRATEGIES, DistributedDataParallelConfig
 from ..explain.rewrapping import reject_wrapped
@@ -19,7 +20,6 @@ from ..explain.words import choices
 from ..mesh_axes import mesh_axes
 from ..torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from ..warn import warn_once
 from ..wrap import wrap_model
 from .class_paths import check_classes_are_in, import_classes_from_paths
 from .tensor_parallel_plan import Plan, cut_as_planned

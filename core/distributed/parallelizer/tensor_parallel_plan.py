@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from ...errors import ParallelConfigError, WrapError
+from ...warn import warn_once
 from ..broadcast import broadcast_tensors
 from ..explain.words import choices
 from ..mesh_axes import TENSOR_AXES, MeshAxes, axis_sizes
 from ..units import parameter_attributes_kept
-from ..warn import warn_once
 from .styles import translate_to_torch_parallel_style
 
 Plan = Mapping[str, ParallelStyle]

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from core.adapters import ml
 from core.adapters.replicas import Replicas
 from core.distributed import TorchFullyShardedDataParallel
-from core.distributed.warn import warn_once
 from core.errors import ConfigError
+from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._doors import Net, Task, batch
 from tests.unit.distributed._toys import full

@@ -22,8 +22,8 @@ from core.adapters.optimus import (
     MixedPrecisionConfig,
     OffloadConfig,
 )
-from core.distributed.warn import warn_once
 from core.errors import ConfigError, ParallelConfigError
+from core.warn import warn_once
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._doors import Net, batch

@@ -22,10 +22,10 @@ from core.distributed import (
     finalize_model_grads,
 )
 from core.distributed.sharding import fsdp_modules
-from core.distributed.warn import warn_once
 from core.errors import ParallelConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_layer import TransformerLayer
+from core.warn import warn_once
 from tests.functional._runs import build_gpt
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.mesh_axes import whole_group
 from core.distributed.sharded_model import ShardedModel
-from core.distributed.warn import warn_once
 from core.errors import WrapError
+from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, batches, full, loss_of, oracle, toy
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from core import parallel_state
 from core.distributed.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
-from core.distributed.warn import warn_once
 from core.errors import ParallelConfigError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import (
     KINDS,

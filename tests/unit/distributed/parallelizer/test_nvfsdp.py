@@ -18,8 +18,8 @@ from core.distributed import (
     finalize_model_grads,
 )
 from core.distributed.parallelizer import get_hf_tp_shard_plan, nvfsdp_strategy_parallelize
-from core.distributed.warn import warn_once
 from core.errors import ParallelConfigError, ShardstackError, WrapError
+from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._hugging_face import (
     assert_close,

@@ -1,0 +1,55 @@
+"""Megatron-LM's marks on a parameter: how it was cut over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ConfigError
+from .mappings import Group, group_rank, resolve_group
+
+_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+
+
+def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """Marks a tensor as cut along `dim` (or, not `is_parallel`, as held whole by every rank).
+
+    Raises:
+        ConfigError: it has a mark already.
+    """
+    marked = [name for name in _DEFAULTS if hasattr(tensor, name)]
+    if marked:
+        raise ConfigError(f"the tensor has {marked[0]} already; each is marked once")
+    values = (is_parallel, dim, stride)
+    for name, value in zip(_DEFAULTS, values, strict=True):
+        setattr(tensor, name, value)
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Marks a tensor without marks as held whole by every rank."""
+    for name, default in _DEFAULTS.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, default)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+    """Copies the marks that the source has."""
+    for name in _DEFAULTS:
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
+
+
+def param_is_not_tensor_parallel_duplicate(
+    param: torch.Tensor, tp_group: Group = None, expert_tp_group: Group = None
+) -> bool:
+    """Whether this rank is the one that counts the parameter, in a norm over all tensor-parallel ranks.
+
+    True for a part that no other rank has, and on the group's first rank for what all have whole.
+
+    Args:
+        tp_group: default is the tensor-parallel group of `core.parallel_state`.
+        expert_tp_group: the group for parameters marked ``allreduce=False``; default is `tp_group`.
+    """
+    if getattr(param, "tensor_model_parallel", False):
+        return True
+    group = tp_group if getattr(param, "allreduce", True) or expert_tp_group is None else expert_tp_group
+    return group_rank(resolve_group(group)) == 0

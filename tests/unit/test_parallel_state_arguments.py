@@ -1,0 +1,158 @@
+"""Megatron-LM's arguments and names of `parallel_state`: what they mean here, and what is refused or ignored."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch.distributed as dist
+
+from core import parallel_state as ps
+from core.errors import ParallelConfigError, ParallelStateError
+from core.warn import warn_once
+from tests.unit._ranks import fake_world
+from tests.unit._spawn import run_distributed
+
+
+def test_the_third_position_is_virtual_pipeline_parallelism_and_not_context_parallelism():
+    with fake_world(0, 8):
+        with pytest.raises(ParallelConfigError, match=r"virtual_pipeline_model_parallel_size is 2.*context_parallel"):
+            ps.initialize_model_parallel(2, 2, 2)
+        assert not ps.is_initialized()
+        ps.initialize_model_parallel(2, 2, None)
+        assert ps.get_context_parallel_world_size() == 1
+        assert ps.get_data_parallel_world_size() == 2
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"hierarchical_context_parallel_sizes": [2, 2]},
+        {"hybrid_context_parallel": True},
+        {"gtp_remat_size": 2},
+        {"expert_gtp_remat_size": 2},
+        {"get_embedding_ranks": lambda ranks, split: ranks},
+        {"get_position_embedding_ranks": lambda ranks, split: ranks},
+        {"rank_offset": 1},
+        {"local_world_size": 2},
+    ],
+)
+def test_what_would_change_the_groups_is_refused_by_name(refused):
+    with fake_world(0, 4), pytest.raises(ParallelConfigError, match=next(iter(refused))):
+        ps.initialize_model_parallel(**refused)
+
+
+def test_settings_of_communicators_are_ignored_with_one_warning_that_names_them():
+    warn_once.cache_clear()
+    given = {"use_sharp": True, "nccl_communicator_config_path": "x.yaml", "create_gloo_process_groups": False}
+    with fake_world(0, 4):
+        with pytest.warns(UserWarning, match="nccl_communicator_config_path, use_sharp: they set how") as caught:
+            ps.initialize_model_parallel(2, **given)
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+        ps.destroy_model_parallel()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ps.initialize_model_parallel(2, **given)
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def test_experts_may_be_cut_over_another_number_of_ranks_than_dense_layers():
+    with fake_world(5, 8):
+        ps.initialize_model_parallel(2, expert_tensor_parallel_size=4, expert_model_parallel_size=2)
+        assert _ranks(ps.get_tensor_model_parallel_group()) == [4, 5]
+        assert _ranks(ps.get_data_parallel_group()) == [1, 3, 5, 7]
+        assert _ranks(ps.get_expert_tensor_parallel_group()) == [4, 5, 6, 7]
+        assert _ranks(ps.get_expert_model_parallel_group()) == [1, 5]
+        assert ps.get_expert_data_parallel_world_size() == 1
+        assert ps.get_expert_data_parallel_global_ranks() == [5]
+
+
+def test_experts_that_do_not_divide_a_stage_are_refused():
+    with fake_world(0, 8), pytest.raises(ParallelConfigError, match="expert_tensor_parallel_size 3 x expert_model"):
+        ps.initialize_model_parallel(2, expert_tensor_parallel_size=3)
+
+
+SETTERS = {
+    "tensor_model_parallel_world_size": 2,
+    "tensor_model_parallel_rank": 1,
+    "pipeline_model_parallel_world_size": 2,
+    "pipeline_model_parallel_rank": 1,
+    "data_parallel_rank": 0,
+    "expert_model_parallel_world_size": 1,
+    "expert_model_parallel_rank": 0,
+    "expert_tensor_parallel_world_size": 2,
+    "expert_tensor_parallel_rank": 1,
+}
+
+
+@pytest.mark.parametrize("name", SETTERS)
+def test_a_setter_takes_the_place_of_the_group_until_none_or_the_end(name):
+    get, set_ = getattr(ps, f"get_{name}"), getattr(ps, f"set_{name}")
+    with fake_world(3, 4):
+        ps.initialize_model_parallel(2, 2)
+        assert get() == SETTERS[name]
+        set_(7)
+        assert get() == 7
+        set_(None)
+        assert get() == SETTERS[name]
+        set_(7)
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel(2, 2)
+        assert get() == SETTERS[name]
+
+
+def test_setters_serve_a_script_without_groups():
+    ps.set_pipeline_model_parallel_world_size(4)
+    ps.set_pipeline_model_parallel_rank(3)
+    assert ps.is_pipeline_last_stage()
+    assert not ps.is_pipeline_first_stage()
+    ps.destroy_model_parallel()
+    assert ps.is_pipeline_first_stage()
+
+
+def test_virtual_stages_are_none_and_stay_so():
+    assert ps.get_virtual_pipeline_model_parallel_world_size() is None
+    assert ps.get_virtual_pipeline_model_parallel_rank() is None
+    ps.set_virtual_pipeline_model_parallel_world_size(None)
+    with pytest.raises(ParallelConfigError, match="set_virtual_pipeline_model_parallel_world_size was given 2"):
+        ps.set_virtual_pipeline_model_parallel_world_size(2)
+    ps.set_virtual_pipeline_model_parallel_rank(0)
+    assert ps.get_virtual_pipeline_model_parallel_rank() == 0
+    ps.destroy_model_parallel()
+    assert ps.get_virtual_pipeline_model_parallel_rank() is None
+
+
+def test_groups_of_fp8_scales_and_the_name_of_a_rank():
+    with fake_world(5, 8):
+        ps.initialize_model_parallel(2, context_parallel_size=2)
+        assert _ranks(ps.get_amax_reduction_group()) == _ranks(ps.get_tensor_and_data_parallel_group())
+        assert ps.get_amax_reduction_group(True) is ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        assert ps.get_amax_reduction_group(tp_only_amax_red=True) is ps.get_tensor_model_parallel_group()
+        assert ps.get_amax_reduction_group(True, True) is ps.get_tensor_and_context_parallel_group()
+        assert ps.get_all_ranks() == "1_0_1_0_0_0"
+        assert ps.get_data_parallel_global_ranks() == _ranks(ps.get_data_parallel_group())
+
+
+def _returns_gloo_groups() -> None:
+    ps.initialize_model_parallel()
+    assert ps.get_data_parallel_group_gloo() is ps.get_data_parallel_group()
+    assert ps.get_expert_data_parallel_group_gloo() is ps.get_expert_data_parallel_group()
+
+
+def test_gloo_groups_are_those_that_carry_tensors_of_the_host():
+    run_distributed(_returns_gloo_groups, 2)
+    with fake_world(0, 2):
+        ps.initialize_model_parallel()
+        with pytest.raises(ParallelStateError, match="carries_host_tensors=True"):
+            ps.get_data_parallel_group_gloo()
+
+
+def test_an_absent_name_says_where_the_thing_is():
+    with pytest.raises(ImportError, match=r"get_gtp_weight_remat_group: .*TorchFullyShardedDataParallel"):
+        from core.parallel_state import get_gtp_weight_remat_group  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from core.parallel_state import nothing  # noqa: F401
