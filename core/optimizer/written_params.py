@@ -26,34 +26,38 @@ class WrittenParams:
 
     def __init__(self, params: Sequence[MainParam]) -> None:
         self._params = [p for p in params if p.is_low_precision and p.main.numel()]
-        self._sums: list[int] = []  # set by `note_agreement`, compared by the next `refresh_masters`
+        # Set by `note_agreement`, compared by the next `refresh_masters`; on the device, for which nothing waits.
+        self._sums: Tensor | None = None
         self.note_agreement()
 
     def note_agreement(self) -> None:
         """To be called when masters and parameters agree: after either was written into the other."""
-        self._sums = _sums_of_bits([p.local() for p in self._params])
+        self._sums = self._sums_of_bits()
 
     def refresh_masters(self) -> None:
-        """Takes into the masters what was written into their parameters since.
+        """Takes into the masters what was written into their parameters since; waits for the device once.
 
         An element that still is its master rounded keeps all digits of the master: a checkpoint's weights may be
         loaded after its masters.
         """
-        found = _sums_of_bits([p.local() for p in self._params])
-        for p, bits, expected in zip(self._params, found, self._sums, strict=True):
-            if bits != expected:
+        found = self._sums_of_bits()
+        if found is None or self._sums is None:
+            return
+        for p, is_written in zip(self._params, (found != self._sums).tolist(), strict=True):
+            if is_written:
                 local = p.local()
                 p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
 
-
-def _sums_of_bits(tensors: Sequence[Tensor]) -> list[int]:
-    """For each tensor, of 16-bit numbers, the sum of its bits as integers; waits for the device once."""
-    sums: list[int] = torch.stack([_sum_of_bits(tensor) for tensor in tensors]).tolist() if tensors else []
-    return sums
+    def _sums_of_bits(self) -> Tensor | None:
+        """One int64 for each parameter, where there are any."""
+        if not self._params:
+            return None
+        device = self._params[0].main.device
+        return torch.stack([_sum_of_bits(p.local()).to(device) for p in self._params])
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """A 0-dim int64. Adds eight bytes at a time, as long as memory is fast, but for what does not fill them."""
+    """The sum of a 16-bit tensor's bits as integers, a 0-dim int64; adds eight bytes at a time where they fit."""
     bits = tensor.detach().reshape(-1).view(torch.int16)
     start = min(-bits.storage_offset() % 4, len(bits))
     stop = len(bits) - (len(bits) - start) % 4

@@ -64,6 +64,11 @@ def build_with_a_hook() -> tuple[nn.Module, object]:
     return model, loss
 
 
+def build_with_statistics() -> tuple[nn.Module, object]:
+    """A batch normalisation, whose running statistics are those of what one rank has seen."""
+    return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 7)), loss
+
+
 # ---- what cannot be verified
 
 NUMBER = 3

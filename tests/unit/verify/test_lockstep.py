@@ -78,7 +78,7 @@ def _a_gradient_that_is_not_finite() -> Iterator[None]:
     def planted(self: _BaseDataParallel, force: bool) -> None:
         finish(self, force)  # type: ignore[arg-type]
         if self.ddp_config.sharding_strategy == "optim":
-            self.scale_gradients(math.nan)
+            self._scale_gradients(math.nan)
 
     with mock.patch.object(DistributedDataParallel, "_finish_grad_sync", planted):
         yield
@@ -169,6 +169,13 @@ def test_a_hook_that_one_wrapper_does_not_know_is_named():
     (verdicts, _) = run_distributed(_verified, 2, "build_with_a_hook", Options(steps=2), ["zero1", "fsdp2"])
     assert verdicts[0].is_equal
     assert str(verdicts[1].parting).startswith("parts at step 0: the gradient of layers.0.0.bias is off by 5.0e-01")
+
+
+def test_running_statistics_of_a_batch_are_compared():
+    ranks = run_distributed(_verified, 2, "build_with_statistics", Options(steps=2), ["ddp", "zero1", "fsdp2"])
+    ddp, zero1, fsdp2 = ranks[0]
+    assert (ddp.parting.step, ddp.parting.what, ddp.parting.parameter) == (0, "buffer", "1.running_mean")
+    assert zero1.is_equal and fsdp2.is_equal, (zero1, fsdp2)
 
 
 def test_an_unknown_wrapper_and_a_length_of_nothing_are_refused():
