@@ -36,7 +36,54 @@ _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _LAYOUTS = "tests/functional/test_equality_over_layouts.py"
 _CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
 
+_OUTSIDE = (
+    "tests/unit/distributed/test_outside_the_loop.py::test_what_works_on_a_plain_module_gives_that_result_or_raises"
+)
+
 MUTATIONS = (
+    # ---- outside the loop that is prescribed
+    Mutation(
+        "parameters that are being gathered are read at once",
+        "core/distributed/bucket_group.py",
+        "            make_pending(bucket.params, self.finish_param_sync)\n",
+        "",
+        (f"{_OUTSIDE}[an_average_of_weights_is_kept_by_references-zero1_overlap]",),
+    ),
+    Mutation(
+        "masters keep what was loaded over",
+        "core/optimizer/written_params.py",
+        "            if is_written:",
+        "            if is_written and p.main.ndim > 2:",
+        (f"{_OUTSIDE}[weights_are_loaded_under_low_precision-ddp]",),
+    ),
+    Mutation(
+        "a frozen parameter is updated with zeros",
+        "core/distributed/param_and_grad_buffer.py",
+        "        return param.requires_grad or self._slots[param].has_arrived",
+        "        return True",
+        (f"{_OUTSIDE}[frozen_parameters_do_not_decay-zero1]",),
+    ),
+    Mutation(
+        "gathered parameters survive the step",
+        "core/distributed/torch_fully_sharded_data_parallel.py",
+        "    def note_step(self) -> None:\n        self.sharded.reshard()\n",
+        "    def note_step(self) -> None:\n        pass\n",
+        (f"{_OUTSIDE}[a_loss_is_monitored_between_gradients_and_step-fsdp2]",),
+    ),
+    Mutation(
+        "a backward that raised is forgotten",
+        "core/distributed/sharded_model.py",
+        "            self._has_failed = True\n",
+        "",
+        (f"{_OUTSIDE}[a_step_goes_on_after_a_backward_that_raised_and_is_made_again-fsdp2]",),
+    ),
+    Mutation(
+        "a step without gradients of all ranks is let through",
+        "core/distributed/gradient_state.py",
+        "        if not self.is_reduced:\n",
+        "        if not self.is_reduced and self.phase is Phase.ZEROED:\n",
+        (f"{_OUTSIDE}[a_step_without_finalizing-zero2]",),
+    ),
     # ---- wrappers
     Mutation(
         "gradients are summed and not averaged",

@@ -11,9 +11,12 @@ import copy
 import functools
 import io
 import re
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.dist_checkpointing import load_model_state_dict
-from core.distributed import finalize_model_grads
+from core.distributed import collectives, finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
@@ -409,6 +412,14 @@ def weights_are_loaded_under_low_precision(run: Run) -> None:
     run.train(2, first=2)
 
 
+@scenario()
+def weights_are_loaded_after_a_forward_without_backward(run: Run) -> None:
+    run.train()
+    run.forward(1)
+    overwrite(run, toy(seed=7, tied=False).state_dict())
+    run.train(1, first=2)
+
+
 @scenario(make=bf16_toy)
 def weights_are_written_through_data_under_low_precision(run: Run) -> None:
     for step in range(3):
@@ -762,6 +773,17 @@ def _all_scenarios(kind: str) -> dict[str, str]:
     return {name: _outcome(name, kind) for name, case in SCENARIOS.items() if kind in case.only}
 
 
+def _gathering_slowly() -> Any:
+    """So that what does not wait for parameters that are being gathered reads old ones."""
+    all_gather = collectives.all_gather
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.01)
+        all_gather(*args)
+
+    return mock.patch.object(collectives, "all_gather", slow)
+
+
 def largest(tensor: Tensor) -> float:
     return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
@@ -769,15 +791,15 @@ def largest(tensor: Tensor) -> float:
 def _outcome(name: str, kind: str) -> str:
     case = SCENARIOS[name]
     pattern = case.raises.get(kind)
+    gathers = _gathering_slowly() if "overlap" in kind else nullcontext()
     try:
-        run = Wrapped(kind, case.make(), case.optimizer, **case.settings.get(kind, {}))
-        case.go(run)
-        found = run.weights()
+        with gathers:
+            run = Wrapped(kind, case.make(), case.optimizer, **case.settings.get(kind, {}))
+            case.go(run)
+            found = run.weights()
     except Exception as error:
         if pattern and re.search(pattern, str(error)):
             return "as expected"
-        import traceback
-
         return f"raised {type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}"
     if pattern:
         return f"did not raise {pattern!r}"
