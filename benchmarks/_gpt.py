@@ -19,7 +19,7 @@ def build_model(max_sequence: int = 256, vocabulary: int = VOCABULARY) -> nn.Mod
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
     )
-    return GPTModel(config, vocabulary, max_sequence)
+    return GPTModel(config, vocab_size=vocabulary, max_sequence_length=max_sequence, position_embedding_type="rope")
 
 
 def micro_batches(samples: int = 2, sequence: int = 256) -> list[torch.Tensor]:

@@ -24,7 +24,13 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
     torch.manual_seed(1)
     config = TransformerConfig(num_layers=4, hidden_size=192, num_attention_heads=6)  # dropout included
-    gpt = GPTModel(config, 2048, 128, share_embeddings_and_output_weights=True)
+    gpt = GPTModel(
+        config,
+        vocab_size=2048,
+        max_sequence_length=128,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
     model = wrap_model(gpt, config, DistributedDataParallelConfig(), process_group=torch.distributed.group.WORLD)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
     tokens = torch.randint(0, 2048, (8, 129))

@@ -50,7 +50,7 @@ def gpt(millions: int) -> tuple[nn.Module, tuple[type[nn.Module], ...] | None]:
     width = 2048 if millions >= 500 else 768
     layers = max(1, round((millions * 1e6 - 2 * VOCABULARY * width) / (12 * width**2)))
     config = TransformerConfig(num_layers=layers, hidden_size=width, num_attention_heads=width // 64)
-    return GPTModel(config, VOCABULARY, SEQUENCE), None
+    return GPTModel(config, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE, position_embedding_type="rope"), None
 
 
 def torchs(millions: int) -> tuple[nn.Module, tuple[type[nn.Module], ...] | None]:

@@ -117,7 +117,13 @@ def gpt(cut: Cut, width: int, sequence: int) -> tuple[torch.nn.Module, Callable[
     from core.transformer import own_chunks
 
     torch.manual_seed(1)
-    model = GPTModel(transformer_config(cut, width), VOCABULARY, sequence, share_embeddings_and_output_weights=True)
+    model = GPTModel(
+        transformer_config(cut, width),
+        vocab_size=VOCABULARY,
+        max_sequence_length=sequence,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
     text = torch.randint(0, VOCABULARY, (1, sequence + 1), generator=torch.Generator().manual_seed(2))
     tokens, labels = own_chunks(text[:, :-1]).contiguous(), own_chunks(text[:, 1:]).contiguous()
 

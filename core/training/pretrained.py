@@ -103,8 +103,8 @@ def load_run_model(checkpoint: Path) -> tuple[PretrainConfig, GPTModel]:
     )
     model = GPTModel(
         alone,
-        metadata["vocab_size"],
-        config.max_sequence_length,
+        vocab_size=metadata["vocab_size"],
+        max_sequence_length=config.max_sequence_length,
         share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
         position_embedding_type=config.gpt.position_embedding_type,
     )

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from ..foreign_arguments import ignore
+from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.mappings import gather_from_sequence_parallel_region, group_rank
 from ..tensor_parallel.random import recompute
-from .dot_product_attention import DotProductAttention
+from .dot_product_attention import DotProductAttention, check_mask_type
+from .enums import AttnMaskType
+from .identity_op import IdentityOp
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation, apply_rotary_pos_emb
 from .sequence_pieces import Piece
+from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """What self-attention is made of."""
+
+    linear_qkv: ModuleSpec | Builder = ColumnParallelLinear
+    core_attention: ModuleSpec | Builder = DotProductAttention
+    linear_proj: ModuleSpec | Builder = RowParallelLinear
+    q_layernorm: ModuleSpec | Builder | None = None
+    """Norm of each head's query. None or `IdentityOp`: as the config's `qk_layernorm` says."""
+    k_layernorm: ModuleSpec | Builder | None = None
+    """The same of its key."""
 
 
 class SelfAttention(MegatronModule):
@@ -24,28 +44,59 @@ class SelfAttention(MegatronModule):
     another, so that a cut between groups keeps together what belongs together. Where there are fewer groups than
     ranks, the cut goes through groups: the weight is cut evenly all the same, and its product is gathered, of which
     each rank takes its heads with their group's key and value (as Megatron-LM does).
+
+    Args:
+        submodules: other classes, constructed as these are.
+        layer_number: from 1; given to the core of attention.
+        attn_mask_type: None or causal, which mean the same.
+        cp_comm_type: Megatron-LM's; ignored.
+        pg_collection: the groups of `core.parallel_state`.
+        pp_layer_offset: Megatron-LM's; ignored, as there is one pipeline stage.
+        name: a label, which nothing reads.
+
+    Raises:
+        ConfigError: a size that the config leaves at 0.
+        ParallelConfigError: another mask, or other groups.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules | None = None,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        config.check_sizes_given("num_layers", "hidden_size", "num_attention_heads")
+        check_mask_type("SelfAttention", attn_mask_type)
+        check_same_groups("SelfAttention", pg_collection, ("tp", "cp"))
+        ignore("SelfAttention", "it is how parts of a sequence meet", cp_comm_type=(cp_comm_type, None))
+        submodules = submodules or SelfAttentionSubmodules()
         super().__init__(config)
+        self.layer_number = layer_number
         heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         self.ranks_per_group = max(1, config.tensor_model_parallel_size // groups)
         self.heads_per_group = heads // groups // self.ranks_per_group  # of this rank
-        self.linear_qkv = ColumnParallelLinear(
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
             config.hidden_size,
             (heads + 2 * groups) * channels,
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
         )
-        self.q_layernorm = self.k_layernorm = None
-        if config.qk_layernorm:
-            # Each tensor-parallel rank norms its own heads with the whole weight.
-            partial = config.tensor_model_parallel_size > 1
-            self.q_layernorm = build_norm(config, channels, partial_gradients=partial)
-            self.k_layernorm = build_norm(config, channels, partial_gradients=partial)
-        self.core_attention = DotProductAttention(config)
-        self.linear_proj = RowParallelLinear(
+        # Each tensor-parallel rank norms its own heads with the whole weight.
+        partial = config.tensor_model_parallel_size > 1
+        self.q_layernorm, self.k_layernorm = (
+            None if norm is None else build_module(norm, config, channels, partial_gradients=partial)
+            for norm in (_norm_of_heads(config, given) for given in (submodules.q_layernorm, submodules.k_layernorm))
+        )
+        self.core_attention = build_module(submodules.core_attention, config=config, layer_number=layer_number)
+        self.linear_proj = build_module(
+            submodules.linear_proj,
             heads * channels,
             config.hidden_size,
             config=config,
@@ -57,6 +108,7 @@ class SelfAttention(MegatronModule):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        *,
         rotary_pos_emb: Rotation | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
@@ -68,9 +120,10 @@ class SelfAttention(MegatronModule):
         """
         query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)
         if self.config.recompute_granularity == "selective" and self.training:
-            context = recompute(self.core_attention, query, key, value, attention_mask, pieces)
+            core = functools.partial(self.core_attention, **packing(pieces))
+            context = recompute(core, query, key, value, attention_mask)
         else:
-            context = self.core_attention(query, key, value, attention_mask, pieces)
+            context = self.core_attention(query, key, value, attention_mask, **packing(pieces))
         output: torch.Tensor = self.linear_proj(context)[0]
         return output
 
@@ -108,3 +161,14 @@ class SelfAttention(MegatronModule):
         queries = self.heads_per_group * channels
         own = torch.cat((of_group[part * queries : (part + 1) * queries], of_group[-2 * channels :]))
         return own.movedim(0, -1).contiguous()
+
+
+def packing(pieces: Sequence[Piece] | None) -> dict[str, Sequence[Piece]]:
+    """`pieces` as a keyword where there are any, for modules of a spec that know no packed documents."""
+    return {} if pieces is None else {"pieces": pieces}
+
+
+def _norm_of_heads(config: TransformerConfig, given: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:
+    if given is None or given is IdentityOp:
+        return build_norm if config.qk_layernorm else None
+    return given

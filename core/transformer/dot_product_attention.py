@@ -10,9 +10,12 @@ import torch.nn.functional as F
 
 from .. import parallel_state
 from ..errors import ConfigError
+from ..foreign_arguments import ignore, refuse
+from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import get_rng_tracker
 from .attention_kernels import has_kernel
 from .context_parallel import attend_in_pieces, gather_sequence, own_positions
+from .enums import AttnMaskType
 from .module import MegatronModule
 from .sequence_pieces import Piece, causal_pieces, visible_keys
 from .transformer_config import TransformerConfig
@@ -23,11 +26,42 @@ class DotProductAttention(MegatronModule):
 
     Without an explicit mask no tensor of s x s elements exists, except where a backend has no fused kernel for what
     is asked; on CPU that is attention dropout.
+
+    Args:
+        layer_number: from 1; a label, which nothing reads.
+        attn_mask_type: None or causal, which mean the same.
+        attention_type: "self".
+        attention_dropout: default is the config's.
+        softmax_scale: Megatron-LM's; None alone, for 1 / sqrt(d).
+        cp_comm_type: Megatron-LM's; ignored.
+        pg_collection: the groups of `core.parallel_state`.
+
+    Raises:
+        ParallelConfigError: another mask, kind of attention, scale, or other groups.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        caller = "DotProductAttention"
+        check_mask_type(caller, attn_mask_type)
+        refuse(
+            caller,
+            attention_type=(attention_type, "self", "there is no cross-attention"),
+            softmax_scale=(softmax_scale, None, "scale the queries"),
+        )
+        ignore(caller, "it is how parts of a sequence meet", cp_comm_type=(cp_comm_type, None))
+        check_same_groups(caller, pg_collection, ("tp", "cp"))
         super().__init__(config)
-        self.dropout = config.attention_dropout
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
         self,
@@ -35,6 +69,7 @@ class DotProductAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        *,
         pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
         """Attention over the heads and groups of this rank; strides are free, but for a contiguous last dim.
@@ -96,6 +131,12 @@ class DotProductAttention(MegatronModule):
             visible = visible_keys(pieces, own_positions(query.shape[0], query.device), query.shape[1], key.shape[2])
             context = _attend(query.permute(1, 2, 0, 3), key, value, visible, dropout, False)
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def check_mask_type(caller: str, attn_mask_type: AttnMaskType | None) -> None:
+    """Raises ParallelConfigError for a mask that is not causal: None here means causal too."""
+    taken = None if attn_mask_type is None else AttnMaskType.causal
+    refuse(caller, attn_mask_type=(attn_mask_type, taken, "a token sees none after it; hide more by attention_mask"))
 
 
 def _attend(

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from ..errors import ConfigError
+from ..foreign_arguments import refuse
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from ..tensor_parallel.mappings import Group
 from .activations import activation_function
 from .module import MegatronModule
+from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
+
+
+@dataclass
+class MLPSubmodules:
+    """The linear layers of an MLP."""
+
+    linear_fc1: ModuleSpec | Builder = ColumnParallelLinear
+    linear_fc2: ModuleSpec | Builder = RowParallelLinear
+    activation_func: None = None
+    """Megatron-LM's for Transformer Engine; here `TransformerConfig.activation_func` alone."""
 
 
 class MLP(MegatronModule):
@@ -15,25 +31,58 @@ class MLP(MegatronModule):
 
     Gate and up are one projection whose rows alternate, g0 u0 g1 u1 ...: any even cut of it, over tensor-parallel
     ranks or in a checkpoint, leaves every pair together and in order.
+
+    Args:
+        submodules: other linear layers, constructed as these are.
+        is_expert: Megatron-LM's; refused.
+        input_size: width of input and output; default is the config's `hidden_size`.
+        ffn_hidden_size: width inside; default is the config's.
+        tp_group: default is the tensor-parallel group of `core.parallel_state`.
+        name: a label, which nothing reads.
+
+    Raises:
+        ConfigError: a size that the config leaves at 0, or an activation among the submodules.
+        ParallelConfigError: `is_expert`.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tp_group: Group = None,
+        name: str | None = None,
+    ) -> None:
+        refuse("MLP", is_expert=(is_expert, False, "models here have no experts"))
+        config.check_sizes_given("num_layers", "hidden_size", "ffn_hidden_size")
+        submodules = submodules or MLPSubmodules()
+        if submodules.activation_func is not None:
+            raise ConfigError(
+                "MLPSubmodules.activation_func is set; give TransformerConfig.activation_func a function"
+            )
         super().__init__(config)
+        width, inner = input_size or config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation = activation_function(config.activation_func)
         self.gated = config.gated_linear_unit
-        self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size,
-            config.ffn_hidden_size * (2 if self.gated else 1),
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            width,
+            inner * (2 if self.gated else 1),
             config=config,
             init_method=config.init_method,
             bias=config.add_bias_linear,
+            tp_group=tp_group,
         )
-        self.linear_fc2 = RowParallelLinear(
-            config.ffn_hidden_size,
-            config.hidden_size,
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            inner,
+            width,
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
+            tp_group=tp_group,
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ class LayerNorm(ParameterOwner):
     """(x - mean) / sqrt(variance + eps) x weight + bias over the last dim (Ba et al., 2016).
 
     Args:
-        size: of the last dim.
+        hidden_size: of the last dim.
+        eps: added to the variance; None is the config's `layernorm_epsilon`.
         partial_gradients: tensor-parallel ranks see different parts of the input, so that this rank's gradients
             are partial sums over them; marked as Megatron marks them, by the parameter attribute
             `sequence_parallel`. None: exactly when the config has sequence_parallel.
@@ -40,9 +41,16 @@ class LayerNorm(ParameterOwner):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float | None = None,
+        *,
+        partial_gradients: bool | None = None,
+    ) -> None:
         super().__init__()
-        self.size, self.eps = (size,), config.layernorm_epsilon
+        self.size, self.eps = (hidden_size,), config.layernorm_epsilon if eps is None else eps
         partial = config.sequence_parallel if partial_gradients is None else partial_gradients
         dtype = config.params_dtype
         self.add_parameter("weight", self.size, init_ones, dtype=dtype, sequence_parallel=partial)
@@ -50,7 +58,7 @@ class LayerNorm(ParameterOwner):
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """`[..., size]` to `[..., size]`."""
+        """`[..., h]` to `[..., h]`."""
         kernels = apex_kernels() if input_.is_cuda else None
         if kernels is not None:
             output: torch.Tensor = kernels.fused_layer_norm_affine(input_, self.weight, self.bias, self.size, self.eps)
@@ -63,15 +71,22 @@ class RMSNorm(ParameterOwner):
 
     weight: nn.Parameter
 
-    def __init__(self, config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float | None = None,
+        *,
+        partial_gradients: bool | None = None,
+    ) -> None:
         super().__init__()
-        self.size, self.eps = (size,), config.layernorm_epsilon
+        self.size, self.eps = (hidden_size,), config.layernorm_epsilon if eps is None else eps
         partial = config.sequence_parallel if partial_gradients is None else partial_gradients
         self.add_parameter("weight", self.size, init_ones, dtype=config.params_dtype, sequence_parallel=partial)
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """`[..., size]` to `[..., size]`."""
+        """`[..., h]` to `[..., h]`."""
         kernels = apex_kernels() if input_.is_cuda else None
         if kernels is not None:
             output: torch.Tensor = kernels.fused_rms_norm_affine(input_, self.weight, self.size, self.eps)
@@ -79,7 +94,9 @@ class RMSNorm(ParameterOwner):
         return F.rms_norm(input_, self.size, self.weight, self.eps)
 
 
-def build_norm(config: TransformerConfig, size: int, *, partial_gradients: bool | None = None) -> LayerNorm | RMSNorm:
+def build_norm(
+    config: TransformerConfig, hidden_size: int, eps: float | None = None, *, partial_gradients: bool | None = None
+) -> LayerNorm | RMSNorm:
     """The norm that `config.normalization` names."""
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    return kind(config, size, partial_gradients=partial_gradients)
+    return kind(config, hidden_size, eps, partial_gradients=partial_gradients)

@@ -3,35 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..errors import ConfigError
+from ..foreign_arguments import refuse
+from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import recompute
+from .attention import packing
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation
 from .sequence_pieces import Piece
+from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 from .transformer_layer import TransformerLayer
 
 
-class TransformerBlock(MegatronModule):
-    """`config.num_layers` layers and `final_layernorm`."""
+@dataclass
+class TransformerBlockSubmodules:
+    """What a stack is made of."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    layer_specs: list[ModuleSpec | Builder] | None = None
+    """One for each layer of the config. None: layers of this package."""
+
+    layer_norm: ModuleSpec | Builder | None = None
+    """The norm at the end; None: that of the config."""
+
+
+class TransformerBlock(MegatronModule):
+    """`config.num_layers` layers and `final_layernorm`.
+
+    Args:
+        spec: of every layer, or :class:`TransformerBlockSubmodules`, itself or in a spec; by default layers of this
+            package.
+        post_layer_norm: False leaves out `final_layernorm`, which is then None.
+        pre_process: whether the hidden states given to `forward` are used; else those of `set_input_tensor`, as on a
+            later pipeline stage.
+        post_process: whether this is the last stage; else there is no `final_layernorm`.
+        pg_collection: the groups of `core.parallel_state`.
+        vp_stage: Megatron-LM's; None alone.
+
+    Raises:
+        ConfigError: a size that the config leaves at 0, or not one spec for each layer.
+        ParallelConfigError: other groups, or a `vp_stage`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: TransformerBlockSubmodules | ModuleSpec | Builder | None = None,
+        post_layer_norm: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        config.check_sizes_given()
+        refuse("TransformerBlock", vp_stage=(vp_stage, None, "a rank holds one pipeline stage"))
+        check_same_groups("TransformerBlock", pg_collection, ("tp", "cp", "pp"))
         super().__init__(config)
-        self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
-        self.final_layernorm = build_norm(config, config.hidden_size)
+        self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
+        self.input_tensor: torch.Tensor | None = None
+        submodules = _block_submodules(config, spec)
+        self.layers = nn.ModuleList(
+            build_module(layer, config=config, layer_number=number)
+            for number, layer in enumerate(submodules.layer_specs or (), start=1)
+        )
+        self.final_layernorm = None
+        if post_process and post_layer_norm:
+            self.final_layernorm = build_module(
+                submodules.layer_norm or build_norm,
+                config=config,
+                hidden_size=config.hidden_size,
+                eps=config.layernorm_epsilon,
+            )
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
+        """The hidden states of the next forward, `[s, b, h]`, where not `pre_process`."""
+        self.input_tensor = input_tensor
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
+        hidden_states: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
+        *,
         rotary_pos_emb: Rotation | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        if hidden_states is None:
+            raise ConfigError("a TransformerBlock without pre_process has no input; call set_input_tensor first")
         for first, last, recomputed in self._chunks():
             if recomputed:
                 hidden_states = recompute(
@@ -39,8 +105,7 @@ class TransformerBlock(MegatronModule):
                 )
             else:
                 hidden_states = self._run_layers(first, last, hidden_states, attention_mask, rotary_pos_emb, pieces)
-        output: torch.Tensor = self.final_layernorm(hidden_states)
-        return output
+        return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _chunks(self) -> Iterator[tuple[int, int, bool]]:
         """Consecutive runs of layers, first to before last, and whether each is recomputed."""
@@ -66,5 +131,20 @@ class TransformerBlock(MegatronModule):
         pieces: Sequence[Piece] | None,
     ) -> torch.Tensor:
         for layer in self.layers[first:last]:
-            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb, pieces)
+            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(pieces))
         return hidden_states
+
+
+def _block_submodules(
+    config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec | Builder | None
+) -> TransformerBlockSubmodules:
+    if isinstance(spec, ModuleSpec) and isinstance(spec.submodules, TransformerBlockSubmodules):
+        spec = spec.submodules
+    if not isinstance(spec, TransformerBlockSubmodules):
+        return TransformerBlockSubmodules([spec or TransformerLayer] * config.num_layers)
+    layers = spec.layer_specs or [TransformerLayer] * config.num_layers
+    if len(layers) != config.num_layers:
+        raise ConfigError(
+            f"layer_specs has {len(layers)} entries, and num_layers is {config.num_layers}; give as many"
+        )
+    return TransformerBlockSubmodules(layers, spec.layer_norm)

@@ -3,44 +3,127 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from .attention import SelfAttention
+from ..foreign_arguments import refuse
+from ..process_groups_config import ProcessGroupCollection, check_same_groups
+from .attention import SelfAttention, packing
 from .dropout import hidden_dropout
+from .identity_op import IdentityOp
 from .mlp import MLP
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation
 from .sequence_pieces import Piece
+from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
+
+_OWN_RESIDUAL = "the layer adds the branch, after dropout, itself; leave it out"
+_NO_CROSS_ATTENTION = "there is no cross-attention"
+
+
+@dataclass
+class TransformerLayerSubmodules:
+    """What a layer is made of; what is left out does nothing, as in Megatron-LM."""
+
+    input_layernorm: ModuleSpec | Builder = IdentityOp
+    self_attention: ModuleSpec | Builder = IdentityOp
+    self_attn_bda: None = None
+    """Megatron-LM's addition of a branch; refused, as the layer adds it."""
+    pre_cross_attn_layernorm: ModuleSpec | Builder = IdentityOp
+    cross_attention: ModuleSpec | Builder = IdentityOp
+    cross_attn_bda: None = None
+    pre_mlp_layernorm: ModuleSpec | Builder = IdentityOp
+    mlp: ModuleSpec | Builder = IdentityOp
+    mlp_bda: None = None
+    sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
+    """Megatron-LM's names in checkpoints; nothing here reads them."""
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        submodules: norms, attention and MLP; by default those of this package. An attention or an MLP may return its
+            output with a bias to add, as Megatron-LM's do.
+        layer_number: from 1, given to the attention.
+        hidden_dropout: default is the config's.
+        pg_collection: the groups of `core.parallel_state`.
+        vp_stage, is_mtp_layer: Megatron-LM's; refused unless at their defaults.
+        add_layer_offset, pp_layer_offset: Megatron-LM's, of the stages before; here there is one.
+        name: a label, which nothing reads.
+
+    Raises:
+        ConfigError: a size that the config leaves at 0.
+        ParallelConfigError: other groups, or an argument or a submodule that is refused.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules | None = None,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        is_mtp_layer: bool = False,
+        add_layer_offset: bool = True,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        submodules = submodules or TransformerLayerSubmodules(
+            input_layernorm=build_norm, self_attention=SelfAttention, pre_mlp_layernorm=build_norm, mlp=MLP
+        )
+        _check_submodules(submodules)
+        refuse(
+            "TransformerLayer",
+            vp_stage=(vp_stage, None, "a rank holds one pipeline stage"),
+            is_mtp_layer=(is_mtp_layer, False, "models here predict the next token alone"),
+        )
+        check_same_groups("TransformerLayer", pg_collection, ("tp", "cp", "pp"))
+        config.check_sizes_given("num_layers", "hidden_size")
         super().__init__(config)
-        self.input_layernorm = build_norm(config, config.hidden_size)
-        self.self_attention = SelfAttention(config)
-        self.pre_mlp_layernorm = build_norm(config, config.hidden_size)
-        self.mlp = MLP(config)
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        width, eps = config.hidden_size, config.layernorm_epsilon
+        self.input_layernorm = build_module(submodules.input_layernorm, config=config, hidden_size=width, eps=eps)
+        self.self_attention = build_module(submodules.self_attention, config=config, layer_number=layer_number)
+        self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, config=config, hidden_size=width, eps=eps)
+        self.mlp = build_module(submodules.mlp, config=config)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
+        *,
         rotary_pos_emb: Rotation | None = None,
         pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
         normed = self.input_layernorm(hidden_states)
-        attended = self.self_attention(normed, attention_mask, rotary_pos_emb, pieces)
+        attended = self.self_attention(
+            normed, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(pieces)
+        )
         hidden_states = hidden_states + self._dropout(attended)
         return hidden_states + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden_states)))
 
-    def _dropout(self, branch: torch.Tensor) -> torch.Tensor:
-        config = self.config
+    def _dropout(self, branch: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+        if isinstance(branch, tuple):
+            output, bias = branch
+            branch = output if bias is None else output + bias
         return hidden_dropout(
-            branch, config.hidden_dropout, training=self.training, sequence_parallel=config.sequence_parallel
+            branch, self.hidden_dropout, training=self.training, sequence_parallel=self.config.sequence_parallel
         )
+
+
+def _check_submodules(submodules: TransformerLayerSubmodules) -> None:
+    refuse(
+        "TransformerLayerSubmodules",
+        self_attn_bda=(submodules.self_attn_bda, None, _OWN_RESIDUAL),
+        mlp_bda=(submodules.mlp_bda, None, _OWN_RESIDUAL),
+        cross_attention=(submodules.cross_attention, IdentityOp, _NO_CROSS_ATTENTION),
+        pre_cross_attn_layernorm=(submodules.pre_cross_attn_layernorm, IdentityOp, _NO_CROSS_ATTENTION),
+        cross_attn_bda=(submodules.cross_attn_bda, None, _NO_CROSS_ATTENTION),
+    )

@@ -106,8 +106,8 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
     with torch.device("meta") if config.use_torch_fsdp2 else nullcontext():
         model: torch.nn.Module = GPTModel(
             config.model,
-            vocab_size,
-            config.max_sequence_length,
+            vocab_size=vocab_size,
+            max_sequence_length=config.max_sequence_length,
             share_embeddings_and_output_weights=not config.gpt.untie_embeddings_and_output_weights,
             position_embedding_type=config.gpt.position_embedding_type,
         )

@@ -179,7 +179,13 @@ class _Run:
             site.tp, num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances
         )
         torch.manual_seed(7)
-        gpt = GPTModel(config.model, VOCABULARY, SEQUENCE, tied, "rope")
+        gpt = GPTModel(
+            config.model,
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            share_embeddings_and_output_weights=tied,
+            position_embedding_type="rope",
+        )
         model = wrap_model(gpt, config.model, config.ddp)
         optimizer = get_megatron_optimizer(config.optimizer, [model])
         scheduler = build_scheduler(config, optimizer)

@@ -98,7 +98,13 @@ def build(trained: Trained, layout: Layout) -> GPTModel:
         fields[low] = True
     config = TransformerConfig(**{**fields, **trained.model})
     tied = trained.training.tied
-    return GPTModel(config, ROWS_OF_EMBEDDING, SEQUENCE, share_embeddings_and_output_weights=tied)
+    return GPTModel(
+        config,
+        vocab_size=ROWS_OF_EMBEDDING,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+    )
 
 
 def run_layout(wrapper: str, layout: Layout, trained: Trained, fault: str | None = None) -> Curve:

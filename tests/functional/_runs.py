@@ -119,7 +119,13 @@ def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel
             **fields,
         }
     )
-    return GPTModel(config, vocab, SEQUENCE, share_embeddings_and_output_weights=tied)
+    return GPTModel(
+        config,
+        vocab_size=vocab,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+    )
 
 
 def micro_batches(step: int, rank: int, masked: bool = False, length: int = SEQUENCE) -> list[Batch]:

@@ -27,7 +27,7 @@ STEPS, MICRO_BATCHES, VOCAB, SEQUENCE = 3, 2, 16, 8
 
 
 def model_provider(config: TransformerConfig) -> nn.Module:
-    return GPTModel(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE)
+    return GPTModel(config, vocab_size=VOCAB, max_sequence_length=SEQUENCE, position_embedding_type="rope")
 
 
 def get_model(config: TransformerConfig, ddp_config: DistributedDataParallelConfig, DP: Any) -> list[nn.Module]:

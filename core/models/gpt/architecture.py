@@ -44,7 +44,11 @@ class Architecture:
         """A model of this kind; `fields` of its config are added (parallel degrees, dropout, initialisation)."""
         config = TransformerConfig(**{**self.transformer, **fields})
         return GPTModel(
-            config, vocab_size or self.vocab_size, self.max_sequence_length, self.tied, self.position_embedding_type
+            config,
+            vocab_size=vocab_size or self.vocab_size,
+            max_sequence_length=self.max_sequence_length,
+            share_embeddings_and_output_weights=self.tied,
+            position_embedding_type=self.position_embedding_type,
         )
 
     def differences(self, other: Architecture) -> list[str]:

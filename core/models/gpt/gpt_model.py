@@ -8,20 +8,23 @@ import torch
 
 from ... import parallel_state
 from ...errors import ConfigError, DataError, ParallelConfigError
-from ...tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from ...foreign_arguments import refuse
+from ...process_groups_config import ProcessGroupCollection
 from ...tensor_parallel.initialization import deferred_initialization, draw_init_seed, initialize_parameters
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
-from ...transformer.module import MegatronModule
 from ...transformer.sequence_pieces import document_pieces
-from ...transformer.transformer_block import TransformerBlock
+from ...transformer.spec_utils import Builder, ModuleSpec
+from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
 from ..common.embeddings.language_model_embedding import LanguageModelEmbedding, PositionEmbeddingType
 from ..common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from ..common.language_module import LanguageModule
+from ..common.language_module.language_module import transposed
 
 
-class GPTModel(MegatronModule):
+class GPTModel(LanguageModule):
     """A decoder-only language model.
 
     One draw from torch's default CPU generator decides every initial value, so that `torch.manual_seed` before the
@@ -29,29 +32,74 @@ class GPTModel(MegatronModule):
     device it keeps that draw (`init_seed`) for :func:`core.transformer.materialize`.
 
     Args:
+        transformer_layer_spec: the classes of its layers, as `get_gpt_layer_local_spec` gives them; None means the
+            same.
         vocab_size: rows of the embedding; a multiple of the tensor-parallel size, see
             :func:`core.tensor_parallel.pad_vocab_size`.
         max_sequence_length: longest sequence; rows of the position table for "learned_absolute".
+        pre_process: whether the model embeds tokens; else its forward starts from `decoder_input`, or from what
+            `set_input_tensor` was given.
+        post_process: whether it ends with the final norm and the projection to the vocabulary; else its forward
+            returns hidden states `[s, b, h]`.
+        parallel_output: logits stay cut over the vocabulary by tensor-parallel rank; False gathers them.
         share_embeddings_and_output_weights: the projection to the vocabulary is the embedding's weight. There is no
             `output_layer.weight` then, and the embedding's carries `shared_embedding`: it is read outside its module.
         position_embedding_type: "rope" (rotary) or "learned_absolute".
-        parallel_output: logits stay cut over the vocabulary by tensor-parallel rank; False gathers them.
+        rotary_percent, rotary_base: None takes the config's, whose defaults are Megatron-LM's.
+        rope_scaling_factor: read with `rope_scaling` alone.
+        pg_collection: the groups of `core.parallel_state`.
+        fp16_lm_cross_entropy, logit_dtype, rope_scaling, scatter_embedding_sequence_parallel,
+            seq_len_interpolation_factor, mtp_block_spec, vp_stage: Megatron-LM's; refused unless at their defaults.
 
     Raises:
         ParallelConfigError: pipeline or expert parallelism, which models here do not have; a context-parallel size
-            that is not the process groups'; or a vocabulary that does not divide.
+            that is not the process groups'; a vocabulary that does not divide; or an argument that is refused.
         ConfigError: a size below one, or an unknown kind of position embedding.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
-        vocab_size: int,
-        max_sequence_length: int,
-        share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: PositionEmbeddingType = "rope",
+        transformer_layer_spec: TransformerBlockSubmodules | ModuleSpec | Builder | None = None,
+        vocab_size: int = 0,
+        max_sequence_length: int = 0,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbeddingType = "learned_absolute",
+        rotary_percent: float | None = None,
+        rotary_base: float | None = None,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: ModuleSpec | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        logit_dtype: torch.dtype | None = None,
     ) -> None:
+        if isinstance(transformer_layer_spec, int):
+            raise ConfigError(
+                f"transformer_layer_spec is {transformer_layer_spec}; as in Megatron-LM the second argument says what "
+                "layers are made of: give None or get_gpt_layer_local_spec(), and vocab_size after it"
+            )
+        refuse(
+            "GPTModel",
+            fp16_lm_cross_entropy=(fp16_lm_cross_entropy, False, "the loss is computed in fp32"),
+            logit_dtype=(logit_dtype, None, "logits have the compute dtype"),
+            rope_scaling=(rope_scaling, False, "angles are not scaled; change rotary_base"),
+            scatter_embedding_sequence_parallel=(
+                scatter_embedding_sequence_parallel,
+                True,
+                "leave sequence_parallel off",
+            ),
+            seq_len_interpolation_factor=(seq_len_interpolation_factor, None, "give position_ids"),
+            mtp_block_spec=(mtp_block_spec, None, "models here predict the next token alone"),
+            vp_stage=(vp_stage, None, "a rank holds one pipeline stage"),
+        )
+        config.check_sizes_given()
         _check_degrees(config)
         for name, size in (("vocab_size", vocab_size), ("max_sequence_length", max_sequence_length)):
             if size < 1:
@@ -60,41 +108,72 @@ class GPTModel(MegatronModule):
             raise ConfigError(
                 f'position_embedding_type is {position_embedding_type!r}; it takes "rope" or "learned_absolute"'
             )
-        super().__init__(config)
+        if share_embeddings_and_output_weights and not (pre_process and post_process):
+            raise ParallelConfigError(
+                "share_embeddings_and_output_weights is set for a model without "
+                f"{'post_process' if pre_process else 'pre_process'}; both ends of a shared weight are in one model"
+            )
+        super().__init__(config, pg_collection)
+        self.pre_process, self.post_process = pre_process, post_process
         self.init_seed = draw_init_seed()
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type: PositionEmbeddingType = position_embedding_type
         self.parallel_output = parallel_output
         with deferred_initialization():
-            self.embedding = LanguageModelEmbedding(config, vocab_size, max_sequence_length, position_embedding_type)
+            self.embedding = None
+            if pre_process:
+                self.embedding = LanguageModelEmbedding(
+                    config, vocab_size, max_sequence_length, position_embedding_type
+                )
             self.rotary_pos_emb = None
             if position_embedding_type == "rope":
                 self.rotary_pos_emb = RotaryEmbedding(
-                    config.kv_channels, rotary_percent=config.rotary_percent, rotary_base=config.rotary_base
+                    config.kv_channels,
+                    config.rotary_percent if rotary_percent is None else rotary_percent,
+                    rotary_base=config.rotary_base if rotary_base is None else rotary_base,
                 )
-            self.decoder = TransformerBlock(config)
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size,
-                vocab_size,
-                config=config,
-                init_method=config.init_method,
-                bias=False,
-                skip_weight_param_allocation=share_embeddings_and_output_weights,
+            self.decoder = TransformerBlock(
+                config, transformer_layer_spec, pre_process=pre_process, post_process=post_process
             )
-        if share_embeddings_and_output_weights:
+            self.output_layer = None
+            if post_process:
+                self.output_layer = ColumnParallelLinear(
+                    config.hidden_size,
+                    vocab_size,
+                    config=config,
+                    init_method=config.init_method,
+                    bias=False,
+                    skip_weight_param_allocation=share_embeddings_and_output_weights,
+                )
+        if share_embeddings_and_output_weights and self.embedding is not None:
             words = self.embedding.word_embeddings
             words.parameter_marks["weight"].update(shared_embedding=True)
             words.restore_parameter_marks()
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
 
+    def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
+        """The hidden states of the next forward, `[s, b, h]`, itself or alone in a list, without `pre_process`."""
+        if isinstance(input_tensor, list):
+            (input_tensor,) = input_tensor
+        self.decoder.set_input_tensor(input_tensor)
+
     def forward(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        decoder_input: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
+        inference_context: None = None,
+        packed_seq_params: None = None,
+        extra_block_kwargs: None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: None = None,
+        loss_mask: torch.Tensor | None = None,
+        padding_mask: None = None,
         document_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The loss of each token, `[b, s]` in fp32, with labels; the logits without.
@@ -107,41 +186,71 @@ class GPTModel(MegatronModule):
             position_ids: `[b, s]`; None counts from 0 in every row.
             attention_mask: `[b or 1, 1, s, s]`, True where a token must not see another one, in addition to those
                 after it; None is causal alone, at less cost. Not with context parallelism.
+            decoder_input: `[s, b, h]` (`[s / tp, b, h]` with sequence parallelism), in place of embedded tokens.
             labels: `[b, s]`, the token after each; a token with label -100 has loss zero. Other tokens are left out
                 by a loss mask, as in Megatron-LM: the caller multiplies.
+            runtime_gather_output: whether logits are gathered over tensor-parallel ranks, this once; None does what
+                `parallel_output` says.
+            loss_mask: `[b, s]`; as in Megatron-LM the losses are not multiplied by it, which the caller does.
             document_starts: `[b, s]`, for each token the position, in the whole sequence, at which its document
                 begins: no token sees one of another document. Costs no mask; read on the host, best given there.
+            inference_context, packed_seq_params, extra_block_kwargs, inference_params, padding_mask: Megatron-LM's;
+                None alone.
 
         Returns:
-            Losses `[b, s]`, or logits `[b, s, v / tp]` (`[b, s, v]` without `parallel_output`).
+            Losses `[b, s]`, or logits `[b, s, v / tp]` (`[b, s, v]` without `parallel_output`); without
+            `post_process` hidden states `[s, b, h]`.
 
         Raises:
             DataError: shapes that disagree, or a sequence beyond `max_sequence_length`.
+            ParallelConfigError: an argument that is refused.
         """
+        no_inference = "generate by the examples' generation, which calls the model"
+        refuse(
+            "GPTModel.forward",
+            inference_context=(inference_context, None, no_inference),
+            inference_params=(inference_params, None, no_inference),
+            packed_seq_params=(packed_seq_params, None, "give document_starts"),
+            extra_block_kwargs=(extra_block_kwargs, None, "write a layer of your own, as transformer_layer_spec"),
+            padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
+        )
         self._check_batch(input_ids, position_ids, attention_mask, labels, document_starts)
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         pieces = None if document_starts is None else document_pieces(document_starts, rank, size)
         if position_ids is None and size > 1:
             position_ids = own_positions(input_ids.shape[1], input_ids.device).unsqueeze(0)  # [1, s]
-        hidden_states = self.embedding(input_ids, position_ids)  # [s, b, h]
+        hidden_states = decoder_input
+        if decoder_input is not None and decoder_input.shape[-1:] != (self.config.hidden_size,):
+            raise DataError(
+                f"decoder_input has shape {list(decoder_input.shape)}; as in Megatron-LM the fourth argument is hidden "
+                f"states [s, b, {self.config.hidden_size}], and labels are the fifth: give labels by name"
+            )
+        if hidden_states is None and self.embedding is not None:
+            hidden_states = self.embedding(input_ids, position_ids)  # [s, b, h]
+        elif hidden_states is not None and self.embedding is None:
+            self.decoder.set_input_tensor(hidden_states)
         rotation = None
         if self.rotary_pos_emb is not None:
-            rotation = self.rotary_pos_emb(input_ids.shape[1], hidden_states.device, position_ids)
-        hidden_states = self.decoder(hidden_states, attention_mask, rotation, pieces)
+            rotation = self.rotary_pos_emb(input_ids.shape[1], device=input_ids.device, position_ids=position_ids)
+        output: torch.Tensor = self.decoder(hidden_states, attention_mask, rotary_pos_emb=rotation, pieces=pieces)
+        if self.output_layer is None:
+            return output
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits: torch.Tensor = self.output_layer(hidden_states, weight=weight)[0]  # [s, b, v / tp]
+        logits: torch.Tensor = self.output_layer(output, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
-            return _transposed(vocab_parallel_cross_entropy(logits, labels.t().contiguous()))
-        if not self.parallel_output:
+            return self.compute_language_model_loss(labels, logits)
+        if runtime_gather_output or (runtime_gather_output is None and not self.parallel_output):
             logits = gather_from_tensor_model_parallel_region(logits)
-        return _transposed(logits)
+        return transposed(logits)
 
-    def shared_embedding_or_output_weight(self) -> torch.Tensor:
-        """The weight that projects to the vocabulary, `[v / tp, h]`: the embedding's where they are shared."""
-        if self.share_embeddings_and_output_weights:
-            return self.embedding.word_embeddings.weight
-        weight = self.output_layer.weight
-        return self.embedding.word_embeddings.weight if weight is None else weight
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """The weight that projects to the vocabulary, `[v / tp, h]`: the embedding's where they are shared.
+
+        None where the model has neither end.
+        """
+        if self.output_layer is not None and self.output_layer.weight is not None:
+            return self.output_layer.weight
+        return None if self.embedding is None else self.embedding.word_embeddings.weight
 
     def _check_batch(
         self,
@@ -200,8 +309,3 @@ def _check_degrees(config: TransformerConfig) -> None:
                 f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
                 "initialise it with 1"
             )
-
-
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """`[s, b, ...]` to `[b, s, ...]`, contiguous and never a view, of which FSDP2 warns: nobody may write into one."""
-    return tensor.transpose(0, 1).clone(memory_format=torch.contiguous_format)

@@ -65,7 +65,13 @@ def gpt(tied: bool = True, frozen: str = "", **fields: Any) -> nn.Module:
         init_method_std=0.2,
         **fields,
     )
-    model = GPTModel(config, VOCAB, LENGTH, tied, "learned_absolute" if tied else "rope")
+    model = GPTModel(
+        config,
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="learned_absolute" if tied else "rope",
+    )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or frozen not in name)
     return Float16Module(config, model) if config.bf16 else model
@@ -216,7 +222,7 @@ def _allocations(fused: bool, micro_batches: int) -> list[str]:
         attention_dropout=0.0,
         gradient_accumulation_fusion=fused,
     )
-    model = wrap(GPTModel(config, VOCAB, LENGTH))
+    model = wrap(GPTModel(config, vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"))
     for index in range(micro_batches - 1):
         loss_of(model, index).backward()
     tensors = [*model.parameters(), *(buffer.grad_data for buffer in model.buffers)]

@@ -65,8 +65,8 @@ def build(case: Case, **changes: Any) -> GPTModel:
     torch.manual_seed(7)
     model = GPTModel(
         TransformerConfig(**(case.config | changes)),
-        VOCAB,
-        LENGTH,
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type=case.positions,
     )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from core.errors import DataError
+from core.errors import ConfigError, DataError
 from core.tensor_parallel import cross_entropy, vocab_parallel_cross_entropy
 from tests.unit._spawn import run_distributed
 from tests.unit.tensor_parallel._layers import all_gather, own
@@ -109,3 +109,28 @@ def test_alone_it_agrees_with_torchs(chunk_elements, monkeypatch):
 def test_a_target_outside_the_vocabulary_is_named_on_every_rank():
     for message in run_distributed(_unknown_target, 2):
         assert f"target id {V} is outside the vocabulary of {V}" in message
+
+
+def _smooths(smoothing: float) -> None:
+    target = _targets()
+    whole = _logits(3.0, torch.float32).requires_grad_()
+    # torch gives every token smoothing / V of the target, Megatron-LM smoothing / (V - 1) to those that are not it
+    reference = F.cross_entropy(
+        whole.double().view(-1, V), target.view(-1), reduction="none", label_smoothing=smoothing * V / (V - 1)
+    ).view(S, B)
+    reference.sum().backward()
+    part = own(_logits(3.0, torch.float32), -1).requires_grad_()
+    loss = vocab_parallel_cross_entropy(part, target, smoothing, dist.group.WORLD)
+    loss.sum().backward()
+    torch.testing.assert_close(loss.double(), reference.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(all_gather(part.grad, -1), whole.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_label_smoothing_is_over_the_whole_vocabulary():
+    run_distributed(_smooths, 2, 0.1)
+
+
+def test_a_group_in_the_place_of_label_smoothing_is_refused():
+    for wrong in (1.0, -0.1, object()):
+        with pytest.raises(ConfigError, match=r"label_smoothing is .*tp_group"):
+            vocab_parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([0]), wrong)

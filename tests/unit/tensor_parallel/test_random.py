@@ -11,7 +11,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from core import parallel_state
 from core.errors import ConfigError, ParallelStateError
-from core.tensor_parallel import checkpoint, get_cuda_rng_tracker, get_rng_tracker, model_parallel_manual_seed
+from core.tensor_parallel import (
+    checkpoint,
+    get_cuda_rng_tracker,
+    get_rng_tracker,
+    model_parallel_cuda_manual_seed,
+    model_parallel_manual_seed,
+)
+from core.tensor_parallel.random import recompute
+from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 
 
@@ -139,7 +147,7 @@ def _run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def test_recomputation_changes_no_output_no_gradient_and_no_stream():
     kept = _run(lambda fn, *args: fn(*args))
-    recomputed = _run(checkpoint)
+    recomputed = _run(lambda fn, *args: checkpoint(fn, False, *args))
     for one, other in zip(kept, recomputed, strict=True):
         assert torch.equal(one, other)
     assert kept[1].any()
@@ -159,7 +167,35 @@ def test_recomputation_keeps_no_activations_and_passes_keywords():
     x = torch.randn(3, requires_grad=True)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = checkpoint(fn, x, scale=0.5)
+        y = recompute(fn, x, scale=0.5)
     assert [tensor is x for tensor in saved] == [True]  # the argument alone
     y.sum().backward()
     assert calls == [0.5, 0.5]
+
+
+def test_the_second_argument_of_checkpoint_is_megatrons_and_never_the_functions():
+    x = torch.randn(3, requires_grad=True)
+    for distributes in (False, True):
+        y = checkpoint(torch.mul, distributes, x, 2.0)
+        assert torch.equal(y, x * 2.0)
+    with pytest.raises(
+        ConfigError, match=r"distribute_saved_activations is of type Tensor.*checkpoint\(function, False"
+    ):
+        checkpoint(torch.mul, x, 2.0)
+
+
+def test_activations_that_are_not_distributed_are_said_once():
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="checkpoint ignores distribute_saved_activations"):
+        checkpoint(torch.neg, True, torch.ones(1))
+
+
+def test_megatrons_names_of_streams_take_its_arguments():
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="model_parallel_cuda_manual_seed ignores ep_rank"):
+        model_parallel_cuda_manual_seed(5, False, False, False, 3, 1)
+    found = get_cuda_rng_tracker().get_states()
+    model_parallel_manual_seed(5, tp_rank=3)
+    expected = get_cuda_rng_tracker(False, False, False).get_states()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -45,7 +45,13 @@ def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
     config = build_config(settings | WRAPPERS[wrapper] | {"bf16": True} | changes)
     parallel_state.initialize_model_parallel(config.model.tensor_model_parallel_size)
     torch.manual_seed(9)
-    gpt = GPTModel(config.model, 64, config.max_sequence_length, True, "rope")
+    gpt = GPTModel(
+        config.model,
+        vocab_size=64,
+        max_sequence_length=config.max_sequence_length,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
     add_lora(gpt, config.gpt.lora_rank)
     model = wrap_model(gpt if config.use_torch_fsdp2 else Float16Module(config.model, gpt), config.model, config.ddp)
     optimizer = get_megatron_optimizer(config.optimizer, [model])

@@ -44,7 +44,13 @@ def batches(rank: int, count: int, packed: bool = False) -> list[Batch]:
 
 def model_of(config) -> GPTModel:
     torch.manual_seed(3)
-    return GPTModel(config.model, VOCAB, 8, share_embeddings_and_output_weights=True)
+    return GPTModel(
+        config.model,
+        vocab_size=VOCAB,
+        max_sequence_length=8,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
 
 
 def step_on_ranks(

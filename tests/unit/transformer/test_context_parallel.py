@@ -136,7 +136,7 @@ def _through_the_module(kernels: bool, documents: bool, dropout: float = 0.0) ->
     pieces = document_pieces(own_chunks(document_starts()), dist.get_rank(), 2) if documents else None
     has_kernel = attention_kernels.has_kernel if kernels else lambda *unused: False
     with mock.patch("core.transformer.dot_product_attention.has_kernel", has_kernel):
-        output = core(*leaves, None, pieces)
+        output = core(*leaves, None, pieces=pieces)
     output.backward(grad.flatten(2))
     get_rng_tracker().reset()
     return [output.detach(), *(leaf.grad for leaf in leaves)]

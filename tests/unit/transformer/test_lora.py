@@ -80,7 +80,12 @@ def test_an_adapter_of_two_ranks_is_the_serial_one():
 def _gpt(tp: int, on_meta: bool = False) -> GPTModel:
     torch.manual_seed(3)
     with torch.device("meta" if on_meta else "cpu"):
-        model = GPTModel(TransformerConfig(**(CASE.config | {"tensor_model_parallel_size": tp})), VOCAB, LENGTH)
+        model = GPTModel(
+            TransformerConfig(**(CASE.config | {"tensor_model_parallel_size": tp})),
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            position_embedding_type="rope",
+        )
     add_lora(model, RANK)
     return materialize(model) if on_meta else model
 
@@ -96,7 +101,9 @@ def _initial_values(on_meta: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_initial_values_depend_on_no_cut_and_the_model_is_the_one_without_adapters(on_meta: bool):
     torch.manual_seed(3)
-    plain = GPTModel(TransformerConfig(**CASE.config), VOCAB, LENGTH)
+    plain = GPTModel(
+        TransformerConfig(**CASE.config), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"
+    )
     serial = dict(_gpt(1, on_meta).named_parameters())
     assert [name for name in serial if not is_adapter(name)] == [name for name, _ in plain.named_parameters()]
     for name, parameter in plain.named_parameters():

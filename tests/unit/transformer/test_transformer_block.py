@@ -37,7 +37,7 @@ def _run(changes, masked=False, training=True):
     if mask is not None:
         mask[..., 5:, :5] = True
     torch.manual_seed(17)
-    losses = model(ids, None, mask, labels)
+    losses = model(ids, None, mask, labels=labels)
     losses.mean().backward()
     layers = [counts[layer] for layer in model.decoder.layers]
     cores = [counts[layer.self_attention.core_attention] for layer in model.decoder.layers]

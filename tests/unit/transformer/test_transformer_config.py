@@ -1,12 +1,19 @@
 """TransformerConfig: what it derives, and that it names everything that is wrong at once."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from core.errors import ConfigError, ParallelConfigError
-from core.transformer import TransformerConfig
+from core.model_parallel_config import ModelParallelConfig
+from core.models.gpt import GPTModel
+from core.transformer import TransformerBlock, TransformerConfig, TransformerLayer
+from core.transformer.attention import SelfAttention
+from core.transformer.mlp import MLP
+from core.warn import warn_once
 
 SIZES = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 6}
 
@@ -124,3 +131,70 @@ def test_each_field_says_what_it_is():
         if field.name in TransformerConfig.__annotations__:
             after = source.split(f"    {field.name}: ", 1)[1].split("\n", 2)[1]
             assert after.strip().startswith('"""'), field.name
+
+
+def test_a_stub_without_sizes_is_a_config_that_no_model_takes():
+    stub = TransformerConfig(num_attention_heads=1, num_layers=1)
+    assert (stub.hidden_size, stub.ffn_hidden_size, stub.kv_channels) == (0, 0, 0)
+    assert TransformerConfig(num_layers=1, kv_channels=1, bf16=True).num_query_groups == 0
+    for build in (GPTModel, TransformerBlock, TransformerLayer, SelfAttention, MLP):
+        with pytest.raises(ConfigError, match="hidden_size is 0; it takes a positive number"):
+            build(stub)
+
+
+def test_activations_are_functions_or_their_names():
+    assert config(activation_func=F.gelu).activation_func == "gelu"
+    assert config(activation_func=F.silu).activation_func == "silu"
+    squared = config(activation_func=lambda x: F.relu(x) ** 2)
+    mlp = MLP(squared)
+    x = torch.randn(3, 1, 48)
+    expected = mlp.linear_fc2(F.relu(mlp.linear_fc1(x)[0]) ** 2)[0]
+    assert torch.equal(mlp(x), expected)
+
+
+def test_initialisers_are_those_given_or_follow_the_spread():
+    assert config(init_method=torch.nn.init.zeros_).init_method is torch.nn.init.zeros_
+    first = config(init_method_std=0.5)
+    assert (first.init_method.sigma, first.output_layer_init_method.sigma) == (0.5, 0.25)  # / sqrt(2 x 2 layers)
+    changed = dataclasses.replace(first, init_method_std=1.0)
+    assert (changed.init_method.sigma, changed.output_layer_init_method.sigma) == (1.0, 0.5)
+    assert dataclasses.replace(config(init_method=len), num_layers=8).init_method is len
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_moe_experts": 8}, "TransformerConfig: num_moe_experts is 8, and only None is supported; models here"),
+        ({"multi_latent_attention": True}, "multi_latent_attention is True"),
+        ({"fp8": "hybrid"}, "fp8 is 'hybrid', and only None is supported; set bf16 or fp16"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size is 2"),
+        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma"),
+    ],
+)
+def test_a_field_that_would_change_what_is_computed_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**given)
+    name = next(iter(given))
+    default = getattr(config(), name)
+    assert getattr(config(**{name: default}), name) == default
+
+
+def test_a_field_that_changes_no_number_is_ignored_with_one_warning():
+    warn_once.cache_clear()
+    given = {"bias_dropout_fusion": True, "moe_router_topk": 4, "pipeline_dtype": torch.float32}
+    with pytest.warns(UserWarning, match="ignores bias_dropout_fusion, moe_router_topk, pipeline_dtype") as caught:
+        made = config(**given)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert {name: getattr(made, name) for name in given} == given
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(**given)
+        config(use_cpu_initialization=True, timers=None, cp_comm_type=None)
+
+
+def test_the_first_field_may_be_given_by_position_as_in_every_version_of_megatron():
+    assert ModelParallelConfig(2).tensor_model_parallel_size == 2
+    with pytest.raises(ConfigError, match=r"takes 1 field\(s\) by position, and 2 were given"):
+        ModelParallelConfig(2, 2)
+    with pytest.raises(TypeError, match="no_such_field"):
+        config(no_such_field=1)

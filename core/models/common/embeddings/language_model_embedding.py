@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from ....errors import DataError
+from ....foreign_arguments import refuse
+from ....process_groups_config import ProcessGroupCollection, check_same_groups
 from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
 from ....tensor_parallel.layers import VocabParallelEmbedding
-from ....tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from ....tensor_parallel.mappings import Group, scatter_to_sequence_parallel_region
 from ....transformer.dropout import hidden_dropout
 from ....transformer.module import MegatronModule
 from ....transformer.transformer_config import TransformerConfig
@@ -46,7 +48,17 @@ class PositionEmbedding(ParameterOwner):
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """Word embeddings over the vocabulary cut by tensor-parallel ranks, learned positions if asked for, dropout."""
+    """Word embeddings over the vocabulary cut by tensor-parallel ranks, learned positions if asked for, dropout.
+
+    Args:
+        position_embedding_type: "learned_absolute" adds a table of positions; "rope" none.
+        num_tokentypes, scatter_to_sequence_parallel: Megatron-LM's; refused unless at their defaults.
+        tp_group: the tensor-parallel group of `core.parallel_state`.
+
+    Raises:
+        ConfigError: a size that the config leaves at 0.
+        ParallelConfigError: another group, or an argument that is refused.
+    """
 
     weights_used_in_backward = False
     """Read by fully sharded wrappers: the gradient of a look-up needs ids, not the table, which need not be there."""
@@ -57,7 +69,18 @@ class LanguageModelEmbedding(MegatronModule):
         vocab_size: int,
         max_sequence_length: int,
         position_embedding_type: PositionEmbeddingType = "learned_absolute",
+        num_tokentypes: int = 0,
+        scatter_to_sequence_parallel: bool = True,
+        tp_group: Group = None,
     ) -> None:
+        caller = "LanguageModelEmbedding"
+        refuse(
+            caller,
+            num_tokentypes=(num_tokentypes, 0, "tokens have one type"),
+            scatter_to_sequence_parallel=(scatter_to_sequence_parallel, True, "leave sequence_parallel off"),
+        )
+        check_same_groups(caller, ProcessGroupCollection(tp=tp_group), ("tp",))
+        config.check_sizes_given("num_layers", "hidden_size")
         super().__init__(config)
         learned = position_embedding_type == "learned_absolute"
         # Positions are added before the sequence is cut; without them the sum over ranks can do the cutting.
@@ -71,12 +94,19 @@ class LanguageModelEmbedding(MegatronModule):
         )
         self.position_embeddings = PositionEmbedding(config, max_sequence_length) if learned else None
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        tokentype_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Ids `[b, s]` to `[s, b, h]`; with sequence parallelism to this rank's `[s / tp, b, h]`.
 
         Args:
             position_ids: `[b, s]`, for learned positions; None is 0 to s - 1 in every row.
+            tokentype_ids: Megatron-LM's; None alone.
         """
+        refuse("LanguageModelEmbedding", tokentype_ids=(tokentype_ids, None, "tokens have one type"))
         if self.word_embeddings.reduce_scatter_embeddings:
             embeddings = self.word_embeddings(input_ids)  # [s / tp, b, h]
         else:

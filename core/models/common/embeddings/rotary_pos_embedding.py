@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ....errors import ConfigError
+from ....foreign_arguments import refuse
 from ....transformer.rotary import Rotation, apply_rotary_pos_emb
 
 __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
@@ -17,11 +19,34 @@ class RotaryEmbedding(nn.Module):
     Holds neither parameters nor buffers, so that no cast, no sharding and no start on meta can touch the angles:
     they are computed in fp32 on the device that asks, and those of the last length are kept.
 
+    Args:
+        rotary_interleaved, seq_len_interpolation_factor, rope_scaling: Megatron-LM's; refused unless at the defaults.
+        rope_scaling_factor: read with `rope_scaling` alone.
+        use_cpu_initialization, cp_group: Megatron-LM's; angles are computed where they are asked for, for all ranks.
+
     Raises:
         ConfigError: the number of rotated channels is not even.
+        ParallelConfigError: an argument that is refused.
     """
 
-    def __init__(self, kv_channels: int, *, rotary_percent: float = 1.0, rotary_base: float = 10000.0) -> None:
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000.0,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        use_cpu_initialization: bool = False,
+        cp_group: ProcessGroup | None = None,
+    ) -> None:
+        refuse(
+            "RotaryEmbedding",
+            rotary_interleaved=(rotary_interleaved, False, "channel i turns with channel i + r / 2"),
+            seq_len_interpolation_factor=(seq_len_interpolation_factor, None, "give position_ids"),
+            rope_scaling=(rope_scaling, False, "angles are not scaled; change rotary_base"),
+        )
         super().__init__()
         self.size, self.base = int(kv_channels * rotary_percent), float(rotary_base)
         if self.size < 2 or self.size % 2:
@@ -31,21 +56,19 @@ class RotaryEmbedding(nn.Module):
             )
         self._kept: tuple[tuple[int, torch.device], Rotation] | None = None
 
-    def forward(
-        self, sequence_length: int, device: torch.device, position_ids: torch.Tensor | None = None
-    ) -> Rotation:
+    def forward(self, max_seq_len: int, *, device: torch.device, position_ids: torch.Tensor | None = None) -> Rotation:
         """Cosine and sine, `[s, 1, 1, r]` each, fp32; `[s, b, 1, r]` with explicit positions.
 
         Args:
-            sequence_length: of the whole sequence, also where a rank holds a part of the activations.
+            max_seq_len: of the whole sequence, also where a rank holds a part of the activations.
             position_ids: `[b, s]`; None is 0 to s - 1 in every row.
         """
         if position_ids is not None:
             return self._rotation(position_ids.t())
-        key = (sequence_length, device)
+        key = (max_seq_len, device)
         if self._kept is not None and self._kept[0] == key:
             return self._kept[1]
-        rotation = self._rotation(torch.arange(sequence_length, device=device).unsqueeze(1))
+        rotation = self._rotation(torch.arange(max_seq_len, device=device).unsqueeze(1))
         if not (
             torch.is_inference_mode_enabled() or torch.compiler.is_compiling()
         ):  # neither's tensors may outlive it

@@ -63,7 +63,7 @@ def test_packed_documents_do_not_see_each_other(name):
     hidden = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     hidden[..., cut:, :cut] = True
     positions = torch.cat((torch.arange(cut), torch.arange(LENGTH - cut))).expand(BATCH, -1)
-    packed = model(ids, positions, hidden, labels)
+    packed = model(ids, positions, hidden, labels=labels)
     alone = torch.cat(
         [
             model(part, labels=next_)
@@ -72,14 +72,14 @@ def test_packed_documents_do_not_see_each_other(name):
         1,
     )
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
-    assert not torch.allclose(packed, model(ids, positions, None, labels))
+    assert not torch.allclose(packed, model(ids, positions, None, labels=labels))
 
 
 def test_a_mask_hides_more_but_never_shows_the_future():
     model = build(SMALL)
     ids, labels = batch()
     nothing_hidden = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
-    torch.testing.assert_close(model(ids, None, nothing_hidden, labels), model(ids, labels=labels))
+    torch.testing.assert_close(model(ids, None, nothing_hidden, labels=labels), model(ids, labels=labels))
 
 
 def test_given_positions_are_used_under_both_kinds_of_embedding():
@@ -98,7 +98,13 @@ def test_meta_then_materialize_equals_direct_construction(name):
 
     def make():
         torch.manual_seed(3)
-        return GPTModel(TransformerConfig(**case.config), VOCAB, LENGTH, case.tied, case.positions)
+        return GPTModel(
+            TransformerConfig(**case.config),
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type=case.positions,
+        )
 
     direct, after_direct = make(), torch.rand(1)
     with torch.device("meta"):
@@ -120,7 +126,13 @@ UNEVEN = Case(SMALL.config | {"hidden_size": 15, "num_attention_heads": 3}, tied
 
 def _make_uneven():
     torch.manual_seed(3)
-    return GPTModel(TransformerConfig(**UNEVEN.config), VOCAB + 1, LENGTH, UNEVEN.tied, UNEVEN.positions)
+    return GPTModel(
+        TransformerConfig(**UNEVEN.config),
+        vocab_size=VOCAB + 1,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=UNEVEN.tied,
+        position_embedding_type=UNEVEN.positions,
+    )
 
 
 def _materialize_sharded():
@@ -145,9 +157,13 @@ def test_meta_then_sharded_then_materialized_equals_direct_construction():
 
 def test_the_seed_decides_initial_values_and_names_tell_them_apart():
     torch.manual_seed(1)
-    first = GPTModel(config(init_method_std=0.02), VOCAB, LENGTH)
+    first = GPTModel(
+        config(init_method_std=0.02), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"
+    )
     torch.manual_seed(2)
-    other = GPTModel(config(init_method_std=0.02), VOCAB, LENGTH)
+    other = GPTModel(
+        config(init_method_std=0.02), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"
+    )
     assert not torch.equal(first.output_layer.weight, other.output_layer.weight)
     layers = first.decoder.layers
     assert not torch.equal(layers[0].mlp.linear_fc1.weight, layers[1].mlp.linear_fc1.weight)
@@ -212,7 +228,7 @@ class _LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("changes", [{}, {"num_query_groups": 1}, {"recompute_granularity": "selective"}])
 def test_causal_attention_never_makes_a_tensor_of_s_times_s(changes):
     length = 1024
-    model = GPTModel(config(**changes), VOCAB, length)
+    model = GPTModel(config(**changes), vocab_size=VOCAB, max_sequence_length=length, position_embedding_type="rope")
     ids = torch.zeros(1, length, dtype=torch.long)
 
     def largest(mask):
@@ -240,7 +256,7 @@ def test_arguments_that_cannot_be_honoured(arguments, message):
 @pytest.mark.parametrize("degree", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
 def test_degrees_that_models_do_not_have_are_refused(degree):
     with pytest.raises(ParallelConfigError, match=f"{degree} is 2"):
-        GPTModel(config(**{degree: 2}), VOCAB, LENGTH)
+        GPTModel(config(**{degree: 2}), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope")
 
 
 def test_batches_that_cannot_be_taken():
@@ -250,7 +266,7 @@ def test_batches_that_cannot_be_taken():
     for arguments, message in (
         ((torch.zeros(1, LENGTH + 1, dtype=torch.long),), f"{LENGTH + 1} tokens.*max_sequence_length of {LENGTH}"),
         ((ids[0],), r"takes \[batch, sequence\]"),
-        ((ids, None, None, labels[:, 1:]), r"labels has shape \[2, 11\], but input_ids \[2, 12\]"),
+        ((ids, None, None, None, labels[:, 1:]), r"labels has shape \[2, 11\], but input_ids \[2, 12\]"),
         ((ids, torch.arange(LENGTH)), r"position_ids has shape \[12\]"),
         ((ids, torch.full_like(ids, LENGTH)), f"positions outside 0 to {LENGTH - 1}"),
         ((ids, None, mask[:, 0]), r"attention_mask has shape \[2, 12, 12\]"),
@@ -267,23 +283,117 @@ def test_without_initialization_nothing_is_filled_and_the_draw_is_the_same(monke
     seeds = []
     for perform in (True, False):
         torch.manual_seed(5)
-        seeds.append(GPTModel(config(perform_initialization=perform), VOCAB, LENGTH).init_seed)
+        seeds.append(
+            GPTModel(
+                config(perform_initialization=perform),
+                vocab_size=VOCAB,
+                max_sequence_length=LENGTH,
+                position_embedding_type="rope",
+            ).init_seed
+        )
     assert seeds[0] == seeds[1] and filled == seeds[:1]
 
 
 def _refuses_groups_of_another_degree() -> None:
     small = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     for sizes, said in (
-        ((1, 2, 1), "initialised with pipeline_model_parallel_size 2, but GPTModel supports only 1"),
-        ((1, 1, 2), "config.context_parallel_size is 1, but .* groups of 2"),
+        ({"pipeline_model_parallel_size": 2}, "initialised with pipeline_model_parallel_size 2, but GPTModel supports only 1"),
+        ({"context_parallel_size": 2}, "config.context_parallel_size is 1, but .* groups of 2"),
     ):
-        parallel_state.initialize_model_parallel(*sizes)
+        parallel_state.initialize_model_parallel(**sizes)
         with pytest.raises(ParallelConfigError, match=said):
-            GPTModel(TransformerConfig(**small), 16, 8)
+            GPTModel(TransformerConfig(**small), vocab_size=16, max_sequence_length=8, position_embedding_type="rope")
         parallel_state.destroy_model_parallel()
     with pytest.raises(ParallelConfigError, match=r"config.context_parallel_size is 2, but .* groups of 1"):
-        GPTModel(TransformerConfig(**small, context_parallel_size=2), 16, 8)
+        GPTModel(
+            TransformerConfig(**small, context_parallel_size=2),
+            vocab_size=16,
+            max_sequence_length=8,
+            position_embedding_type="rope",
+        )
 
 
 def test_process_groups_of_a_degree_that_the_model_lacks_are_refused():
     run_distributed(_refuses_groups_of_another_degree, 2)
+
+
+def test_arguments_stand_in_megatrons_order():
+    model = GPTModel(config(), get_gpt_layer_local_spec(), VOCAB, LENGTH)
+    assert model.position_embedding_type == "learned_absolute" and model.embedding.position_embeddings is not None
+    with pytest.raises(ConfigError, match="transformer_layer_spec is 16; as in Megatron-LM the second argument"):
+        GPTModel(config(), 16, 8)
+    ids, labels = batch()
+    with pytest.raises(DataError, match=r"decoder_input has shape .* labels are the fifth: give labels by name"):
+        model(ids, None, None, labels)
+    assert torch.equal(model(ids, None, None, None, labels), model(ids, labels=labels))
+
+
+def test_a_spec_of_the_same_classes_is_the_same_model():
+    models = []
+    for spec in (None, get_gpt_layer_local_spec(), ModuleSpec(("core.transformer", "TransformerLayer"))):
+        torch.manual_seed(3)
+        models.append(GPTModel(config(), spec, VOCAB, LENGTH).eval())
+    ids, labels = batch()
+    plain, *others = (model(ids, labels=labels) for model in models)
+    assert all(torch.equal(plain, other) for other in others)
+
+
+class _Halved(MLP):
+    """As an MLP of Megatron-LM's, which returns a bias beside its output."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) / 2, torch.ones(1)
+
+
+def test_a_spec_may_name_other_classes():
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=True)
+    spec.submodules.mlp = _Halved
+    layer = GPTModel(config(), spec, VOCAB, LENGTH).eval().decoder.layers[0]
+    assert isinstance(layer.input_layernorm, RMSNorm) and isinstance(layer.self_attention.q_layernorm, RMSNorm)
+    x = torch.randn(4, 1, 16)
+    attended = x + layer.self_attention(layer.input_layernorm(x))
+    assert torch.equal(layer(x), attended + (MLP.forward(layer.mlp, layer.pre_mlp_layernorm(attended)) / 2 + 1))
+    with pytest.raises(ConfigError, match="layer_specs has 1 entries, and num_layers is 2"):
+        GPTModel(config(), TransformerBlockSubmodules([spec]), VOCAB, LENGTH)
+    spec.submodules.mlp_bda = torch.add
+    with pytest.raises(ParallelConfigError, match="mlp_bda .* the layer adds the branch"):
+        GPTModel(config(), spec, VOCAB, LENGTH)
+
+
+def test_the_ends_of_a_model_may_be_left_out():
+    torch.manual_seed(3)
+    whole = GPTModel(config(), None, VOCAB, LENGTH).eval()
+    first = GPTModel(config(), None, VOCAB, LENGTH, post_process=False).eval()
+    last = GPTModel(config(), None, VOCAB, LENGTH, pre_process=False).eval()
+    assert first.output_layer is None and first.decoder.final_layernorm is None and last.embedding is None
+    first.load_state_dict(whole.state_dict(), strict=False)
+    last.load_state_dict(whole.state_dict(), strict=False)
+    ids, _ = batch()
+    embedded = whole.embedding(ids)
+    expected = whole(ids)
+    assert torch.equal(whole(ids, decoder_input=embedded), expected)
+    assert torch.equal(last(ids, decoder_input=embedded), expected)
+    last.set_input_tensor([embedded])
+    assert torch.equal(last(ids), expected)
+    hidden = first(ids)
+    assert torch.equal(whole.output_layer(whole.decoder.final_layernorm(hidden))[0].transpose(0, 1), expected)
+    with pytest.raises(ParallelConfigError, match="share_embeddings_and_output_weights .* without pre_process"):
+        GPTModel(config(), None, VOCAB, LENGTH, pre_process=False, share_embeddings_and_output_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fp16_lm_cross_entropy": True}, "GPTModel: fp16_lm_cross_entropy is True"),
+        ({"rope_scaling": True}, "change rotary_base"),
+        ({"mtp_block_spec": ModuleSpec(MLP)}, "mtp_block_spec"),
+        ({"vp_stage": 0}, "a rank holds one pipeline stage"),
+    ],
+)
+def test_what_a_model_lacks_is_refused_by_megatrons_name(given, message):
+    with pytest.raises(ParallelConfigError, match=message):
+        GPTModel(config(), None, VOCAB, LENGTH, **given)
+    model = GPTModel(config(), None, VOCAB, LENGTH)
+    ids, _ = batch()
+    with pytest.raises(ParallelConfigError, match="packed_seq_params .* document_starts"):
+        model(ids, packed_seq_params=object())

@@ -57,7 +57,14 @@ def build(kind: str, tied: bool = True, *, seed: int = 3, vocab_size: int = VOCA
         **{"num_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.3, **fields}
     )
     torch.manual_seed(seed)
-    model = GPTModel(config, vocab_size, LENGTH, tied, position, parallel_output=False)
+    model = GPTModel(
+        config,
+        vocab_size=vocab_size,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type=position,
+        parallel_output=False,
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "layernorm" in name:  # ones and zeros would hide what is swapped

@@ -86,7 +86,13 @@ def _initial_values(name, start_on_meta):
     torch.manual_seed(3)
     config = TransformerConfig(**(case.config | {"tensor_model_parallel_size": 2}))
     with torch.device("meta" if start_on_meta else "cpu"):
-        model = GPTModel(config, VOCAB, LENGTH, case.tied, case.positions)
+        model = GPTModel(
+            config,
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type=case.positions,
+        )
     if start_on_meta:
         materialize(model)
     return {key: _whole(parameter, parameter.detach()) for key, parameter in model.named_parameters()}
@@ -96,7 +102,12 @@ def _initial_values(name, start_on_meta):
 def test_initial_values_do_not_depend_on_the_cut(start_on_meta):
     name = "swiglu-gqa-rope-rms"
     torch.manual_seed(3)
-    serial = GPTModel(TransformerConfig(**CASES[name].config), VOCAB, LENGTH)
+    serial = GPTModel(
+        TransformerConfig(**CASES[name].config),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+    )
     for rank in run_distributed(_initial_values, 2, name, start_on_meta):
         for key, parameter in serial.named_parameters():
             assert torch.equal(rank[key], parameter), key

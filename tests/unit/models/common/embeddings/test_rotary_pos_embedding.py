@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(("channels", "percent", "turned"), [(8, 1.0, 8), (8, 0.5, 4), (16, 0.25, 4)])
 def test_pairs_of_channels_turn_as_complex_numbers(channels, percent, turned):
     x = torch.randn(6, 2, 3, channels, generator=torch.Generator().manual_seed(0))
-    rotation = RotaryEmbedding(channels, rotary_percent=percent, rotary_base=100.0)(6, CPU)
+    rotation = RotaryEmbedding(channels, rotary_percent=percent, rotary_base=100.0)(6, device=CPU)
     assert [part.shape for part in rotation] == [(6, 1, 1, turned)] * 2
     half = turned // 2
     angles = torch.outer(torch.arange(6.0), 100.0 ** -(torch.arange(half) / half))[:, None, None]
@@ -27,8 +27,8 @@ def test_pairs_of_channels_turn_as_complex_numbers(channels, percent, turned):
 def test_given_positions_turn_by_row():
     embedding = RotaryEmbedding(8)
     positions = torch.tensor([[0, 1, 2], [5, 0, 1]])
-    cos, sin = embedding(3, CPU, positions)
-    all_cos, all_sin = embedding(6, CPU)
+    cos, sin = embedding(3, device=CPU, position_ids=positions)
+    all_cos, all_sin = embedding(6, device=CPU)
     assert cos.shape == sin.shape == (3, 2, 1, 8)
     for row in range(2):
         torch.testing.assert_close(cos[:, row], all_cos[positions[row], 0])
@@ -37,24 +37,24 @@ def test_given_positions_turn_by_row():
 
 def test_one_length_is_kept_and_no_other():
     embedding = RotaryEmbedding(8)
-    first = embedding(4, CPU)
-    assert embedding(4, CPU) is first
-    assert embedding(5, CPU)[0].shape[0] == 5 and embedding(4, CPU) is not first
+    first = embedding(4, device=CPU)
+    assert embedding(4, device=CPU) is first
+    assert embedding(5, device=CPU)[0].shape[0] == 5 and embedding(4, device=CPU) is not first
 
 
 def test_inference_leaves_nothing_that_training_cannot_use():
     embedding, x = RotaryEmbedding(8), torch.randn(4, 1, 1, 8, requires_grad=True)
     with torch.inference_mode():
-        embedding(4, CPU)
-    apply_rotary_pos_emb(x, embedding(4, CPU)).sum().backward()
+        embedding(4, device=CPU)
+    apply_rotary_pos_emb(x, embedding(4, device=CPU)).sum().backward()
     assert x.grad is not None
 
 
 def test_angles_stay_exact_under_casts_and_start_on_meta():
-    expected = RotaryEmbedding(8)(64, CPU)
+    expected = RotaryEmbedding(8)(64, device=CPU)
     with torch.device("meta"):
         embedding = RotaryEmbedding(8)
-    found = embedding.bfloat16().to_empty(device="cpu")(64, CPU)
+    found = embedding.bfloat16().to_empty(device="cpu")(64, device=CPU)
     assert not list(embedding.buffers()) and all(map(torch.equal, found, expected))
     assert apply_rotary_pos_emb(torch.randn(64, 1, 1, 8, dtype=torch.bfloat16), found).dtype == torch.bfloat16
 

@@ -1,0 +1,5 @@
+"""What models of language share."""
+
+from .language_module import LanguageModule
+
+__all__ = ["LanguageModule"]

@@ -1,0 +1,83 @@
+"""What a GPT's layers are made of, as Megatron-LM's scripts ask for it."""
+
+from __future__ import annotations
+
+from ...absent_names import absent_names
+from ...foreign_arguments import refuse
+from ...tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from ...transformer.attention import SelfAttention, SelfAttentionSubmodules
+from ...transformer.dot_product_attention import DotProductAttention
+from ...transformer.enums import AttnMaskType
+from ...transformer.mlp import MLP, MLPSubmodules
+from ...transformer.norms import LayerNorm, RMSNorm, build_norm
+from ...transformer.spec_utils import Builder, ModuleSpec
+from ...transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+_NORMS: dict[str | None, Builder] = {None: build_norm, "LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    use_kitchen: bool = False,
+    use_kitchen_attention: bool = False,
+    kitchen_attention_backend: str = "sdpa",
+) -> ModuleSpec:
+    """A layer of this package's modules.
+
+    Args:
+        qk_layernorm: norm queries and keys; the config's `qk_layernorm` does so too.
+        normalization: "LayerNorm" or "RMSNorm"; None is the config's.
+        num_experts, multi_latent_attention, fp8, qk_l2_norm, use_kitchen: Megatron-LM's; refused unless at their
+            defaults, and with them what they switch on.
+
+    Raises:
+        ParallelConfigError: what models here do not have, or another norm.
+    """
+    caller = "get_gpt_layer_local_spec"
+    one_kind = "layers here have one attention and one MLP"
+    refuse(
+        caller,
+        num_experts=(num_experts, None, "models here have no experts"),
+        multi_latent_attention=(bool(multi_latent_attention), False, one_kind),
+        fp8=(fp8, None, "set bf16 or fp16"),
+        qk_l2_norm=(bool(qk_l2_norm), False, "use qk_layernorm"),
+        use_kitchen=(use_kitchen, False, "set bf16 or fp16"),
+    )
+    if normalization not in _NORMS:
+        refuse(caller, normalization=(normalization, None, 'or give "LayerNorm" or "RMSNorm"'))
+    norm = _NORMS[normalization]
+    of_heads = norm if qk_layernorm else None
+    attention = ModuleSpec(
+        SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=of_heads,
+            k_layernorm=of_heads,
+        ),
+    )
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    return ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm, self_attention=attention, pre_mlp_layernorm=norm, mlp=mlp
+        ),
+    )
+
+
+__getattr__ = absent_names(
+    __name__,
+    {
+        "get_gpt_layer_with_transformer_engine_spec": "use get_gpt_layer_local_spec",
+        "get_gpt_decoder_block_spec": "use get_gpt_layer_local_spec, or TransformerBlockSubmodules(layer_specs)",
+        "get_gpt_mtp_block_spec": "models here predict the next token alone",
+    },
+)

@@ -1,0 +1,19 @@
+"""A module that does nothing, for the places of a layer that a spec leaves empty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class IdentityOp(nn.Module):
+    """Takes any constructor's arguments; returns its first input."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`input_`, unchanged."""
+        return input_

@@ -1,0 +1,184 @@
+"""Small helpers by the names under which Megatron-LM's scripts import them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from . import parallel_state
+from .absent_names import absent_names
+from .distributed.data_parallel_base import _BaseDataParallel
+from .errors import ConfigError, ParallelConfigError
+from .foreign_arguments import refuse
+from .process_groups_config import ProcessGroupCollection, check_same_groups
+from .tensor_parallel.mappings import group_rank, group_size
+from .transformer.context_parallel import own_chunks
+from .transformer.initializers import init_method_normal as init_method_normal
+from .transformer.initializers import scaled_init_method_normal as scaled_init_method_normal
+from .transformer.module import Float16Module
+
+Modules = nn.Module | Sequence[nn.Module]
+
+
+def unwrap_model(model: Any, module_instances: tuple[type[nn.Module], ...] | None = None) -> Any:
+    """The model inside its wrappers, or for a list of models the list of theirs.
+
+    Args:
+        module_instances: the classes of wrappers to open; by default this package's and `Float16Module`.
+    """
+    kinds = (_BaseDataParallel, Float16Module) if module_instances is None else module_instances
+    if isinstance(model, (list, tuple)):
+        return [unwrap_model(each, kinds) for each in model]
+    while isinstance(model, kinds):
+        model = model.module
+    return model
+
+
+def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
+    """The attribute of the first module, from the outermost wrapper inwards, that has it.
+
+    Args:
+        allow_none: whether an attribute of None counts.
+        return_model_obj: give the module instead.
+
+    Raises:
+        ConfigError: a list of modules, or no module has it.
+    """
+    if isinstance(model, (list, tuple)):
+        raise ConfigError(f"get_attr_wrapped_model was given a list for {attr!r}; give one of its modules")
+    inner = model
+    while inner is not None:
+        if hasattr(inner, attr) and (allow_none or getattr(inner, attr) is not None):
+            return inner if return_model_obj else getattr(inner, attr)
+        inner = getattr(inner, "module", None)
+    raise ConfigError(f"neither {type(model).__name__} nor what it wraps has the attribute {attr!r}")
+
+
+def get_model_config(model: Any) -> Any:
+    """The config of a model, through wrappers."""
+    return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+def get_model_type(model: Any) -> Any:
+    """The `core.enums.ModelType` that a script gave its model, through wrappers."""
+    return get_attr_wrapped_model(model, "model_type")
+
+
+def ensure_divisibility(numerator: int, denominator: int) -> None:
+    """Raises ParallelConfigError unless `denominator` divides `numerator`."""
+    if numerator % denominator:
+        raise ParallelConfigError(f"{numerator} is not divisible by {denominator}")
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The quotient, of which nothing may remain (`ParallelConfigError`)."""
+    ensure_divisibility(numerator, denominator)
+    return numerator // denominator
+
+
+def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def get_tensor_model_parallel_group_if_none(
+    tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
+) -> ProcessGroup | None:
+    """`tp_group`, or the tensor-parallel group of `core.parallel_state`, or None before that is initialised."""
+    if tp_group is not None or not parallel_state.is_initialized():
+        return tp_group
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group(check_initialized)
+    return parallel_state.get_tensor_model_parallel_group(check_initialized)
+
+
+def get_pg_size(group: ProcessGroup | None = None) -> int:
+    """The number of ranks in `group`; no group is one rank."""
+    return group_size(group)
+
+
+def get_pg_rank(group: ProcessGroup | None = None) -> int:
+    """This rank's number within `group`; 0 without one."""
+    return group_rank(group)
+
+
+def get_pg_src_rank(group: ProcessGroup | None = None) -> int:
+    """Global rank of the first member of `group`; 0 without one."""
+    return 0 if group is None else dist.get_process_group_ranks(group)[0]
+
+
+def get_torch_version() -> tuple[int, ...]:
+    """The version of torch, as (2, 13, 0)."""
+    return _version(torch.__version__)
+
+
+def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
+    """Whether torch is of that version or newer; without `check_equality`, newer."""
+    found, asked = get_torch_version(), _version(version)
+    return found > asked or (check_equality and found == asked)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The numbers of a version: "2.13.0a0+git" is (2, 13, 0)."""
+    found = [re.match(r"\d*", part) for part in (*text.split("+")[0].split("."), "0", "0")[:3]]
+    return tuple(int(match.group() or 0) for match in found if match)
+
+
+def get_batch_on_this_cp_rank(
+    batch: dict[str, Any],
+    is_hybrid_cp: bool = False,
+    cp_group: ProcessGroup | None = None,
+    hybrid_cp_group_func: Callable[..., ProcessGroup] | None = None,
+    use_per_sequence_balancing: bool = False,
+) -> dict[str, Any]:
+    """This context-parallel rank's part of each sequence of a batch of tensors `[b, s, ...]`; None stays None.
+
+    Args:
+        cp_group: the context-parallel group of `core.parallel_state`.
+        is_hybrid_cp, hybrid_cp_group_func: Megatron-LM's; refused unless at their defaults.
+        use_per_sequence_balancing: every sequence is cut by itself in any case, as this asks for.
+
+    Raises:
+        ParallelConfigError: another group; lengths of packed documents, or a mask of s x s elements, in whose place
+            models here take `document_starts`; or an argument that is refused.
+    """
+    caller = "get_batch_on_this_cp_rank"
+    one_level = "every sequence is cut over the same ranks"
+    refuse(
+        caller,
+        is_hybrid_cp=(is_hybrid_cp, False, one_level),
+        hybrid_cp_group_func=(hybrid_cp_group_func, None, one_level),
+        cu_seqlens=(batch.get("cu_seqlens"), None, "give the model document_starts"),
+    )
+    check_same_groups(caller, ProcessGroupCollection(cp=cp_group), ("cp",))
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return batch
+    if batch.get("attention_mask") is not None:
+        raise ParallelConfigError(
+            f"{caller}: attention_mask has s x s elements, of which no rank needs a part; give document_starts"
+        )
+    return {key: None if tensor is None else own_chunks(tensor) for key, tensor in batch.items()}
+
+
+__getattr__ = absent_names(
+    __name__,
+    {
+        "StragglerDetector": "core.training's log has the time of each step",
+        "GlobalMemoryBuffer": "no memory is kept between calls; allocate a tensor",
+        "make_viewless_tensor": "pipeline stages keep their outputs; use the tensor itself",
+        "make_tp_sharded_tensor_for_checkpoint": "use core.dist_checkpointing.model_state_dict",
+        "make_sharded_tensor_for_checkpoint": "use core.dist_checkpointing.model_state_dict",
+        "check_param_hashes_across_dp_replicas": "wrappers compare replicas when they are made",
+        "get_te_version": "Transformer Engine is not used",
+        "is_te_min_version": "Transformer Engine is not used",
+        "get_batch_on_this_tp_rank": "use core.tensor_parallel.broadcast_data",
+        "nvtx_range_push": "use torch.cuda.nvtx.range_push",
+        "nvtx_range_pop": "use torch.cuda.nvtx.range_pop",
+    },
+)

@@ -1,0 +1,152 @@
+"""Megatron-LM's helpers of tensor parallelism: batches, marks, chunks, its layers' arguments, and its initialisers."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.errors import ConfigError, DataError, ParallelConfigError
+from core.model_parallel_config import ModelParallelConfig
+from core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    broadcast_data,
+    copy_tensor_model_parallel_attributes,
+    gather_split_1d_tensor,
+    param_is_not_tensor_parallel_duplicate,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+    set_tensor_model_parallel_attributes,
+    split_tensor_along_last_dim,
+    split_tensor_into_1d_equal_chunks,
+)
+from core.tensor_parallel.utils import VocabUtility
+from core.utils import init_method_normal
+from core.warn import warn_once
+from tests.unit._spawn import run_distributed
+
+CONFIG = ModelParallelConfig()
+
+
+def _broadcasts(tp: int) -> None:
+    parallel_state.initialize_model_parallel(tp)
+    group = parallel_state.get_tensor_model_parallel_group()
+    first = dist.get_process_group_ranks(group)[0]
+    expected = {
+        "tokens": torch.arange(6).view(2, 3) + first,
+        "one": torch.tensor(first),
+        "none": torch.empty(2, 0).long(),
+    }
+    is_source = dist.get_rank() == first
+    found = broadcast_data(list(expected), expected if is_source else {}, torch.int64)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    if is_source:
+        with pytest.raises(DataError, match=r"data 'one' is torch.int64, and datatype is torch.float32"):
+            broadcast_data(["one"], expected, torch.float32)
+        with pytest.raises(DataError, match="asked for 'labels'"):
+            broadcast_data(["labels"], expected, torch.int64)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_batch_is_that_of_the_groups_first_rank(tp):
+    run_distributed(_broadcasts, 2, tp)
+
+
+def _counts_and_cuts() -> None:
+    parallel_state.initialize_model_parallel(2)
+    rank = dist.get_rank()
+    whole, part = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    set_tensor_model_parallel_attributes(part, True, 0, 1)
+    set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
+    assert (whole.tensor_model_parallel, whole.partition_dim, whole.partition_stride) == (False, -1, 1)
+    assert param_is_not_tensor_parallel_duplicate(part)
+    assert param_is_not_tensor_parallel_duplicate(whole) == (rank == 0)
+    with pytest.raises(ConfigError, match="tensor_model_parallel already"):
+        set_tensor_model_parallel_attributes(part, True, 0, 1)
+    copied = torch.ones(2)
+    copy_tensor_model_parallel_attributes(copied, part)
+    assert copied.tensor_model_parallel and copied.partition_dim == 0
+    data = torch.arange(8.0).view(2, 4)
+    mine = split_tensor_into_1d_equal_chunks(data)
+    assert torch.equal(mine, torch.arange(4.0) + 4 * rank) and mine.data_ptr() != 0
+    assert torch.equal(gather_split_1d_tensor(mine), data.view(-1))
+    with pytest.raises(ParallelConfigError, match="3 elements cannot be split over 2"):
+        split_tensor_into_1d_equal_chunks(torch.ones(3))
+
+
+def test_marks_and_chunks():
+    run_distributed(_counts_and_cuts, 2)
+
+
+def test_parts_of_the_last_dim_and_of_a_vocabulary():
+    parts = split_tensor_along_last_dim(torch.arange(6).view(1, 6), 3)
+    assert [part.tolist() for part in parts] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    assert split_tensor_along_last_dim(torch.ones(2, 4), 2, True)[1].is_contiguous()
+    with pytest.raises(ParallelConfigError, match="a last dim of 6 cannot be split into 4"):
+        split_tensor_along_last_dim(torch.ones(6), 4)
+    assert VocabUtility.vocab_range_from_global_vocab_size(8, 1, 2) == (4, 8)
+
+
+INIT_METHODS = {
+    "zeros_": nn.init.zeros_,
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "init_method_normal": init_method_normal(0.02),
+    "partial": functools.partial(nn.init.normal_, mean=1.0, std=0.1),
+    "lambda": lambda tensor: tensor.uniform_(-1.0, 1.0),
+}
+
+
+def _parts(name: str, tp: int) -> list[torch.Tensor]:
+    parallel_state.initialize_model_parallel(tp)
+    torch.manual_seed(3)
+    config = ModelParallelConfig(tp)
+    column = ColumnParallelLinear(4, 6, config=config, init_method=INIT_METHODS[name])
+    row = RowParallelLinear(4, 6, config=config, init_method=INIT_METHODS[name], bias=False)
+    after = torch.rand(2)
+    return [column.weight.detach(), row.weight.detach(), after]
+
+
+@pytest.mark.parametrize("name", INIT_METHODS)
+def test_an_initialiser_of_one_tensor_gives_values_that_no_cut_changes(name):
+    ((column, row, after),) = run_distributed(_parts, 1, name, 1)
+    cut = run_distributed(_parts, 2, name, 2)
+    assert torch.equal(torch.cat([part[0] for part in cut]), column)
+    assert torch.equal(torch.cat([part[1] for part in cut], dim=1), row)
+    assert all(torch.equal(part[2], after) for part in cut)  # torch's own stream went on as if nothing was drawn
+    if name != "zeros_":
+        assert not torch.equal(column, row) and column.std() > 0
+
+
+def test_initialisers_serve_a_caller_with_one_tensor():
+    torch.manual_seed(0)
+    found = init_method_normal(0.5)(torch.empty(1000))
+    assert found.std().item() == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (ColumnParallelLinear, {"stride": 2}, "ColumnParallelLinear: stride is 2"),
+        (ColumnParallelLinear, {"is_expert": True}, "models here have no experts"),
+        (ColumnParallelLinear, {"disable_grad_reduce": True}, "disable_grad_reduce"),
+        (ColumnParallelLinear, {"grad_output_buffer": []}, "grad_output_buffer"),
+        (RowParallelLinear, {"keep_master_weight_for_test": True}, "RowParallelLinear: keep_master_weight_for_test"),
+    ],
+)
+def test_arguments_of_layers_that_are_refused(kind, given, message):
+    with pytest.raises(ParallelConfigError, match=message):
+        kind(2, 2, config=CONFIG, init_method=nn.init.zeros_, **given)
+
+
+def test_a_layers_labels_are_taken_and_its_buffers_of_communication_ignored():
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="ColumnParallelLinear ignores tp_comm_buffer_name"):
+        layer = ColumnParallelLinear(
+            2, 2, config=CONFIG, init_method=nn.init.zeros_, tp_comm_buffer_name="qkv", name="linear"
+        )
+    assert layer(torch.ones(1, 2), None, True)[0].shape == (1, 2)
