@@ -1,5 +1,6 @@
 """Data parallelism: one contract, several wrappers, and the numbers do not change between them."""
 
+from ..absent_names import absent_names
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -17,3 +18,11 @@ __all__ = [
     "finalize_model_grads",
     "wrap_model",
 ]
+
+__getattr__ = absent_names(
+    __name__,
+    {
+        "FullyShardedDataParallel": "use TorchFullyShardedDataParallel, on PyTorch FSDP2",
+        "ParamAndGradBuffer": "it is in core.distributed.param_and_grad_buffer",
+    },
+)

@@ -136,6 +136,16 @@ class BucketGroup:
         return [self.bucket]
 
     @property
+    def params(self) -> list[nn.Parameter]:
+        """The bucket's parameters."""
+        return self.bucket.params
+
+    @property
+    def intra_distributed_optimizer_instance_size(self) -> int:
+        """Ranks of an optimizer instance, by Megatron-LM's name: those that share the gradient, or all."""
+        return (self._reduction.shard_group or self._reduction.group).size()
+
+    @property
     def has_left(self) -> bool:
         """Whether there is nothing more to send in this step."""
         is_open = self._reduces_every_micro_batch and self.bucket.grad_data is not None
@@ -246,6 +256,13 @@ class BucketGroup:
         if self._param_handle is not None:
             handle, self._param_handle = self._param_handle, None
             handle.wait()
+
+    def free_overlap_buffers(self) -> None:
+        """Megatron-LM's, before a checkpoint that is saved beside training: nothing is left under way.
+
+        No memory is kept for a gather, which writes into the buffer.
+        """
+        self.finish_param_sync()
 
     def _gather(self, whole: Tensor, kept: Tensor, what: str) -> None:
         group = self._reduction.shard_group

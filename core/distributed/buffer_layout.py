@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 PARAM_ALIGNMENT = 64
@@ -37,17 +37,19 @@ def lay_out(
     bucket_size: int | None = None,
     num_buckets: int | None = None,
     for_high_busbw: bool = False,
+    alone: Collection[int] = (),
 ) -> list[BucketLayout]:
     """Cuts parameters of `sizes` elements, in this order, into buckets of whole parameters.
 
-    A bucket closes as soon as it holds `bucket_size` elements, as in Megatron-LM; with `num_buckets` as soon as it
-    reaches its equal part of the whole, which gives fewer where single parameters are larger than that. The length
-    of each is a multiple of `dp_size` times `PARAM_ALIGNMENT`, so that shards are equal and aligned.
+    A bucket closes as soon as its parameters have `bucket_size` elements, as in Megatron-LM; with `num_buckets` as
+    soon as it reaches its equal part of the whole, which gives fewer where single parameters are larger than that. The
+    length of each is a multiple of `dp_size` times `PARAM_ALIGNMENT`, so that shards are equal and aligned.
 
     Args:
         sizes: elements of each parameter.
         dp_size: ranks that a bucket may be cut over.
         bucket_size: elements; None, without `num_buckets`, means one bucket.
+        alone: indices of parameters that have a bucket of their own.
     """
     multiple = dp_size * PARAM_ALIGNMENT
     if for_high_busbw:
@@ -63,7 +65,7 @@ def lay_out(
         is_full = bucket_size is not None and sum(sizes[i] for i in members) >= bucket_size
         if num_buckets is not None:
             is_full = seen * num_buckets >= total * (len(layouts) + 1)
-        if is_full or index == len(sizes) - 1:
+        if is_full or index in alone or index + 1 in alone or index == len(sizes) - 1:
             end = start + _round_up(begin + size, multiple)
             layouts.append(BucketLayout(start, end, tuple(members), tuple(ranges)))
             start, members, ranges = end, [], []
@@ -72,3 +74,11 @@ def lay_out(
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class FullParamLayout:
+    """What `DistributedOptimizer.compute_full_param_layout` says of a model's buffers, before there are any."""
+
+    buckets: tuple[tuple[BucketLayout, ...], ...]
+    """Of each buffer, in the order in which a wrapper makes them."""

@@ -13,18 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
+from ..process_groups_config import ProcessGroupCollection
 from .broadcast import broadcast_tensors
 from .bucket_group import BucketGroup, GradientLender, GradReduction
-from .buffer_layout import default_bucket_size, lay_out
+from .buffer_layout import FullParamLayout, default_bucket_size, lay_out
 from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .explain.stale_optimizers import replaced_parameters_marked
 from .initial_values import start_equal
-from .instance_groups import Ranks, resolve_instance_groups
+from .instance_groups import Ranks, ranks_of, resolve_instance_groups
 from .optimizer_guard import forbid_plain_optimizers
-from .param_and_grad_buffer import Bucket, ParamAndGradBuffer
+from .param_and_grad_buffer import Bucket, ParamAndGradBuffer, parameters_alone
 from .param_placement import ParamPlacement
 
 
@@ -51,6 +52,9 @@ class DistributedDataParallel(_BaseDataParallel):
         ddp_config: the wrapper's settings.
         module: the model. Every rank's becomes that of the group's first; on the meta device it is materialized here.
         disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
+        pg_collection: process groups, of which `dp_cp` (or `dp`) is what `process_group` says.
+        full_param_layout: from `DistributedOptimizer.compute_full_param_layout`; it has to be what the wrapper
+            computes itself.
         process_group: the ranks that hold replicas, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism.
 
@@ -65,8 +69,12 @@ class DistributedDataParallel(_BaseDataParallel):
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
         disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        full_param_layout: FullParamLayout | None = None,
+        *,
         process_group: Ranks | None = None,
     ) -> None:
+        process_group = ranks_of("DistributedDataParallel", ddp_config, pg_collection, process_group)
         strategy = ddp_config.sharding_strategy
         if strategy == "optim_grads_params":
             raise ParallelConfigError(
@@ -85,6 +93,11 @@ class DistributedDataParallel(_BaseDataParallel):
         self._reduces_every_micro_batch = ddp_config.reduce_every_micro_batch and self.intra_instance_group.size() > 1
         self._reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"
         self._grad_buffers = self._build_buffers(disable_bucketing)
+        if full_param_layout is not None and full_param_layout != self._layout():
+            raise ParallelConfigError(
+                "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
+                "bucket_size, number of ranks and ddp_config, or leave it out"
+            )
         self.bucket_groups = self._build_bucket_groups()
         self._group_of = {param: group for group in self.bucket_groups for param in group.bucket.params}
         self._placement = ParamPlacement(
@@ -129,6 +142,7 @@ class DistributedDataParallel(_BaseDataParallel):
                     bucket_size=None if disable_bucketing else self._bucket_size(size),
                     num_buckets=None if disable_bucketing else self.ddp_config.num_buckets,
                     for_high_busbw=self.ddp_config.pad_buckets_for_high_nccl_busbw,
+                    alone=parameters_alone([param for _, param in params]) if self._is_sharded else (),
                 ),
                 num_shards=shards,
                 shard_index=self.intra_instance_group.rank() if self._is_sharded else 0,
@@ -137,6 +151,9 @@ class DistributedDataParallel(_BaseDataParallel):
             )
             for (_, grad_dtype, _), params in kinds.items()
         ]
+
+    def _layout(self) -> FullParamLayout:
+        return FullParamLayout(tuple(tuple(bucket.layout for bucket in b.buckets) for b in self._grad_buffers))
 
     def _grad_dtype(self, param: nn.Parameter) -> torch.dtype:
         # Double precision stays: reducing in fp32 is about adding more exactly, not less.
@@ -171,6 +188,12 @@ class DistributedDataParallel(_BaseDataParallel):
             )
             for bucket in sorted(buckets, key=lambda b: -min(position[param] for param in b.params))
         ]
+
+    expert_parallel_buffers: tuple[ParamAndGradBuffer, ...] = ()
+    """Megatron-LM's; no experts have buffers of their own."""
+
+    expert_parallel_bucket_groups: tuple[BucketGroup, ...] = ()
+    """Megatron-LM's; no experts have buckets of their own."""
 
     @property
     def buffers(self) -> _BufferList:
@@ -283,6 +306,11 @@ class DistributedDataParallel(_BaseDataParallel):
         """Waits for parameters that are still being gathered."""
         for group in self.bucket_groups:
             group.finish_param_sync()
+
+    def free_overlap_buffers(self) -> None:
+        """Megatron-LM's, before a checkpoint that is saved beside training; see `BucketGroup.free_overlap_buffers`."""
+        for group in self.bucket_groups:
+            group.free_overlap_buffers()
 
     def enable_forward_pre_hook(self) -> None:
         """Lets each module's forward wait for its parameters, so that gathering overlaps with forward."""

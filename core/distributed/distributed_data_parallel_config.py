@@ -5,16 +5,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import ParallelConfigError
+from ..foreign_arguments import ForeignFields, takes_foreign_fields
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""
 
 
+_NO_FP8 = "parameters are gathered in fp32, fp16 or bf16"
+_FOREIGN = ForeignFields(
+    positional=("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
+    refused={
+        "param_name_patterns_for_fp32_local_accumulation": ((), "set grad_reduce_in_fp32"),
+        "fp8_param_gather": (False, _NO_FP8),
+        "fp4_param_gather": (False, _NO_FP8),
+        "reuse_grad_buf_for_mxfp8_param_ag": (False, _NO_FP8),
+        "use_megatron_fsdp": (False, "give a TorchFullyShardedDataParallelConfig"),
+        "use_custom_fsdp": (False, "give a TorchFullyShardedDataParallelConfig"),
+        "outer_dp_sharding_strategy": ("no_shard", "use num_distributed_optimizer_instances"),
+    },
+    ignored={
+        "align_param_gather": False,
+        "gradient_reduce_div_fusion": True,
+        "suggested_communication_unit_size": None,
+        "keep_fp8_transpose_cache": False,
+        "nccl_ub": False,
+        "disable_symmetric_registration": False,
+        "delay_wgrad_compute": False,
+    },
+    inert_prefixes=("fsdp_", "megatron_fsdp_"),
+)
+
+
+@takes_foreign_fields(_FOREIGN)
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig:
     """Settings of a data-parallel wrapper; field names are Megatron-LM's.
 
-    A wrapper that cannot honour a field raises, or warns once where ignoring it changes no number.
+    Of Megatron-LM's other fields those that would change a number are refused by name unless they have their defaults;
+    others are ignored with a warning. A wrapper that cannot honour a field raises, or warns once where ignoring it
+    changes no number.
 
     Raises:
         ParallelConfigError: settings that contradict each other; the message names both.

@@ -9,13 +9,19 @@ import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
-from ..errors import ConfigError
-from .data_parallel_base import _BaseDataParallel
+from ..errors import ConfigError, ParallelConfigError
+from ..process_groups_config import ProcessGroupCollection
+from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .explain.collective_record import recorded
 
 
 def finalize_model_grads(
-    model_chunks: Sequence[_BaseDataParallel], num_tokens: torch.Tensor | float | None = None
+    model: Sequence[_BaseDataParallel],
+    num_tokens: torch.Tensor | float | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Finishes the gradients of a step, after which the optimizer may read them (Megatron-LM's function of this name).
 
@@ -24,25 +30,32 @@ def finalize_model_grads(
     a token count, everything is divided by the number of tokens of all ranks.
 
     Args:
-        model_chunks: the wrapped model, in the list that Megatron's interfaces take.
+        model: the wrapped model, in the list that Megatron's interfaces take.
         num_tokens: this rank's count of the step's loss-carrying tokens, for ``config.calculate_per_token_loss``. It
             is summed over data and context parallel ranks here and not changed.
+        pg_collection: process groups, of which `tp` is what `tp_group` says; replicas are those of the wrapper.
+        force_all_reduce: leave whole gradients on every rank, where the wrapper keeps whole ones.
+        tp_group: the ranks that hold the other parts of the model's matrices; by default those of
+            `core.parallel_state`, or the one group that the model's layers were given.
 
     Raises:
+        ParallelConfigError: parameters whose gradients are partial sums over tensor-parallel ranks, and nothing says
+            which ranks.
         ConfigError: a token count without ``calculate_per_token_loss``, or the reverse.
     """
-    for chunk in model_chunks:
+    for chunk in model:
         if chunk.sums_gradients != (num_tokens is not None):
             raise ConfigError(
                 f"calculate_per_token_loss is {chunk.sums_gradients}, but num_tokens is {num_tokens}; gradients are "
                 "divided either by the number of ranks or by the number of tokens: give both or neither"
             )
-    for chunk in model_chunks:
-        chunk.finish_grad_sync()
-    _sum_over_sequence_parallel_ranks(model_chunks)
+    for chunk in model:
+        chunk.finish_grad_sync(force_all_reduce=bool(force_all_reduce))
+    given = tp_group if tp_group is not None or pg_collection is None else pg_collection.tp
+    _sum_over_sequence_parallel_ranks(model, given)
     if num_tokens is not None:
-        scaling_factor = _one_over_global_tokens(num_tokens, model_chunks[0].process_group)
-        for chunk in model_chunks:
+        scaling_factor = _one_over_global_tokens(num_tokens, model[0].process_group)
+        for chunk in model:
             chunk.scale_gradients(scaling_factor)
 
 
@@ -58,21 +71,40 @@ def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.Proces
     return torch.where(total > 0, 1.0 / total, 0.0).float()
 
 
-def _sum_over_sequence_parallel_ranks(model_chunks: Sequence[_BaseDataParallel]) -> None:
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given: dist.ProcessGroup | None) -> None:
+    group = _tensor_parallel_group(model, given)
+    if group is not None and group.size() == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for chunk in model_chunks:
-        for parameter in chunk.parameters():
+    for chunk in model:
+        for name, parameter in unwrap_model(chunk).named_parameters():
             if not getattr(parameter, "sequence_parallel", False):
                 continue
+            if group is None:
+                raise ParallelConfigError(
+                    f"the gradient of {name} is a partial sum over tensor-parallel ranks (sequence_parallel), and "
+                    "nothing says which ranks; give finalize_model_grads tp_group or pg_collection, or initialise "
+                    "core.parallel_state"
+                )
             gradient = chunk.local_gradient(parameter)
             if gradient is not None:
                 by_dtype[gradient.dtype].append(gradient)
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        group = parallel_state.get_tensor_model_parallel_group()
         with recorded("all-reduce", "gradients under sequence parallelism", flat, group):
             dist.all_reduce(flat, group=group)
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
+
+
+def _tensor_parallel_group(
+    model: Sequence[_BaseDataParallel], given: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """What was given, else that of the layers, else that of `core.parallel_state`, else None."""
+    if given is not None:
+        return given
+    groups = {group for chunk in model for module in chunk.modules() if (group := getattr(module, "tp_group", None))}
+    of_layers = [group for group in groups if isinstance(group, dist.ProcessGroup) and group.size() > 1]
+    if len(of_layers) == 1:
+        return of_layers[0]
+    return parallel_state.get_tensor_model_parallel_group(check_initialized=False)

@@ -7,11 +7,46 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import parallel_state
 from ..errors import ParallelConfigError
+from ..process_groups_config import ProcessGroupCollection
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .mesh_axes import whole_group
 
 Ranks = dist.ProcessGroup | DeviceMesh
 """What a wrapper works over: a group, or a mesh of one axis or, for hybrid sharding, of ``(replicate, shard)``."""
+
+
+def ranks_of(
+    caller: str,
+    ddp_config: DistributedDataParallelConfig,
+    pg_collection: ProcessGroupCollection | None,
+    process_group: Ranks | None,
+) -> Ranks | None:
+    """The ranks that hold replicas, of whichever was given; None where neither was.
+
+    Of a collection it is `dp_cp`, or `dp` where that alone was set.
+
+    Raises:
+        ParallelConfigError: both were given, a group in the place of a collection, a collection without these, or one
+            with several optimizer instances.
+    """
+    if pg_collection is None:
+        return process_group
+    if not isinstance(pg_collection, ProcessGroupCollection):
+        raise ParallelConfigError(
+            f"{caller}: pg_collection is a {type(pg_collection).__name__}; it takes a ProcessGroupCollection, and a "
+            "group or a mesh goes to process_group"
+        )
+    if process_group is not None:
+        raise ParallelConfigError(f"{caller}: pg_collection and process_group are both given; drop one")
+    if ddp_config.num_distributed_optimizer_instances > 1:
+        raise ParallelConfigError(
+            f"{caller}: num_distributed_optimizer_instances is {ddp_config.num_distributed_optimizer_instances} with "
+            "a pg_collection; give a mesh (replicate, shard) as process_group, or the groups of core.parallel_state"
+        )
+    group = pg_collection.dp_cp or pg_collection.dp
+    if group is None:
+        raise ParallelConfigError(f"{caller}: pg_collection has neither dp_cp nor dp; set dp_cp, the replicas' ranks")
+    return group
 
 
 def resolve_instance_groups(

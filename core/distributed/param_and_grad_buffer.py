@@ -45,6 +45,7 @@ class Bucket:
 
     Attributes:
         params: its parameters, in the order in which they lie.
+        layout: its place in the buffer, and theirs in it.
         offset: its first element in the buffer.
         numel: its elements, padding included, a multiple of the number of shards.
         param_data: `[numel]`, of which the parameters are views; None where parameters keep their own memory.
@@ -55,6 +56,7 @@ class Bucket:
 
     def __init__(self, buffer: ParamAndGradBuffer, layout: BucketLayout) -> None:
         self.buffer = buffer
+        self.layout = layout
         self.offset, self.numel = layout.start, layout.end - layout.start
         members = [buffer.params[index] for index in layout.members]
         names = [buffer.names[index] for index in layout.members]
@@ -78,6 +80,21 @@ class Bucket:
     @property
     def params(self) -> list[nn.Parameter]:
         return list(self._slots)
+
+    @property
+    def params_list(self) -> list[nn.Parameter]:
+        """`params`, by Megatron-LM's name."""
+        return self.params
+
+    @property
+    def param_to_index(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """`range_of` every parameter."""
+        return {param: (slot.start, slot.end) for param, slot in self._slots.items()}
+
+    @property
+    def numel_unpadded(self) -> int:
+        """Elements up to the end of the last parameter, with the gaps between parameters."""
+        return max(slot.end for slot in self._slots.values())
 
     @property
     def slots(self) -> list[GradSlot]:
@@ -279,6 +296,15 @@ class ParamAndGradBuffer:
         if self.param_data is not None:
             self._adopt_params(self.param_data)
 
+    @property
+    def param_index_map(self) -> dict[nn.Parameter, tuple[int, int, int]]:
+        """``(start, end, number of the bucket)`` of each parameter in the buffer."""
+        return {
+            param: (*self.ranges[param], number)
+            for number, bucket in enumerate(self.buckets)
+            for param in bucket.params
+        }
+
     def _adopt_params(self, data: Tensor) -> None:
         """Moves values over one parameter at a time, so that no second copy of the model exists at any moment."""
         for bucket in self.buckets:
@@ -287,3 +313,11 @@ class ParamAndGradBuffer:
             view = data[start:end].view(param.shape)
             view.copy_(param.detach())
             param.data = view
+
+
+def parameters_alone(params: Sequence[nn.Parameter]) -> list[int]:
+    """Indices of those that have a bucket of their own where buckets are sharded.
+
+    As in Megatron-LM, weights that carry ``shared_embedding``: those are read outside their module too.
+    """
+    return [index for index, param in enumerate(params) if getattr(param, "shared_embedding", False)]

@@ -18,6 +18,7 @@ from .. import device, parallel_state
 from ..errors import ParallelConfigError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
 from ..warn import warn_once
@@ -34,7 +35,7 @@ from .fsdp_state import (
     shard_tensors,
     whole_gradients,
 )
-from .instance_groups import Ranks, check_instances_of_mesh
+from .instance_groups import Ranks, check_instances_of_mesh, ranks_of
 from .mesh_axes import whole_group
 from .sharded_model import ShardedModel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
@@ -71,6 +72,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism,
             two-dimensional with several optimizer instances.
+        pg_collection: process groups, of which `dp_cp` (or `dp`) is what `process_group` says.
 
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.
@@ -85,7 +87,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
         disable_bucketing: bool = False,
         process_group: Ranks | None = None,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
+        process_group = ranks_of(type(self).__name__, ddp_config, pg_collection, process_group)
         settings = _fsdp2_settings(ddp_config)
         mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
         super().__init__(config, module, ddp_config, process_group)

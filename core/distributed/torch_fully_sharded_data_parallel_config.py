@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ParallelConfigError
+from ..foreign_arguments import ForeignFields, takes_foreign_fields
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .dtypes import Dtype, as_dtype
 from .resharding import parse_overrides
 
 
+@takes_foreign_fields(ForeignFields())
 @dataclass(kw_only=True)
 class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
     """Settings of :class:`TorchFullyShardedDataParallel`; giving one to `wrap_model` chooses that wrapper.

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -24,6 +25,7 @@ def wrap_model(
     ddp_config: DistributedDataParallelConfig,
     *,
     process_group: Ranks | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
     sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
     disable_bucketing: bool = False,
 ) -> _BaseDataParallel:
@@ -34,10 +36,15 @@ def wrap_model(
 
     Args:
         process_group: the ranks, or a mesh of them; as the wrappers take it.
+        pg_collection: the same in Megatron-LM's form.
         sub_modules_to_wrap: classes of units, where the wrapper has units.
         disable_bucketing: as the wrappers take it.
     """
-    common: dict[str, Any] = {"process_group": process_group, "disable_bucketing": disable_bucketing}
+    common: dict[str, Any] = {
+        "process_group": process_group,
+        "pg_collection": pg_collection,
+        "disable_bucketing": disable_bucketing,
+    }
     if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
         return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
     if ddp_config.sharding_strategy == "optim_grads_params":

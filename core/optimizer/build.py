@@ -11,6 +11,8 @@ from torch import nn
 from ..distributed import DistributedDataParallel, _BaseDataParallel
 from ..distributed.optimizer_guard import is_sharded_by_buffers
 from ..errors import ConfigError, OptimizerError
+from ..foreign_arguments import refuse
+from ..process_groups_config import ProcessGroupCollection
 from .clip_grads import GradientStatistics
 from .distrib_optimizer import DistributedOptimizer, collect_main_ranges
 from .grad_scaler import build_grad_scaler
@@ -24,10 +26,14 @@ from .update_rules import build_update_rule
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
+    config_overrides: None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+    dump_param_to_param_group_map: None = None,
+    *,
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
-    *,
     tp_group: dist.ProcessGroup | None = None,
 ) -> MegatronOptimizer:
     """Builds the optimizer of a model, which may be wrapped and sharded, and must be on its device.
@@ -38,6 +44,10 @@ def get_megatron_optimizer(
     Args:
         config: the update rule and its constants.
         model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
+        config_overrides: Megatron-LM's settings of single parameters; None alone, see the next three arguments.
+        use_gloo_process_groups: Megatron-LM's; optimizers here use the groups of the wrappers.
+        pg_collection: process groups, of which `tp` is what `tp_group` says.
+        dump_param_to_param_group_map: Megatron-LM's; None alone.
         no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
             and parameters of at most one dimension.
         scale_lr_cond: whether a parameter's learning rate is multiplied by `lr_mult`.
@@ -46,11 +56,23 @@ def get_megatron_optimizer(
             :mod:`core.parallel_state`, where it is initialised.
 
     Raises:
-        ConfigError: settings that contradict each other or the model.
+        ConfigError: settings that contradict each other or the model, or an argument that takes None alone.
         OptimizerError: parameters that cannot be updated.
     """
     if isinstance(model_chunks, nn.Module):  # a Sequential would pass for a list of its layers
         raise ConfigError("model_chunks is a module; it takes a list of modules, [model] for a single one")
+    refuse(
+        "get_megatron_optimizer",
+        ConfigError,
+        config_overrides=(
+            config_overrides,
+            None,
+            "give no_weight_decay_cond, or scale_lr_cond with lr_mult, by their names",
+        ),
+        dump_param_to_param_group_map=(dump_param_to_param_group_map, None, "read the optimizer's param_groups"),
+    )
+    if tp_group is None and pg_collection is not None:
+        tp_group = pg_collection.tp
     sharding = _wrappers_that_shard_state(config, model_chunks)
     if sharding:
         params = collect_main_ranges(model_chunks, sharding)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..dist_checkpointing.flat_range import flat_range_view
-from ..distributed import DistributedDataParallel
-from ..distributed.param_and_grad_buffer import Bucket
+from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
+from ..distributed.buffer_layout import FullParamLayout, lay_out
+from ..distributed.param_and_grad_buffer import Bucket, parameters_alone
 from ..errors import OptimizerError
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer
@@ -79,6 +80,40 @@ class DistributedOptimizer(MegatronOptimizer):
     def __init__(self, *args: Any, wrappers: Sequence[DistributedDataParallel]) -> None:
         super().__init__(*args)
         self._wrappers = wrappers
+
+    @staticmethod
+    def compute_full_param_layout(
+        params: Sequence[nn.Parameter],
+        bucket_size: int | None,
+        data_parallel_world_size: int,
+        ddp_config: DistributedDataParallelConfig,
+    ) -> FullParamLayout:
+        """Where a wrapper that shards will put these parameters, before anything is allocated.
+
+        Args:
+            params: those of the model that require gradients, in order.
+            bucket_size: elements; None means one bucket for each dtype.
+            data_parallel_world_size: ranks that share a bucket.
+            ddp_config: the wrapper's settings.
+        """
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for param in reversed(params):
+            kinds.setdefault((param.dtype, param.device), []).append(param)
+        return FullParamLayout(
+            tuple(
+                tuple(
+                    lay_out(
+                        [param.numel() for param in of_kind],
+                        dp_size=data_parallel_world_size,
+                        bucket_size=bucket_size,
+                        num_buckets=ddp_config.num_buckets,
+                        for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+                        alone=parameters_alone(of_kind),
+                    )
+                )
+                for of_kind in kinds.values()
+            )
+        )
 
     def _publish_parameters(self) -> None:
         super()._publish_parameters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..errors import CheckpointError, ConfigError
@@ -237,3 +238,11 @@ def _or_default(param_group: dict[str, Any], name: str, default: float) -> float
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
         raise ConfigError(f"{name} is {value!r}; {rule}")
+
+
+def get_canonical_lr_for_logging(param_groups: Sequence[Mapping[str, Any]]) -> float | None:
+    """The learning rate of the first group that has the settings of the config, and none of its own.
+
+    Such a group has ``default_config``. None where there is no such group, or it has no learning rate yet.
+    """
+    return next((group.get("lr") for group in param_groups if group.get("default_config")), None)

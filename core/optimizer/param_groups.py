@@ -52,7 +52,8 @@ def build_param_groups(
     `no_weight_decay_cond` says which parameters are spared weight decay; by default biases and parameters of at most
     one dimension (norms). `scale_lr_cond` says which have their learning rate multiplied by `lr_mult`.
 
-    A group carries its multipliers ``wd_mult`` and ``lr_mult``, and ``max_lr`` and ``min_lr`` for the scheduler.
+    A group carries its multipliers ``wd_mult`` and ``lr_mult``, ``max_lr`` and ``min_lr`` for the scheduler, and
+    ``default_config``, whether no multiplier of its own makes it differ from the config.
 
     Raises:
         ConfigError: no learning rate, or an `lr_mult` that applies to nothing.
@@ -70,6 +71,7 @@ def build_param_groups(
             (wd, scale),
             {
                 "params": [],
+                "default_config": wd == 1.0 and scale == 1.0,
                 "wd_mult": wd,
                 "lr_mult": scale,
                 "lr": config.lr * scale,

@@ -30,9 +30,27 @@ class MegatronModule(nn.Module):
         """What a checkpoint holds of this module: its `state_dict`."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
+    def set_is_first_microbatch(self) -> None:
+        """Tells modules of a script's own that keep quantised weights (``is_first_microbatch``) to make them anew.
+
+        As in Megatron-LM only where the config says that weights are quantised, which no module here does.
+        """
+        if any(getattr(self.config, name, None) for name in ("fp8", "fp4", "quant_recipe", "use_kitchen")):
+            for module in self.modules():
+                if hasattr(module, "is_first_microbatch"):
+                    module.is_first_microbatch = True  # type: ignore[assignment]
+
+
+def mark_keep_in_fp32(parameter: nn.Parameter) -> nn.Parameter:
+    """Marks a parameter that `Float16Module` leaves in its dtype, and returns it."""
+    parameter.keep_in_fp32 = True  # type: ignore[attr-defined]
+    return parameter
+
 
 class Float16Module(MegatronModule):
     """`module` computing in fp16 or bf16: parameters cast once, floating inputs cast in, outputs cast to fp32.
+
+    Parameters under :func:`mark_keep_in_fp32` stay as they are.
 
     The parameters stay the same objects with the attributes they carry, so that an optimizer or a wrapper made
     before still holds them. Buffers keep their dtype. State dicts have the module's own names.
@@ -49,13 +67,22 @@ class Float16Module(MegatronModule):
         super().__init__(config)
         self.module = module
         for parameter in module.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and not getattr(parameter, "keep_in_fp32", False):
                 parameter.data = parameter.data.to(config.compute_dtype)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward: fp32 inputs in the compute dtype, outputs in fp32, also inside containers."""
-        args, kwargs = _cast((args, kwargs), (torch.float32,), self.config.compute_dtype)
-        return _cast(self.module(*args, **kwargs), (torch.float16, torch.bfloat16), torch.float32)
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """The module's forward: fp32 inputs in the compute dtype, outputs in fp32, also inside containers.
+
+        Args:
+            fp32_output: False leaves the outputs in their dtype.
+        """
+        inputs, kwargs = _cast((inputs, kwargs), (torch.float32,), self.config.compute_dtype)
+        outputs = self.module(*inputs, **kwargs)
+        return _cast(outputs, (torch.float16, torch.bfloat16), torch.float32) if fp32_output else outputs
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """The module's, as `GPTModel.set_input_tensor`."""
+        self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's, without a prefix of this wrapper."""

@@ -222,8 +222,8 @@ class GPTModel(LanguageModule):
         hidden_states = decoder_input
         if decoder_input is not None and decoder_input.shape[-1:] != (self.config.hidden_size,):
             raise DataError(
-                f"decoder_input has shape {list(decoder_input.shape)}; as in Megatron-LM the fourth argument is hidden "
-                f"states [s, b, {self.config.hidden_size}], and labels are the fifth: give labels by name"
+                f"decoder_input has shape {list(decoder_input.shape)}; as in Megatron-LM the fourth argument is "
+                f"hidden states [s, b, {self.config.hidden_size}], and labels are the fifth: give labels by name"
             )
         if hidden_states is None and self.embedding is not None:
             hidden_states = self.embedding(input_ids, position_ids)  # [s, b, h]

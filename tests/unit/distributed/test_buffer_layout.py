@@ -46,3 +46,8 @@ def test_high_bus_bandwidth_needs_a_large_power_of_two():
 def test_the_default_bucket_grows_with_the_ranks_that_share_it():
     assert default_bucket_size(8) == 40_000_000
     assert default_bucket_size(64) == 64_000_000
+
+
+def test_some_parameters_have_a_bucket_of_their_own():
+    assert [layout.members for layout in lay_out(SIZES, dp_size=2, alone=[0])] == [(0,), (1, 2, 3, 4, 5)]
+    assert [layout.members for layout in lay_out(SIZES, dp_size=2, alone=[3])] == [(0, 1, 2), (3,), (4, 5)]

@@ -53,6 +53,7 @@ def test_biases_and_vectors_are_spared_weight_decay():
     assert spared == ["bias", "norm.weight", "norm.bias", "head.bias"]
     assert decayed == ["embedding.weight"]
     assert no_decay == {
+        "default_config": False,
         "wd_mult": 0.0,
         "lr_mult": 1.0,
         "lr": 1e-3,
@@ -60,7 +61,7 @@ def test_biases_and_vectors_are_spared_weight_decay():
         "max_lr": 1e-3,
         "min_lr": 1e-5,
     }
-    assert decay == no_decay | {"wd_mult": 1.0, "weight_decay": 0.1}
+    assert decay == no_decay | {"default_config": True, "wd_mult": 1.0, "weight_decay": 0.1}
 
 
 def test_empty_groups_do_not_appear():

@@ -8,8 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.errors import ConfigError, DataError, ParallelConfigError
-from core.models.gpt import GPTModel, gpt_model
+from core.models.gpt import GPTModel, get_gpt_layer_local_spec, gpt_model
 from core.transformer import TransformerConfig, materialize
+from core.transformer.mlp import MLP
+from core.transformer.norms import RMSNorm
+from core.transformer.spec_utils import ModuleSpec
+from core.transformer.transformer_block import TransformerBlockSubmodules
 from tests.unit._spawn import run_distributed
 from tests.unit.models._cases import BATCH, CASES, LENGTH, VOCAB, Case, batch, build, relative_error
 from tests.unit.models._reference import fp64_parameters, reference_losses
@@ -297,7 +301,10 @@ def test_without_initialization_nothing_is_filled_and_the_draw_is_the_same(monke
 def _refuses_groups_of_another_degree() -> None:
     small = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     for sizes, said in (
-        ({"pipeline_model_parallel_size": 2}, "initialised with pipeline_model_parallel_size 2, but GPTModel supports only 1"),
+        (
+            {"pipeline_model_parallel_size": 2},
+            "initialised with pipeline_model_parallel_size 2, but GPTModel supports only 1",
+        ),
         ({"context_parallel_size": 2}, "config.context_parallel_size is 1, but .* groups of 2"),
     ):
         parallel_state.initialize_model_parallel(**sizes)
@@ -356,7 +363,7 @@ def test_a_spec_may_name_other_classes():
     with pytest.raises(ConfigError, match="layer_specs has 1 entries, and num_layers is 2"):
         GPTModel(config(), TransformerBlockSubmodules([spec]), VOCAB, LENGTH)
     spec.submodules.mlp_bda = torch.add
-    with pytest.raises(ParallelConfigError, match="mlp_bda .* the layer adds the branch"):
+    with pytest.raises(ParallelConfigError, match=r"mlp_bda .* the layer adds the branch"):
         GPTModel(config(), spec, VOCAB, LENGTH)
 
 
@@ -377,7 +384,7 @@ def test_the_ends_of_a_model_may_be_left_out():
     assert torch.equal(last(ids), expected)
     hidden = first(ids)
     assert torch.equal(whole.output_layer(whole.decoder.final_layernorm(hidden))[0].transpose(0, 1), expected)
-    with pytest.raises(ParallelConfigError, match="share_embeddings_and_output_weights .* without pre_process"):
+    with pytest.raises(ParallelConfigError, match=r"share_embeddings_and_output_weights .* without pre_process"):
         GPTModel(config(), None, VOCAB, LENGTH, pre_process=False, share_embeddings_and_output_weights=True)
 
 
@@ -395,5 +402,5 @@ def test_what_a_model_lacks_is_refused_by_megatrons_name(given, message):
         GPTModel(config(), None, VOCAB, LENGTH, **given)
     model = GPTModel(config(), None, VOCAB, LENGTH)
     ids, _ = batch()
-    with pytest.raises(ParallelConfigError, match="packed_seq_params .* document_starts"):
+    with pytest.raises(ParallelConfigError, match=r"packed_seq_params .* document_starts"):
         model(ids, packed_seq_params=object())

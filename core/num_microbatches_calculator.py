@@ -1,0 +1,129 @@
+"""How many micro-batches make a step: Megatron-LM's global calculator, for a batch of constant size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ConfigError, ParallelConfigError
+from .foreign_arguments import refuse
+
+
+@dataclass(frozen=True)
+class _Batch:
+    global_batch_size: int
+    running_global_batch_size: int
+    micro_batch_size: int
+    num_microbatches: int
+
+
+_batch: _Batch | None = None
+"""Set by `init_num_microbatches_calculator`, cleared by `unset_num_microbatches_calculator`."""
+
+
+def init_num_microbatches_calculator(
+    rank: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+) -> None:
+    """Sets the sizes of this process's training.
+
+    Args:
+        rank: Megatron-LM's, for its log; not read.
+        global_batch_size: samples of a step, over all ranks.
+        micro_batch_size: samples of a micro-batch of one rank.
+        data_parallel_size: ranks that see different samples.
+        decrease_batch_size_if_needed: round the global batch down to whole micro-batches of all ranks.
+        step_batch_size_schedule: Megatron-LM's; None alone.
+        seq_length: read with a schedule alone.
+
+    Raises:
+        ConfigError: sizes that were set already, or below one.
+        ParallelConfigError: a global batch that does not divide, or a schedule.
+    """
+    if _batch is not None:
+        raise ConfigError("the number of micro-batches is set already; call unset_num_microbatches_calculator() first")
+    reconfigure_num_microbatches_calculator(
+        rank,
+        global_batch_size,
+        micro_batch_size,
+        data_parallel_size,
+        decrease_batch_size_if_needed,
+        step_batch_size_schedule,
+        seq_length,
+    )
+
+
+def reconfigure_num_microbatches_calculator(
+    rank: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+    step_batch_size_schedule: str | None = None,
+    seq_length: int | None = None,
+) -> None:
+    """:func:`init_num_microbatches_calculator` once more, with other sizes."""
+    global _batch
+    caller = "init_num_microbatches_calculator"
+    refuse(caller, step_batch_size_schedule=(step_batch_size_schedule, None, "the batch has one size"))
+    sizes = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "data_parallel_size": data_parallel_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{caller}: {name} is {size}; it takes a positive number")
+    together = micro_batch_size * data_parallel_size
+    running = global_batch_size // together * together
+    if running != global_batch_size and not decrease_batch_size_if_needed:
+        raise ParallelConfigError(
+            f"{caller}: global_batch_size {global_batch_size} is not divisible by micro_batch_size {micro_batch_size} "
+            f"x data_parallel_size {data_parallel_size}; change one, or set decrease_batch_size_if_needed"
+        )
+    if running == 0:
+        raise ParallelConfigError(f"{caller}: global_batch_size {global_batch_size} is below {together}, one of each")
+    _batch = _Batch(global_batch_size, running, micro_batch_size, running // together)
+
+
+def unset_num_microbatches_calculator() -> None:
+    """Forgets the sizes."""
+    global _batch
+    _batch = None
+
+
+destroy_num_microbatches_calculator = unset_num_microbatches_calculator
+
+
+def _sizes() -> _Batch:
+    if _batch is None:
+        raise ConfigError("the number of micro-batches is not set; call init_num_microbatches_calculator() first")
+    return _batch
+
+
+def get_num_microbatches() -> int:
+    """Micro-batches of a step."""
+    return _sizes().num_microbatches
+
+
+def get_micro_batch_size() -> int:
+    """Samples of a micro-batch of one rank."""
+    return _sizes().micro_batch_size
+
+
+def get_current_global_batch_size() -> int:
+    """Samples of a step, as given."""
+    return _sizes().global_batch_size
+
+
+def get_current_running_global_batch_size() -> int:
+    """Samples of a step, rounded down where that was allowed."""
+    return _sizes().running_global_batch_size
+
+
+def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
+    """Nothing: the batch has one size."""
