@@ -81,9 +81,9 @@ class ProcessGroupCollection:
     intra_dist_opt: Group = None
     """Every rank of an optimizer instance."""
 
-    def __init__(self, **groups: Group | list[ProcessGroup]) -> None:
-        _check_names(groups)
-        vars(self).update(groups)
+    def __init__(self, **kwargs: Group | list[ProcessGroup]) -> None:
+        _check_names(kwargs)
+        vars(self).update(kwargs)
 
     def __repr__(self) -> str:
         groups = {name: group for name, group in vars(self).items() if isinstance(group, ProcessGroup)}

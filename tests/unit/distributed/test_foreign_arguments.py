@@ -1,0 +1,178 @@
+"""Megatron-LM's arguments of wrappers, of `finalize_model_grads` and of optimizers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
+from core.errors import ConfigError, ParallelConfigError
+from core.hyper_comm_grid import HyperCommGrid
+from core.model_parallel_config import ModelParallelConfig
+from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.process_groups_config import ProcessGroupCollection
+from core.tensor_parallel import RowParallelLinear
+from tests.unit._spawn import run_distributed
+
+CONFIG = SimpleNamespace()
+SETTINGS = {
+    "ddp": DistributedDataParallelConfig(),
+    "zero1": DistributedDataParallelConfig(use_distributed_optimizer=True),
+    "zero2": DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads"),
+    "fsdp2": TorchFullyShardedDataParallelConfig(),
+}
+
+
+class _Normed(nn.Module):
+    """A weight that tensor-parallel ranks hold alike and use on different tokens, beside a layer with their group."""
+
+    def __init__(self, layer_group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.gain.sequence_parallel = True
+        self.row = None
+        if layer_group is not None:
+            config = ModelParallelConfig(2, sequence_parallel=True)
+            self.row = RowParallelLinear(4, 4, config=config, init_method=nn.init.zeros_, tp_group=layer_group)
+
+
+def _sums(setting: str, way: str) -> None:
+    """Two tensor-parallel ranks, each alone among its replicas, and no `parallel_state`."""
+    assert not parallel_state.is_initialized()
+    grid = HyperCommGrid([2, 1], ["tp", "dp"])
+    tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
+    model = wrap_model(_Normed(tp if way == "layers" else None), CONFIG, SETTINGS[setting], process_group=dp)
+    ways = {"tp_group": {"tp_group": tp}, "pg_collection": {"pg_collection": ProcessGroupCollection(tp=tp)}}
+    (model.module.gain.sum() * (dist.get_rank() + 1.0)).backward()
+    if way == "nothing":
+        with pytest.raises(ParallelConfigError, match=r"the gradient of gain is a partial sum .* give .*tp_group"):
+            finalize_model_grads([model])
+        return
+    finalize_model_grads([model], **ways.get(way, {}))
+    gradient = model.local_gradient(model.module.gain)
+    assert torch.equal(gradient, torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("setting", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("way", ["tp_group", "pg_collection", "layers", "nothing"])
+def test_sequence_parallel_gradients_are_summed_without_parallel_state_or_refused(setting, way):
+    run_distributed(_sums, 2, setting, way)
+
+
+def _collections() -> None:
+    parallel_state.initialize_model_parallel()
+    whole = dist.group.WORLD
+    for setting, kind in (("ddp", DistributedDataParallel), ("fsdp2", TorchFullyShardedDataParallel)):
+        config = SETTINGS[setting]
+        for groups in (ProcessGroupCollection(dp_cp=whole), ProcessGroupCollection(dp=whole)):
+            assert kind(CONFIG, config, nn.Linear(2, 2), pg_collection=groups).process_group is whole
+            assert wrap_model(nn.Linear(2, 2), CONFIG, config, pg_collection=groups).process_group is whole
+        with pytest.raises(ParallelConfigError, match=r"pg_collection is a ProcessGroup.*goes to process_group"):
+            kind(CONFIG, config, nn.Linear(2, 2), pg_collection=whole)
+        with pytest.raises(ParallelConfigError, match="pg_collection has neither dp_cp nor dp"):
+            kind(CONFIG, config, nn.Linear(2, 2), pg_collection=ProcessGroupCollection())
+        with pytest.raises(ParallelConfigError, match="both given"):
+            kind(CONFIG, config, nn.Linear(2, 2), pg_collection=ProcessGroupCollection(dp=whole), process_group=whole)
+
+
+def test_wrappers_take_a_collection_of_groups():
+    run_distributed(_collections, 2)
+
+
+def _layouts() -> None:
+    parallel_state.initialize_model_parallel()
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=100, overlap_grad_reduce=True)
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+    model[0].weight.shared_embedding = True
+    layout = DistributedOptimizer.compute_full_param_layout(list(model.parameters()), 100, 2, config)
+    wrapped = DistributedDataParallel(CONFIG, config, model, full_param_layout=layout)
+    (buffer,) = wrapped.buffers
+    sizes = [[param.numel() for param in bucket.params_list] for bucket in buffer.buckets]
+    assert sizes == [[10, 100], [10], [100]]  # the marked weight alone
+    for bucket in buffer.buckets:
+        for param in bucket.params_list:
+            start, end, number = buffer.param_index_map[param]
+            assert buffer.buckets[number] is bucket
+            assert bucket.param_to_index[param] == (start - bucket.offset, end - bucket.offset)
+        assert bucket.numel_unpadded == max(end for _, end in bucket.param_to_index.values())
+    assert [group.params for group in wrapped.bucket_groups] == [bucket.params for bucket in buffer.buckets]
+    other = DistributedOptimizer.compute_full_param_layout(list(model.parameters()), 50, 2, config)
+    with pytest.raises(ParallelConfigError, match="full_param_layout is not the layout"):
+        DistributedDataParallel(CONFIG, config, nn.Sequential(nn.Linear(10, 10)), full_param_layout=other)
+    wrapped.free_overlap_buffers()
+    assert not wrapped.expert_parallel_buffers and not wrapped.expert_parallel_bucket_groups
+
+
+def test_layouts_are_known_before_there_are_buffers():
+    run_distributed(_layouts, 2)
+
+
+def _whole_gradients() -> None:
+    parallel_state.initialize_model_parallel()
+    model = wrap_model(nn.Linear(4, 4, bias=False), CONFIG, SETTINGS["zero1"])
+    (model.module.weight.sum() * (dist.get_rank() + 1.0)).backward()
+    finalize_model_grads([model], None, None, True)
+    assert torch.equal(model.module.weight.main_grad, torch.full((4, 4), 1.5))  # both halves, on either rank
+
+
+def test_whole_gradients_where_asked():
+    run_distributed(_whole_gradients, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_megatron_fsdp": True}, "DistributedDataParallelConfig: use_megatron_fsdp is True.*TorchFullySharded"),
+        ({"param_name_patterns_for_fp32_local_accumulation": ("all",)}, "set grad_reduce_in_fp32"),
+        ({"fp8_param_gather": True}, "fp8_param_gather"),
+    ],
+)
+def test_settings_of_wrappers_that_are_refused(given, message):
+    for kind in (DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig):
+        with pytest.raises(ConfigError, match=message.replace("DistributedDataParallelConfig", kind.__name__)):
+            kind(**given)
+    assert DistributedDataParallelConfig(True, True).overlap_grad_reduce
+
+
+def test_settings_of_optimizers():
+    with pytest.raises(ConfigError, match=r"OptimizerConfig: decoupled_lr is 0.1.*scale_lr_cond"):
+        OptimizerConfig(decoupled_lr=0.1)
+    with pytest.warns(UserWarning, match="OptimizerConfig ignores params_dtype"):
+        config = OptimizerConfig(lr=0.1, params_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"config_overrides is .*no_weight_decay_cond"):
+        get_megatron_optimizer(config, [nn.Linear(2, 2)], {})
+    with pytest.raises(ImportError, match=r"ChainedOptimizer: one optimizer updates all chunks"):
+        from core.optimizer import ChainedOptimizer  # noqa: F401
+
+
+def _grid() -> None:
+    with pytest.raises(ParallelConfigError, match="a grid of 4 ranks from rank 0 on does not fit 2"):
+        HyperCommGrid([2, 2], ["tp", "dp"])
+    grid = HyperCommGrid([1, 2], ["tp", "dp"])
+    assert grid.get_rank_enum("dp") == [[0, 1]] and grid.get_rank_enum(["dp", "tp"]) == [[0, 1]]
+    group = grid.create_pg("dp")
+    assert group.size() == 2 and grid.get_pg("dp") is group
+    for refused, message in (
+        (lambda: grid.create_pg("dp"), "exist already"),
+        (lambda: grid.get_pg("tp"), "no groups"),
+    ):
+        with pytest.raises(ParallelConfigError, match=message):
+            refused()
+    with pytest.raises(ParallelConfigError, match="no axis 'pp'"):
+        grid.create_pg("pp")
+
+
+def test_groups_along_the_axes_of_a_grid():
+    run_distributed(_grid, 2)
