@@ -14,7 +14,7 @@ from .rank_generator import rank_groups
 
 
 class HyperCommGrid:
-    """A world cut along named axes, the first of which has stride 1.
+    """A world cut along named axes, whose first has stride 1.
 
         grid = HyperCommGrid([2, 4], ["tp", "dp"])
         tp, dp = grid.create_pg("tp"), grid.create_pg("dp")

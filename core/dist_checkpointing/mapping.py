@@ -13,6 +13,6 @@ __getattr__ = absent_names(
         "ShardedObject": _DTENSORS,
         "ShardedStateDict": _DTENSORS,
         "ShardedTensorFactory": _DTENSORS,
-        "LocalNonpersistentObject": "save takes metadata beside the tensors",
+        "LocalNonpersistentObject": "save takes metadata next to the tensors",
     },
 )

@@ -72,7 +72,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism,
             two-dimensional with several optimizer instances.
-        pg_collection: process groups, of which `dp_cp` (or `dp`) is what `process_group` says.
+        pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
 
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.

@@ -348,7 +348,7 @@ def test_a_spec_of_the_same_classes_is_the_same_model():
 
 
 class _Halved(MLP):
-    """As an MLP of Megatron-LM's, which returns a bias beside its output."""
+    """As an MLP of Megatron-LM's, which also returns a bias."""
 
     def forward(self, hidden_states):
         return super().forward(hidden_states) / 2, torch.ones(1)
@@ -408,12 +408,12 @@ def test_what_a_model_lacks_is_refused_by_megatrons_name(given, message):
         model(ids, packed_seq_params=object())
 
 
-def test_what_a_model_computes_is_told_as_it_was_built():
+def test_what_a_model_computes_is_described_as_it_was_built():
     model = GPTModel(
         config(), None, VOCAB, LENGTH, position_embedding_type="rope", rotary_base=500, rotary_percent=0.5
     )
-    told = architecture_of(model)
-    assert (told["rotary_base"], told["rotary_percent"]) == (500.0, 0.5)
+    found = architecture_of(model)
+    assert (found["rotary_base"], found["rotary_percent"]) == (500.0, 0.5)
     with pytest.raises(CheckpointError, match=r"layer 0 of the model was built by a transformer_layer_spec"):
         architecture_of(GPTModel(config(), get_gpt_layer_local_spec(normalization="RMSNorm"), VOCAB, LENGTH))
     named = GPTModel(config(activation_func=torch.sin), None, VOCAB, LENGTH)
