@@ -20,4 +20,5 @@ def absent_names(module: str, remedies: Mapping[str, str]) -> Callable[[str], No
             raise ImportError(f"{module} has no {name}: {remedies[name]}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
+    getattribute.remedies = remedies  # type: ignore[attr-defined]  # for the page that lists them
     return getattribute

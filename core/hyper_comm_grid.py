@@ -14,7 +14,7 @@ from .rank_generator import rank_groups
 
 
 class HyperCommGrid:
-    """A world cut along named axes, the first of which has stride 1.
+    """A world cut along named axes, whose first has stride 1.
 
         grid = HyperCommGrid([2, 4], ["tp", "dp"])
         tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
@@ -48,12 +48,12 @@ class HyperCommGrid:
         self.rank_offset, self.backend = rank_offset, backend
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
 
-    def create_pg(self, dims: str | Sequence[str], **options: Any) -> ProcessGroup | None:
+    def create_pg(self, dims: str | Sequence[str], **kwargs: Any) -> ProcessGroup | None:
         """Makes the groups along one or several axes; all ranks of the world call it in the same order.
 
         Args:
             dims: one name, or several.
-            options: of `torch.distributed.new_group`.
+            kwargs: of `torch.distributed.new_group`.
 
         Returns:
             This rank's group; None for a rank outside the grid.
@@ -66,7 +66,7 @@ class HyperCommGrid:
             raise ParallelConfigError(f"groups along {'-'.join(key)} exist already; get_pg returns this rank's")
         self._groups[key] = None
         for ranks in self.get_rank_enum(dims):
-            group = dist.new_group(ranks, backend=self.backend, **options)
+            group = dist.new_group(ranks, backend=self.backend, **kwargs)
             if dist.get_rank() in ranks:
                 self._groups[key] = group
         return self._groups[key]

@@ -89,7 +89,7 @@ def initialize_model_parallel(
 
     The arguments and their order are Megatron-LM's. Refused, with the argument's name: interleaved pipeline stages,
     hierarchical or hybrid context parallelism, weights rematerialised over a group, other ranks of embeddings, and
-    groups over a part of the world. Settings of communicators (SHARP, NCCL's options, streams, Gloo groups beside
+    groups over a part of the world. Settings of communicators (SHARP, NCCL's options, streams, Gloo groups next to
     NCCL's) change no number: they are ignored, with one warning that names them.
 
     Raises:
@@ -468,7 +468,7 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
 def get_all_ranks() -> str:
     """This rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
     tensor, *others = (_rank(kind, uninitialized=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
-    rematerialised = 0  # the place among ranks that rematerialise weights, of which there are none
+    rematerialised = 0  # no ranks rematerialise weights
     return "_".join(map(str, (tensor, rematerialised, *others)))
 
 

@@ -77,7 +77,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient, of which nothing may remain (`ParallelConfigError`)."""
+    """The quotient; raises ParallelConfigError for a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -161,7 +161,7 @@ def get_batch_on_this_cp_rank(
         return batch
     if batch.get("attention_mask") is not None:
         raise ParallelConfigError(
-            f"{caller}: attention_mask has s x s elements, of which no rank needs a part; give document_starts"
+            f"{caller}: attention_mask has s x s elements, and no rank needs a part of it; give document_starts"
         )
     return {key: None if tensor is None else own_chunks(tensor) for key, tensor in batch.items()}
 

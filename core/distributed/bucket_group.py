@@ -294,7 +294,7 @@ class BucketGroup:
                 end_pending(self.bucket.params)
 
     def free_overlap_buffers(self) -> None:
-        """Megatron-LM's, before a checkpoint that is saved beside training: nothing is left under way.
+        """Megatron-LM's, before a checkpoint is saved while training goes on: waits for gathers.
 
         No memory is kept for a gather, which writes into the buffer.
         """

@@ -56,7 +56,7 @@ class DistributedDataParallel(_BaseDataParallel):
         ddp_config: the wrapper's settings.
         module: the model. Every rank's becomes that of the group's first; on the meta device it is materialized here.
         disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
-        pg_collection: process groups, of which `dp_cp` (or `dp`) is what `process_group` says.
+        pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
         full_param_layout: from `DistributedOptimizer.compute_full_param_layout`; it has to be what the wrapper
             computes itself.
         process_group: the ranks that hold replicas, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
@@ -404,7 +404,7 @@ class DistributedDataParallel(_BaseDataParallel):
             group.finish_param_sync()
 
     def free_overlap_buffers(self) -> None:
-        """Megatron-LM's, before a checkpoint that is saved beside training; see `BucketGroup.free_overlap_buffers`."""
+        """Waits for gathers, by Megatron-LM's name; see `BucketGroup.free_overlap_buffers`."""
         for group in self.bucket_groups:
             group.free_overlap_buffers()
 

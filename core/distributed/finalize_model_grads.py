@@ -33,7 +33,7 @@ def finalize_model_grads(
         model: the wrapped model, in the list that Megatron's interfaces take.
         num_tokens: this rank's count of the step's loss-carrying tokens, for ``config.calculate_per_token_loss``. It
             is summed over data and context parallel ranks here and not changed.
-        pg_collection: process groups, of which `tp` is what `tp_group` says; replicas are those of the wrapper.
+        pg_collection: process groups; its `tp` serves as `tp_group`, and replicas are those of the wrapper.
         force_all_reduce: leave whole gradients on every rank, where the wrapper keeps whole ones.
         tp_group: the ranks that hold the other parts of the model's matrices; by default those of
             `core.parallel_state`, or the one group that the model's layers were given.

@@ -37,6 +37,7 @@ from .fsdp_state import (
     shard_tensors,
     whole_gradients,
 )
+from .gradient_state import Phase
 from .instance_groups import Ranks, check_instances_of_mesh, ranks_of
 from .mesh_axes import whole_group
 from .sharded_model import ShardedModel
@@ -76,7 +77,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism,
             two-dimensional with several optimizer instances.
-        pg_collection: process groups, of which `dp_cp` (or `dp`) is what `process_group` says.
+        pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
 
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.
@@ -133,6 +134,13 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _open_reduced_gradients(self) -> bool:
         return self._adds_exactly or all(p.grad is None for p in self.module.parameters())
+
+    def check_may_step_directly(self, optimizer: str) -> None:
+        self._look_for_failures()
+        is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self._adds_exactly
+        if is_accumulating and not any(True for _ in whole_gradients(self.module)):
+            self.gradient_state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
+        super().check_may_step_directly(optimizer)
 
     def _look_for_failures(self) -> None:
         if self.sharded.recover():

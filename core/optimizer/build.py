@@ -46,7 +46,7 @@ def get_megatron_optimizer(
         model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
         config_overrides: Megatron-LM's settings of single parameters; None alone, see the next three arguments.
         use_gloo_process_groups: Megatron-LM's; optimizers here use the groups of the wrappers.
-        pg_collection: process groups, of which `tp` is what `tp_group` says.
+        pg_collection: process groups; its `tp` serves as `tp_group`.
         dump_param_to_param_group_map: Megatron-LM's; None alone.
         no_weight_decay_cond: whether a parameter, by name and full shape, is spared weight decay; by default biases
             and parameters of at most one dimension.

@@ -153,7 +153,7 @@ def model_parallel_cuda_manual_seed(
     etp_rank: int | None = None,
     force_reset_rng: bool = False,
 ) -> None:
-    """:func:`model_parallel_manual_seed` by Megatron-LM's name, on whatever device this process has.
+    """:func:`model_parallel_manual_seed` by Megatron-LM's name, on this process's device.
 
     Args:
         seed, tp_rank: as there.

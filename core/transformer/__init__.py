@@ -1,18 +1,28 @@
 """Transformer layers, pre-norm, tensor and sequence parallel, under the names of Megatron-LM's local layer spec."""
 
+from ..absent_names import absent_names
 from .context_parallel import own_chunks, own_positions
 from .module import Float16Module, MegatronModule, materialize
-from .transformer_block import TransformerBlock
+from .spec_utils import ModuleSpec, build_module
+from .transformer_block import TransformerBlock, TransformerBlockSubmodules
 from .transformer_config import TransformerConfig
-from .transformer_layer import TransformerLayer
+from .transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 __all__ = [
     "Float16Module",
     "MegatronModule",
+    "ModuleSpec",
     "TransformerBlock",
+    "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
+    "TransformerLayerSubmodules",
+    "build_module",
     "materialize",
     "own_chunks",
     "own_positions",
 ]
+
+__getattr__ = absent_names(
+    __name__, {"MLATransformerConfig": "layers here have multi-head or grouped-query attention; TransformerConfig"}
+)

@@ -1,4 +1,4 @@
-"""Kinds that Megatron-LM's modules are told by an enum."""
+"""Enums that Megatron-LM's modules take."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class ModuleSpec:
     """Its class, or where to import that from: (module, name)."""
 
     params: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the constructor, beside those that the module around it gives."""
+    """Arguments of the constructor, next to those that the enclosing module gives."""
 
     submodules: Any = None
     """What the constructor gets as `submodules`, where not None."""
@@ -49,7 +49,7 @@ def import_module(module_path: tuple[str, str]) -> Builder:
 
 
 def build_module(spec_or_module: ModuleSpec | Builder, *args: Any, **kwargs: Any) -> Any:
-    """Builds what a spec, a class or a function says, with these arguments besides the spec's own.
+    """Builds what a spec, a class or a function says, with these arguments and the spec's own.
 
     Raises:
         ConfigError: something else was given.

@@ -131,8 +131,8 @@ def _skipped_unit(reduce: Any, reached: Reached) -> Any:
 
 def _scaled_by(factor: float) -> Callable[[Any, Reached], Any]:
     def corrupt(finish: Any, reached: Reached) -> Any:
-        def patched(self: _BaseDataParallel, *args: Any) -> None:
-            finish(self, *args)
+        def patched(self: _BaseDataParallel, *args: Any, **kwargs: Any) -> None:
+            finish(self, *args, **kwargs)
             self.scale_gradients(factor)
             reached()
 

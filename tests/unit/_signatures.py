@@ -31,7 +31,7 @@ def rows() -> Iterator[Row]:
     """Every row of the page's tables of signatures."""
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip().replace("\\|", "|") for cell in line.strip().strip("|").split(" | ")]
-        if line.startswith("| `") and len(cells) == 4:
+        if line.startswith("| `") and len(cells) == 4 and cells[1].startswith("`"):
             yield Row(cells[0].strip("`"), cells[1].strip("`"), cells[2], cells[3])
 
 

@@ -11,8 +11,12 @@ from torch import nn
 
 from ...dist_checkpointing import model_state_dict
 from ...errors import CheckpointError
+from ...transformer.attention import SelfAttention
 from ...transformer.lora import is_adapter
+from ...transformer.mlp import MLP
+from ...transformer.norms import LayerNorm, RMSNorm
 from ...transformer.transformer_config import TransformerConfig
+from ...transformer.transformer_layer import TransformerLayer
 from ..common.embeddings.language_model_embedding import PositionEmbeddingType
 from .gpt_model import GPTModel
 
@@ -76,14 +80,43 @@ def gpt_of(model: nn.Module) -> GPTModel:
 
 
 def architecture_of(model: GPTModel) -> Architecture:
-    """What a model computes."""
+    """What a model computes.
+
+    Raises:
+        CheckpointError: its layers, by a spec of the caller's, are not those that its config describes.
+    """
+    _check_layers(model)
+    described = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
     return Architecture(
-        transformer={name: getattr(model.config, name) for name in TRANSFORMER_FIELDS},
+        transformer={**described, "rotary_percent": model.rotary_percent, "rotary_base": model.rotary_base},
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_sequence_length,
         tied=model.share_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,
     )
+
+
+def _check_layers(model: GPTModel) -> None:
+    config = model.config
+    norm = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    for number, layer in enumerate(model.decoder.layers):
+        attention = getattr(layer, "self_attention", None)
+        as_described = (
+            isinstance(layer, TransformerLayer)
+            and isinstance(attention, SelfAttention)
+            and isinstance(layer.mlp, MLP)
+            and isinstance(layer.input_layernorm, norm)
+            and isinstance(layer.pre_mlp_layernorm, norm)
+            and isinstance(attention.q_layernorm, norm)
+            == isinstance(attention.k_layernorm, norm)
+            == config.qk_layernorm
+        )
+        if not as_described:
+            raise CheckpointError(
+                f"layer {number} of the model was built by a transformer_layer_spec, and is not what its config says "
+                f"(normalization {config.normalization!r}, qk_layernorm {config.qk_layernorm}); only models that the "
+                "config describes are translated"
+            )
 
 
 def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -126,12 +126,12 @@ class GPTModel(LanguageModule):
                 self.embedding = LanguageModelEmbedding(
                     config, vocab_size, max_sequence_length, position_embedding_type
                 )
+            self.rotary_percent = config.rotary_percent if rotary_percent is None else rotary_percent
+            self.rotary_base = config.rotary_base if rotary_base is None else float(rotary_base)
             self.rotary_pos_emb = None
             if position_embedding_type == "rope":
                 self.rotary_pos_emb = RotaryEmbedding(
-                    config.kv_channels,
-                    config.rotary_percent if rotary_percent is None else rotary_percent,
-                    rotary_base=config.rotary_base if rotary_base is None else rotary_base,
+                    config.kv_channels, self.rotary_percent, rotary_base=self.rotary_base
                 )
             self.decoder = TransformerBlock(
                 config, transformer_layer_spec, pre_process=pre_process, post_process=post_process

@@ -233,6 +233,8 @@ def names_without_meaning(layout: Layout, architecture: Architecture, prefix: st
 
 
 def _inexpressible(layout: Layout, a: Architecture) -> Iterator[str]:
+    if callable(a["activation_func"]):
+        yield f"activation_func {a['activation_func']}, a function without a name"
     wanted: dict[str, Any] = {"rotary_percent": 1.0}
     if layout == "gpt2":
         wanted = {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}

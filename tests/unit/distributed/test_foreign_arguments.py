@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 class _Normed(nn.Module):
-    """A weight that tensor-parallel ranks hold alike and use on different tokens, beside a layer with their group."""
+    """A weight that tensor-parallel ranks share and use on different tokens, and a layer with their group."""
 
     def __init__(self, layer_group: dist.ProcessGroup | None) -> None:
         super().__init__()

@@ -74,6 +74,7 @@ def test_a_run_and_one_of_its_checkpoints_can_be_meant(tmp_path):
 def test_every_field_of_the_transformer_is_compared_or_changes_no_function():
     training_alone = {
         *("hidden_dropout", "attention_dropout", "init_method_std", "perform_initialization"),
+        *("init_method", "output_layer_init_method"),
         *("recompute_granularity", "recompute_method", "recompute_num_layers", "calculate_per_token_loss"),
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
         *("expert_model_parallel_size", "fp16", "bf16", "params_dtype", "gradient_accumulation_fusion"),

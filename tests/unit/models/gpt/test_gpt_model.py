@@ -7,8 +7,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
-from core.errors import ConfigError, DataError, ParallelConfigError
+from core.errors import CheckpointError, ConfigError, DataError, ParallelConfigError
 from core.models.gpt import GPTModel, get_gpt_layer_local_spec, gpt_model
+from core.models.gpt.architecture import architecture_of
+from core.models.gpt.hf_layout import choose_layout
 from core.transformer import TransformerConfig, materialize
 from core.transformer.mlp import MLP
 from core.transformer.norms import RMSNorm
@@ -346,7 +348,7 @@ def test_a_spec_of_the_same_classes_is_the_same_model():
 
 
 class _Halved(MLP):
-    """As an MLP of Megatron-LM's, which returns a bias beside its output."""
+    """As an MLP of Megatron-LM's, which also returns a bias."""
 
     def forward(self, hidden_states):
         return super().forward(hidden_states) / 2, torch.ones(1)
@@ -404,3 +406,16 @@ def test_what_a_model_lacks_is_refused_by_megatrons_name(given, message):
     ids, _ = batch()
     with pytest.raises(ParallelConfigError, match=r"packed_seq_params .* document_starts"):
         model(ids, packed_seq_params=object())
+
+
+def test_what_a_model_computes_is_described_as_it_was_built():
+    model = GPTModel(
+        config(), None, VOCAB, LENGTH, position_embedding_type="rope", rotary_base=500, rotary_percent=0.5
+    )
+    found = architecture_of(model)
+    assert (found["rotary_base"], found["rotary_percent"]) == (500.0, 0.5)
+    with pytest.raises(CheckpointError, match=r"layer 0 of the model was built by a transformer_layer_spec"):
+        architecture_of(GPTModel(config(), get_gpt_layer_local_spec(normalization="RMSNorm"), VOCAB, LENGTH))
+    named = GPTModel(config(activation_func=torch.sin), None, VOCAB, LENGTH)
+    with pytest.raises(CheckpointError, match="a function without a name"):
+        choose_layout(architecture_of(named))

@@ -1,0 +1,5 @@
+"""The micro-batches of a step, for models of one pipeline stage."""
+
+from .schedules import forward_backward_no_pipelining, get_forward_backward_func
+
+__all__ = ["forward_backward_no_pipelining", "get_forward_backward_func"]
