@@ -64,11 +64,11 @@ MUTATIONS = (
         (f"{_OUTSIDE}[frozen_parameters_do_not_decay-zero1]",),
     ),
     Mutation(
-        "gathered parameters survive the step",
-        "core/distributed/torch_fully_sharded_data_parallel.py",
-        "    def note_step(self) -> None:\n        self.sharded.reshard()\n",
-        "    def note_step(self) -> None:\n        pass\n",
-        (f"{_OUTSIDE}[a_loss_is_monitored_between_gradients_and_step-fsdp2]",),
+        "gathered parameters survive a load",
+        "core/distributed/sharded_model.py",
+        "        if self._values.are_stale():\n",
+        "        if self._values.are_stale() and not self._has_allocated:\n",
+        (f"{_OUTSIDE}[weights_are_loaded_after_a_forward_without_backward-fsdp2]",),
     ),
     Mutation(
         "a backward that raised is forgotten",
