@@ -64,11 +64,11 @@ MUTATIONS = (
         (f"{_OUTSIDE}[frozen_parameters_do_not_decay-zero1]",),
     ),
     Mutation(
-        "gathered parameters survive a load",
+        "gathered parameters survive a step",
         "core/distributed/sharded_model.py",
         "        if self._values.are_stale():\n",
         "        if self._values.are_stale() and not self._has_allocated:\n",
-        (f"{_OUTSIDE}[weights_are_loaded_after_a_forward_without_backward-fsdp2]",),
+        ("tests/unit/distributed/test_sharded_model.py",),
     ),
     Mutation(
         "a backward that raised is forgotten",

@@ -50,6 +50,22 @@ def test_gradients_accumulate_until_sync_is_set_again(kept):
     run_distributed(_accumulates, 2, kept)
 
 
+def _steps_while_units_are_gathered() -> None:
+    tokens = batches(0)[0]
+    losses = []
+    for model in (_sharded(), toy()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_of(model, tokens).backward()
+        model(tokens)  # a loss to look at, with a graph for which units stay gathered
+        optimizer.step()
+        losses.append(loss_of(model, tokens).item())
+    assert losses[0] == losses[1]
+
+
+def test_a_forward_computes_with_what_an_optimizer_has_written():
+    run_distributed(_steps_while_units_are_gathered, 2)
+
+
 def _evaluates() -> None:
     model = _sharded(seed=1 + dist.get_rank())  # the first rank decides
     tokens = batches(0)[0]
