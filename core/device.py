@@ -71,8 +71,8 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
 def _local_rank() -> int:
     if "LOCAL_RANK" in os.environ:
         text, count = os.environ["LOCAL_RANK"], torch.cuda.device_count()
-        if not (text.isascii() and text.isdigit() and int(text) < count):
-            raise ConfigError(f"LOCAL_RANK is {text!r}, and torch sees {count} GPUs; it takes 0 to {count - 1}")
+        if not (text.isascii() and text.isdigit()) or 0 < count <= int(text):
+            raise ConfigError(f"LOCAL_RANK is {text!r}, and torch sees {count} GPUs; they count from 0")
         return int(text)
     if "RANK" in os.environ and torch.cuda.device_count() > 1:
         raise ConfigError(

@@ -140,23 +140,23 @@ class Retention:
     """And those whose iteration is a multiple of this."""
 
 
-def prune(root: Path, keep: Retention, is_finite: Callable[[Path], bool] = lambda _: True) -> None:
+def prune(root: Path, keep: Retention, is_good: Callable[[Path], bool] = lambda _: True) -> None:
     """Removes the complete checkpoints ``root/iter_...`` that `keep` does not name, once the new one is verified.
 
     Those of later iterations than the one that ``latest`` names, from before a run was continued from an earlier one,
-    are neither counted nor removed. Where all that would stay have weights that are not finite, the newest that has
-    finite ones stays too. One that cannot be removed is a warning, because the new one is complete. A removal begins
-    by taking the name away, so that no half of a checkpoint is ever found under it.
+    are neither counted nor removed. Where none that would stay is good to go on from, the newest that is stays too.
+    One that cannot be removed is a warning, because the new one is complete. A removal begins by taking the name away,
+    so that no half of a checkpoint is ever found under it.
 
     Args:
-        is_finite: whether the weights of a checkpoint are finite, as its description says.
+        is_good: whether the weights of a checkpoint are finite and its last step was made, as its description says.
     """
     named = complete_checkpoints(root)
     pointed = latest_checkpoint(root)
     until_now = named[named.index(pointed) :] if pointed in named else []
     doomed = [path for path in until_now[keep.last :] if keep.every is None or iteration_of(path) % keep.every != 0]
-    if doomed and not any(is_finite(path) for path in until_now if path not in doomed):
-        spared = next((path for path in doomed if is_finite(path)), None)
+    if doomed and not any(is_good(path) for path in until_now if path not in doomed):
+        spared = next((path for path in doomed if is_good(path)), None)
         doomed = [path for path in doomed if path != spared]
     for path in doomed:
         grave = path.with_name(f".{path.name}.removed")

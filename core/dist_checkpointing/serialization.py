@@ -61,8 +61,8 @@ def save(
         directory: made, with its parents. All ranks must see the same file system.
         metadata: text keys and JSON values; tuples become lists. The first rank's is written.
         keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, what
-            each rank wrote is read back and compared; where `metadata` says ``"finite": False``, the newest checkpoint
-            that does not say so stays too.
+            each rank wrote is read back and compared; where `metadata` says ``"finite": False``, or a number of
+            ``"skipped_steps"`` above 0, the newest checkpoint that does not say so stays too.
         staging: takes copies of what this rank writes before it writes; `AsyncSaver` needs them.
         process_group: whose ranks write together; None is the default group, or this process alone.
 

@@ -136,7 +136,7 @@ class RawWriter(StorageWriter):
         write_durably(folders.temporary_folder(self.folder) / INDEX_FILE, text)
         folders.publish(self.folder)
         if self.keep is not None:
-            folders.prune(self.folder.parent, self.keep, has_finite_weights)
+            folders.prune(self.folder.parent, self.keep, is_good)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -254,16 +254,18 @@ def read_index(folder: Path) -> CheckpointIndex:
     return index
 
 
-FINITE = "finite"
-"""Entry of a checkpoint's metadata: False where a tensor holds what is not finite."""
+FINITE, SKIPPED = "finite", "skipped_steps"
+"""Entries of a checkpoint's metadata: False where a tensor holds what is not finite; and how many steps in a row were
+skipped, because a gradient was not finite, when it was saved."""
 
 
-def has_finite_weights(folder: Path) -> bool:
-    """Whether a checkpoint's description says so, or says nothing; False where it cannot be read."""
+def is_good(folder: Path) -> bool:
+    """Whether a run can go on from a checkpoint, by its description: finite weights, and a last step that was made."""
     try:
-        return read_index(folder).metadata.get(FINITE, True) is not False
+        metadata = read_index(folder).metadata
     except CheckpointError:
         return False
+    return metadata.get(FINITE, True) is not False and metadata.get(SKIPPED, 0) == 0
 
 
 def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None:

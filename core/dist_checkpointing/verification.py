@@ -17,7 +17,7 @@ from .flat_range import held_boxes
 from .folders import complete_checkpoints, iteration_of
 from .index import Box, CheckpointIndex, Piece, overlap
 from .ranks import Ranks
-from .storage import has_finite_weights, read_index
+from .storage import is_good, read_index
 
 BoxHash = tuple[Box, int]
 
@@ -69,7 +69,7 @@ def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds
 
 
 def newest_good(root: Path, ranks: Ranks, *, besides: Path | None = None) -> Path | None:
-    """The newest checkpoint of a run that is whole and has finite weights; None if there is none. Collective.
+    """The newest checkpoint of a run that is whole and can be gone on from; None if there is none. Collective.
 
     Args:
         besides: a checkpoint that is no good: older ones are looked at first, then newer ones.
@@ -78,7 +78,7 @@ def newest_good(root: Path, ranks: Ranks, *, besides: Path | None = None) -> Pat
     if besides is not None:
         paths.sort(key=lambda path: iteration_of(path) > iteration_of(besides))
     for path in paths:
-        if ranks.from_first(partial(has_finite_weights, path)) and not damage(path, ranks):
+        if ranks.from_first(partial(is_good, path)) and not damage(path, ranks):
             return path
     return None
 

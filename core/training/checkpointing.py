@@ -36,7 +36,7 @@ from ..dist_checkpointing.flat_range import held_boxes
 from ..dist_checkpointing.folders import complete_checkpoints
 from ..dist_checkpointing.ranks import Ranks
 from ..dist_checkpointing.safe_metadata import INDEX_FILE
-from ..dist_checkpointing.storage import FINITE
+from ..dist_checkpointing.storage import FINITE, SKIPPED
 from ..dist_checkpointing.verification import advice, another_offered, newest_good
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError
@@ -94,6 +94,7 @@ def save_checkpoint(
         "layout": _rank_layout(),
         "sample_order": dict(state.sample_order),
         FINITE: _all_finite(tensors),
+        SKIPPED: state.skipped_steps,
     }
     write = save if saver is None else saver.save
     tensors |= {f"{_RNG_NAMES}rank{dist.get_rank()}": _packed(rng)}

@@ -109,6 +109,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             if result.stop:
                 writer.finish()  # if that is why, all ranks raise here
             skips.note(state.iteration, result.updated)
+            state.skipped_steps = skips.in_a_row
             is_last = state.iteration == last
             stop = result.stop and not is_last
             if data.valid is not None and (

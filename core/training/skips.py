@@ -19,7 +19,9 @@ class SkippedSteps:
 
     def __init__(self, *, scale_adapts: bool) -> None:
         self._scale_adapts = scale_adapts
-        self._in_a_row, self._warned = 0, False
+        self.in_a_row = 0
+        """Skipped steps up to the last one, where the loss scale does not adapt."""
+        self._warned = False
 
     def note(self, iteration: int, updated: bool) -> None:
         """Takes notice of one step.
@@ -27,13 +29,13 @@ class SkippedSteps:
         Raises:
             OptimizerError: the limit is reached.
         """
-        self._in_a_row = 0 if updated or self._scale_adapts else self._in_a_row + 1
-        if self._in_a_row >= LIMIT:
+        self.in_a_row = 0 if updated or self._scale_adapts else self.in_a_row + 1
+        if self.in_a_row >= LIMIT:
             raise OptimizerError(
                 f"gradients have been infinite or NaN for {LIMIT} steps, up to iteration {iteration}, and nothing was "
                 "learned; lower --lr, lengthen the warm-up, or find the parameter with --check-for-nan-in-grad"
             )
-        if self._in_a_row and not self._warned:
+        if self.in_a_row and not self._warned:
             self._warned = True
             warnings.warn(
                 f"iteration {iteration} is skipped: its gradients are infinite or NaN; the run ends after {LIMIT} "

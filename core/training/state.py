@@ -24,6 +24,9 @@ class TrainingState:
     """Steps made, skipped ones included."""
     consumed_samples: int = 0
     """Samples of the training split that these steps took, over all ranks."""
+    skipped_steps: int = 0
+    """Steps in a row, up to this one, that were skipped because a gradient was infinite or NaN, where no loss scale
+    adapts to that; a run that goes on from a checkpoint counts anew."""
     sample_order: Mapping[str, Any] = field(default_factory=dict)
     """What decides which sample comes when, as JSON values; a checkpoint keeps it, to compare on loading."""
 

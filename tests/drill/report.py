@@ -49,7 +49,7 @@ class Report:
 def line_with(text: str, part: str) -> str:
     """The last line of a run's output that has `part` in it; empty if none has."""
     found = [line for line in text.replace("\r", "\n").splitlines() if part in line]
-    return found[-1].strip() if found else ""
+    return found[-1][max(found[-1].find("error: "), 0) :].strip() if found else ""  # a progress bar may come before
 
 
 def _cell(text: str) -> str:

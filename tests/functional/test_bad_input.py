@@ -213,11 +213,13 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(
     run = tmp_path / "run"
     shutil.copytree(saved_run, run)
     flags = [*TINY, "--train-iters", "40", "--data-path", corpus, "--load", run, "--override-opt_param-scheduler"]
-    ended = programs.run("pretrain_gpt", *flags, "--lr", "1e38", "--eval-interval", "100", folder=tmp_path)
-    assert ended.status == 2, ended
+    flags += ["--eval-interval", "100", "--save-interval", "1", "--keep-last", "1"]
+    ended = programs.run("pretrain_gpt", *flags, "--lr", "1e38", folder=tmp_path)
+    assert ended.status == 3, ended  # no flag was wrong
     assert "warning: iteration" in ended.err and "skipped" in ended.err, ended
     assert ended.err.splitlines()[-1].startswith("error: gradients have been infinite or NaN for 10 steps"), ended
-    assert (run / "latest").read_text() == "iter_0000002\n"
+    # Steps that were skipped left nothing to go on from: with one to keep, the last that was made stays besides.
+    assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000002", "iter_0000012"]
     assert "warning: the order of samples is not that of the checkpoint (" not in ended.err  # one epoch, as before
 
 

@@ -79,7 +79,7 @@ def test_a_copy_that_a_crash_left_aside_is_not_read_in_the_place_of_a_checkpoint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest"]
 
 
-def test_rotation_keeps_the_newest_checkpoint_whose_weights_are_finite(tmp_path):
+def test_rotation_keeps_the_newest_checkpoint_that_can_be_gone_on_from(tmp_path):
     for iteration, finite in ((1, True), (2, True), (3, False), (4, False), (5, False)):
         save(
             {"w": torch.ones(2)},
@@ -90,6 +90,10 @@ def test_rotation_keeps_the_newest_checkpoint_whose_weights_are_finite(tmp_path)
         assert _iterations(tmp_path) == ([iteration] if finite else [2, iteration])
     _save(checkpoint_directory(tmp_path, 6), keep=Retention(1))
     assert _iterations(tmp_path) == [6]
+    for skipped in (1, 2):
+        metadata = {"finite": True, "skipped_steps": skipped}
+        save({"w": torch.ones(2)}, checkpoint_directory(tmp_path, 6 + skipped), metadata=metadata, keep=Retention(1))
+        assert _iterations(tmp_path) == [6, 6 + skipped]
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_does_not_read_back(tmp_path, monkeypatch):

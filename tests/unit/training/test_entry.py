@@ -32,7 +32,15 @@ def test_each_kind_of_end_has_its_status_and_its_report(capsys, monkeypatch):
     status, err = outcome(capsys, MemoryLimitError("a table\n  of lines"))
     assert status == 1 and "Traceback" in err and "MemoryLimitError: a table\n  of lines" in err
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert outcome(capsys, ConfigError("lr is 0")) == (2, "")  # the first rank says it
+    for rank in ("2", "x"):  # of such a place no first rank knows
+        monkeypatch.setenv("RANK", rank)
+        assert outcome(capsys, ConfigError("lr is 0")) == (2, "error: lr is 0\n")
+    monkeypatch.setenv("RANK", "0")
+    error = ConfigError("a full disk")
+    error.ended_run = True
+    assert outcome(capsys, error) == (3, "error: a full disk\n")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("a\n  b\n\n", "a; b"), ("", "ValueError"), ("a", "a")])
