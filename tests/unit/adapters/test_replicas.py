@@ -61,6 +61,27 @@ def test_gradients_are_in_grad_and_in_main_grad_after_backward():
     run_distributed(_gradients_are_anybodys, 2)
 
 
+def _freezes() -> None:
+    wrapped, serial = Replicas(Net(), dist.group.WORLD), Net()
+    models = (wrapped.module, serial)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for model in models]
+    for step in range(3):
+        for model in models:
+            model.embedding.weight.requires_grad_(step != 1)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        wrapped(batch(step, 0, 0)).backward()  # the same on both ranks, so that their mean is exact
+        serial(batch(step, 0, 0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, found), expected in zip(wrapped.module.named_parameters(), serial.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_a_parameter_that_is_frozen_for_a_step_stays():
+    run_distributed(_freezes, 2)
+
+
 def _fails_once() -> None:
     wrapped = Replicas(Net(), dist.group.WORLD)
     tokens = batch(0, 0, dist.get_rank())

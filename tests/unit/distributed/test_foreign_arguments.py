@@ -47,6 +47,9 @@ class _Normed(nn.Module):
             config = ModelParallelConfig(2, sequence_parallel=True)
             self.row = RowParallelLinear(4, 4, config=config, init_method=nn.init.zeros_, tp_group=layer_group)
 
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return self.gain.sum() * factor
+
 
 def _sums(setting: str, way: str) -> None:
     """Two tensor-parallel ranks, each alone among its replicas, and no `parallel_state`."""
@@ -55,7 +58,7 @@ def _sums(setting: str, way: str) -> None:
     tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
     model = wrap_model(_Normed(tp if way == "layers" else None), CONFIG, SETTINGS[setting], process_group=dp)
     ways = {"tp_group": {"tp_group": tp}, "pg_collection": {"pg_collection": ProcessGroupCollection(tp=tp)}}
-    (model.module.gain.sum() * (dist.get_rank() + 1.0)).backward()
+    model(torch.tensor(dist.get_rank() + 1.0)).backward()
     if way == "nothing":
         with pytest.raises(ParallelConfigError, match=r"the gradient of gain is a partial sum .* give .*tp_group"):
             finalize_model_grads([model])
@@ -65,7 +68,7 @@ def _sums(setting: str, way: str) -> None:
     assert torch.equal(gradient, torch.full((4,), 3.0))
 
 
-@pytest.mark.parametrize("setting", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("setting", ["ddp", "zero1", "zero2", "fsdp2"])
 @pytest.mark.parametrize("way", ["tp_group", "pg_collection", "layers", "nothing"])
 def test_sequence_parallel_gradients_are_summed_without_parallel_state_or_refused(setting, way):
     run_distributed(_sums, 2, setting, way)

@@ -46,6 +46,7 @@ class Run:
 
     def __init__(self, optimizer: Callable[[Run], Any] | None) -> None:
         self.optimizer = optimizer(self) if optimizer else None
+        self.outputs: dict[str, Tensor] = {}  # what a scenario wants compared with the weights
 
     def train(self, steps: int = 1, *, micro_batches: int = 2, first: int = 0) -> None:
         for step in range(first, first + steps):
@@ -59,7 +60,7 @@ class Run:
         self.optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: full(tensor) for name, tensor in self.inner.state_dict().items()}
+        return {name: full(tensor) for name, tensor in self.inner.state_dict().items()} | self.outputs
 
     def zero(self) -> None: ...
     def backward(self, index: int, *, is_last: bool = True) -> None: ...
@@ -416,6 +417,14 @@ def weights_are_loaded_under_low_precision(run: Run) -> None:
 
 
 @scenario()
+def weights_are_loaded_right_after_the_step(run: Run) -> None:
+    for step in range(2):
+        run.train(1, first=step)
+        overwrite(run, toy(seed=7 + step, tied=False).state_dict())
+    run.train(1, first=2)
+
+
+@scenario()
 def weights_are_loaded_after_a_forward_without_backward(run: Run) -> None:
     run.train()
     run.forward(1)
@@ -494,7 +503,7 @@ def a_parent_reads_weights_of_its_child(run: Run) -> None:
         run.train(1, first=step)
         run.model.eval()
         with torch.no_grad():
-            run.last = run.forward(step)
+            run.outputs[f"evaluation {step}"] = run.forward(step)
         run.model.train()
 
 

@@ -319,6 +319,12 @@ def _calls_methods() -> None:
         assert not torch.equal(before, after)
         assert kind == "ddp" or all(isinstance(p, DTensor) for p in model.parameters())  # nothing stays gathered
         found.append(({"before": before, "only": only, "after": after}, gradients(model)))
+        if kind == "fsdp2":
+            for _ in range(3):
+                model.module.reconstruct(x)  # a graph each time, and no backward
+            assert len(model.sharded._prefetcher._order) <= 2 * 3 * 2  # units, of the calls since the last step
+            model.zero_grad_buffer()
+            assert not model.sharded._prefetcher._order
     for one, other in zip(*found, strict=True):
         assert_near(one, other, exact=False)
 
