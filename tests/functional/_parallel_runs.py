@@ -208,26 +208,26 @@ _sum_partial = _finalize_module._sum_over_sequence_parallel_ranks
 
 def _norms_stay_partial() -> AbstractContextManager[Any]:
     """Gradients of what tensor-parallel ranks hold alike and use on different tokens or heads are not summed."""
-    return mock.patch.object(_finalize_module, "_sum_over_sequence_parallel_ranks", lambda chunks: None)
+    return mock.patch.object(_finalize_module, "_sum_over_sequence_parallel_ranks", lambda chunks, group: None)
 
 
 def _one_norm_stays_partial() -> AbstractContextManager[Any]:
     """The gradient of one of them, of six elements, is not summed."""
 
-    def sum_others(chunks: list[_BaseDataParallel]) -> None:
+    def sum_others(chunks: list[_BaseDataParallel], group: Any) -> None:
         (norm,) = (
             p for name, p in chunks[0].named_parameters() if name.endswith("1.self_attention.q_layernorm.weight")
         )
         norm.sequence_parallel = False  # type: ignore[attr-defined]
-        _sum_partial(chunks)
+        _sum_partial(chunks, group)
         norm.sequence_parallel = True  # type: ignore[attr-defined]
 
     return mock.patch.object(_finalize_module, "_sum_over_sequence_parallel_ranks", sum_others)
 
 
 def _gradients_a_twentieth_too_large() -> AbstractContextManager[Any]:
-    def sum_and_scale(chunks: list[_BaseDataParallel]) -> None:
-        _sum_partial(chunks)
+    def sum_and_scale(chunks: list[_BaseDataParallel], group: Any) -> None:
+        _sum_partial(chunks, group)
         chunks[0].scale_gradients(1.05)
 
     return mock.patch.object(_finalize_module, "_sum_over_sequence_parallel_ranks", sum_and_scale)
