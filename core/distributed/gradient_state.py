@@ -57,7 +57,7 @@ class GradientState:
         return self.phase in (Phase.REDUCED, Phase.FINALIZED)
 
     def note_zeroed(self) -> None:
-        """Gradients are zero or None: whatever went wrong before is forgotten."""
+        """Gradients are zero or None; a failure before this no longer counts."""
         self.phase = Phase.ZEROED
 
     def note_backward(self, *, may_add: bool) -> None:
