@@ -219,6 +219,10 @@ class DistributedDataParallel(_BaseDataParallel):
         gradient, group = param.grad, self._group_of[param]  # type: ignore[index]
         if gradient is None:
             return
+        if is_unreadable(gradient):  # what came was added to it, that is, dropped; who asks for gradients next raises
+            param.grad = None
+            self.note_backward()
+            return
         if gradient.requires_grad:
             raise ShardstackError(
                 "a backward with create_graph=True reached parameters of a DistributedDataParallel, whose buffers "

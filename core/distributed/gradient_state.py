@@ -6,11 +6,6 @@ from enum import Enum
 
 from ..errors import ShardstackError
 
-LATE_BACKWARD = (
-    "a backward added gradients after those of the step had been reduced; put every backward of a step but the last "
-    "inside no_sync, and call zero_grad_buffer before the next step"
-)
-
 
 class Phase(Enum):
     """What the gradients of a wrapper hold."""
@@ -96,7 +91,10 @@ class GradientState:
             ShardstackError: a backward came late, or did not end.
         """
         if self.phase is Phase.LATE:
-            raise ShardstackError(LATE_BACKWARD)
+            raise ShardstackError(
+                "a backward added gradients after those of the step had been reduced; put every backward of a step "
+                "but the last inside no_sync, and call zero_grad_buffer before the next step"
+            )
         if self.phase is Phase.BROKEN:
             raise ShardstackError(
                 "a backward of this step raised on its way, so that some gradients are missing; call zero_grad_buffer "

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ShardstackError
-from .gradient_state import LATE_BACKWARD
+
+_MESSAGE = (
+    "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank; clip by "
+    "OptimizerConfig(clip_grad=...), read this rank's part with wrapper.local_gradient(param), or use the sharding "
+    "strategy 'no_shard'"
+)
 
 
 def make_unreadable_gradient(param: nn.Parameter) -> Tensor:
@@ -32,13 +38,11 @@ class _UnreadableGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise ShardstackError(
-            "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank; clip by "
-            "OptimizerConfig(clip_grad=...), read this rank's part with wrapper.local_gradient(param), or use the "
-            "sharding strategy 'no_shard'"
-        )
+        raise ShardstackError(_MESSAGE)
 
     @classmethod
-    def __torch_dispatch__(cls, *unused: Any) -> Any:
-        # Called below Python: by a backward that is about to add to it.
-        raise ShardstackError(LATE_BACKWARD)
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # A backward adds to what is in `grad`, below Python: that is dropped, and the wrapper's hook sees it.
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and is_unreadable(args[0]):
+            return args[0]
+        raise ShardstackError(_MESSAGE)
