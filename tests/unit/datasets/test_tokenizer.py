@@ -122,6 +122,19 @@ def test_a_published_truncation_or_padding_does_not_cut_documents(tmp_path: Path
     assert 3 not in tokenizer.encode("a </s>")
 
 
+def test_a_published_padding_adds_no_tokens(tmp_path: Path):
+    padding = {
+        "strategy": {"Fixed": 8},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 3,
+        "pad_type_id": 0,
+        "pad_token": "</s>",
+    }
+    path = _published(tmp_path, {"</s>": 3}, padding=padding)
+    assert load_tokenizer(path).encode("a b a").tolist() == [1, 2, 1]
+
+
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"absent\.json: the tokenizer cannot be read \(No such file"):
         load_tokenizer(tmp_path / "absent.json")

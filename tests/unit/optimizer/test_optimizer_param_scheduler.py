@@ -114,6 +114,19 @@ def test_steps_may_be_samples():
     assert samples.optimizer.param_groups == iterations.optimizer.param_groups
 
 
+def test_a_schedule_in_samples_follows_batches_that_grow():
+    constant, growing = (_scheduler(lr_warmup_steps=400, lr_decay_steps=1200, wd_incr_steps=800) for _ in range(2))
+    course = {}
+    for consumed in range(50, 1301, 50):
+        constant.step(50)
+        course[consumed] = dict(constant.optimizer.param_groups[0])
+    consumed = 0
+    for batch in (50, 50, 100, 100, 200, 200, 200, 400):
+        growing.step(batch)
+        consumed += batch
+        assert growing.optimizer.param_groups[0] == course[consumed]
+
+
 @pytest.mark.parametrize("course", ["cosine", "WSD minus_sqrt"])
 def test_a_resumed_course_goes_on_where_it_stopped(course: str):
     changes, wanted = COURSES[course]

@@ -24,7 +24,7 @@ TORCHS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, weight_decay=0.1, fused=True),
     "sgd without momentum": lambda params: torch.optim.SGD(params, lr=1e-2, weight_decay=0.1, fused=True),
 }
-SHAPES = [(1,), (15,), (16,), (17,), (1003,), (3, 5), (7, 33), (17, 31), (33, 48)]
+SHAPES = [(1,), (15,), (16,), (17,), (1003,), (3, 5), (7, 33), (17, 31), (33, 48), (6, 1024)]
 
 
 def _train(make: Callable, starts: list[Tensor], grads: list[list[Tensor | None]]) -> list[Tensor]:
