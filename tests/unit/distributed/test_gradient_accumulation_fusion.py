@@ -38,7 +38,7 @@ class Twice(nn.Module):
 
     def __init__(self, config: ModelParallelConfig) -> None:
         super().__init__()
-        options = {"config": config, "init_method": lambda t, g: t.normal_(0, 0.2, generator=g)}
+        options = {"config": config, "init_method": lambda t: t.normal_(0, 0.2)}
         self.config = config
         self.table = VocabParallelEmbedding(VOCAB, WIDTH, **options)
         self.up = ColumnParallelLinear(WIDTH, 2 * WIDTH, **options)
