@@ -1,6 +1,6 @@
 """The wrapper on buffers and its module's parameters: gathered in time, found where they were, stepped by nobody else.
 
-With `param_placement.py` this tests the parameter half of `distributed_data_parallel.py` and `optimizer_guard.py`.
+With `param_placement.py` this tests the parameter half of `distributed_data_parallel.py` and `parameter_owner.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed import collectives, finalize_model_grads
+from core.distributed import bucket_group, collectives, finalize_model_grads
 from core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from core.errors import ShardstackError, WrapError
 from tests.unit._spawn import RankFailure, run_distributed
@@ -41,10 +41,11 @@ def _gathers_beside_forward(kind: str, read: str) -> None:
         gate.wait(100)
         gather(*args)
 
-    with mock.patch.object(collectives, "all_gather", gather_late):
+    never = mock.patch.object(bucket_group, "make_pending") if read == "without waiting" else nullcontext()
+    with mock.patch.object(collectives, "all_gather", gather_late), never:
         _update_shards(model, 0.25)
         model.start_param_sync()  # returns although nothing has been gathered
-        if read != "directly":
+        if read != "without waiting":
             threading.Timer(0.2, gate.set).start()
         if read == "forward":
             model(batches(0)[0])
@@ -53,22 +54,22 @@ def _gathers_beside_forward(kind: str, read: str) -> None:
         elif read == "evaluation":
             model.disable_forward_pre_hook()
         else:
-            model.module.head.weight.sum()  # too early: nobody waits
+            model.module.head.weight.sum()
         weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         gate.set()
     assert all(torch.equal(w, torch.full_like(w, 0.25)) for w in weights), "stale parameters"
     model.finish_param_sync()
 
 
-@pytest.mark.parametrize("read", ["forward", "state_dict", "evaluation"])
+@pytest.mark.parametrize("read", ["forward", "state_dict", "evaluation", "directly"])
 @pytest.mark.parametrize("kind", GATHERED_LATER)
 def test_parameters_are_gathered_beside_what_does_not_read_them(kind, read):
     run_distributed(_gathers_beside_forward, 2, kind, read)
 
 
-def test_parameters_that_nobody_waits_for_would_be_seen_to_be_stale():
+def test_parameters_that_did_not_wait_would_be_seen_to_be_stale():
     with pytest.raises(RankFailure, match="stale parameters"):
-        run_distributed(_gathers_beside_forward, 2, "zero1_overlap", "directly")
+        run_distributed(_gathers_beside_forward, 2, "zero1_overlap", "without waiting")
 
 
 def _switches_hooks() -> None:
@@ -159,6 +160,7 @@ def _notices(kind: str) -> None:
     for change, message in CHANGES.items():
         model = build(kind, toy())
         model.finish_grad_sync()
+        model.zero_grad_buffer()
         change(model.module)
         with pytest.raises(WrapError, match=message):
             model.finish_grad_sync()
