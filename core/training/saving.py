@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..dist_checkpointing import AsyncSaver
+from ..distributed.explain.collective_record import recorded
 from ..errors import CheckpointError, ShardstackError
 from .checkpointing import save_checkpoint
 from .config import PretrainConfig
@@ -31,11 +32,13 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: on all ranks: it failed, or the one before it, which was written beside training, did.
+            OutOfStepError: another rank did not answer.
         """
         if self._folder is None:
             raise CheckpointError("there is no folder to save to; add --save FOLDER")
         started = time.perf_counter()
-        self.written = save_checkpoint(state, self._config, self._folder, saver=self._saver)
+        with recorded("save", "the run's checkpoint", 0):
+            self.written = save_checkpoint(state, self._config, self._folder, saver=self._saver)
         seconds = time.perf_counter() - started
         if self._saver is None:
             return f"saved {self.written} in {seconds:.1f} s"

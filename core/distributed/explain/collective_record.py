@@ -140,7 +140,7 @@ def recorded(
     Args:
         kind: what it does: all-gather, reduce-scatter, all-reduce, ...
         subject: what it does it to, in the words of a message.
-        payload: the larger of the tensors that it is called with, or its bytes.
+        payload: the larger of the tensors that it is called with, or its bytes; 0 for what is not counted.
         group: the ranks; all of them by default.
     """
     num_bytes = payload if isinstance(payload, int) else payload.numel() * payload.element_size()

@@ -28,6 +28,9 @@ _BACKEND_FAILED = re.compile(
 )
 
 
+_NONE_BEHIND = "the network between the ranks, and at each rank (a process that is paused, a disk that does not answer)"
+
+
 def is_failure_of_backend(error: BaseException) -> bool:
     """Whether an error is what a backend raises when ranks do not meet in a collective."""
     if isinstance(error, ShardstackError) or not isinstance(error, RuntimeError) or is_out_of_memory(error):
@@ -73,7 +76,7 @@ def _message(error: BaseException, call: Collective) -> str:
         states[_state_of(record.read(rank), call)].append(record.ranks[rank])
     told = listed([f"{rank_list(ranks)} {state}" for state, ranks in states.items()])
     behind = [rank for state, ranks in states.items() if not state.startswith("waited in the same") for rank in ranks]
-    look_at = rank_list(sorted(behind)) if behind else "the network between the ranks"
+    look_at = rank_list(sorted(behind)) if behind else _NONE_BEHIND
     return (
         f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s in vain in {_name(call)}, "
         f"its call {call.number} in this group: {told}. Every rank must make the same sequence of forwards, backwards "
@@ -113,7 +116,8 @@ def _name(call: Collective) -> str:
 
 
 def _words(kind: str, subject: str, occurrence: int, num_bytes: int) -> str:
-    return f"{kind} {occurrence} of {subject} ({readable_bytes(num_bytes)})"
+    size = f" ({readable_bytes(num_bytes)})" if num_bytes else ""
+    return f"{kind} {occurrence} of {subject}{size}"
 
 
 def _flight_recorder_says(unfinished: bool) -> str:
