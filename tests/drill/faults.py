@@ -21,12 +21,17 @@ MANY = 1000
 """Restarts that no drill uses up."""
 
 
+KILLS = {"one rank": 5, "all ranks": 2, "launcher": 3, "term": 1, "term twice": 1}
+"""What ends a run under the launcher early, and how often of twelve times once each has come."""
+
+
 class Drill:
     """A corpus, a folder to work in, and what an undisturbed run leaves."""
 
     def __init__(self, corpus: Path, folder: Path, seed: int, report: Report) -> None:
         self.corpus, self.folder, self.report = corpus, folder, report
         self.draw = random.Random(seed)
+        self.not_yet = list(KILLS)  # kinds of kill that have not been drawn; `_disturb` takes each once, then any
         self._runs = 0
         started = time.monotonic()
         whole = self.run()
@@ -70,7 +75,7 @@ def kills(drill: Drill, seconds: float) -> None:
 
 
 def _disturb(drill: Drill, run: Launched) -> None:
-    kind = drill.draw.choices(["one rank", "all ranks", "launcher", "term", "term twice"], [5, 2, 3, 1, 1])[0]
+    kind = drill.not_yet.pop() if drill.not_yet else drill.draw.choices(list(KILLS), list(KILLS.values()))[0]
     before, started = run.step(), time.monotonic()
     if kind in ("one rank", "all ranks"):
         ranks = run.ranks()

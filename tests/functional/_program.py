@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PROGRAMS = {name: REPOSITORY / "examples" / "gpt" / f"{name}.py" for name in ("pretrain_gpt", "generate", "convert")}
+PROGRAM_NAMES = ("pretrain_gpt", "generate", "convert", "prepare_data")
+PROGRAMS = {name: REPOSITORY / "examples" / "gpt" / f"{name}.py" for name in PROGRAM_NAMES}
 LIMIT_S = 90.0
 
 TINY = (

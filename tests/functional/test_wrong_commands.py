@@ -26,6 +26,10 @@ class Wrong:
     environment: dict[str, str] = field(default_factory=dict)
     damage: Callable[[Path], None] | None = None
     """What is done to a copy of a saved run, which is then loaded."""
+    program: str = "pretrain_gpt"
+    """Of another one `flags` are all that it is given."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Files in the folder in which it runs."""
 
 
 def _sealed(change: Callable[[dict], None]) -> Callable[[Path], None]:
@@ -78,6 +82,16 @@ def _huge(metadata: dict) -> None:
     metadata["config"]["model"]["num_layers"] = 10**9
 
 
+def _hugging_face(said: str, **changed: object) -> Wrong:
+    """A model of Hugging Face's whose config.json says something that cannot be."""
+    layers = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = {"model_type": "llama", **layers, "vocab_size": 16, "max_position_embeddings": 8} | changed
+    files = {"hf/config.json": json.dumps(config), "hf/model.safetensors": ""}
+    return Wrong(said, ("--load", "hf", "--save", "out"), program="convert", files=files)
+
+
+NO_TOKENS = json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}})
+PREPARE = ("text.txt", "--output-prefix", "corpus", "--tokenizer", "bpe")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 CASES = {
@@ -106,6 +120,20 @@ CASES = {
     "no settings of the GPT": Wrong("no pretraining run writes, under config.gpt", damage=_sealed(_no_section)),
     "no state of the optimizer": Wrong("metadata of optimizer and schedule", damage=_sealed(_no_step)),
     "no state of the schedule": Wrong("metadata of optimizer and schedule", damage=_sealed(_no_schedule)),
+    "a tokenizer without tokens": Wrong(
+        "the tokenizer's vocabulary is empty", ("--tokenizer-model", "none.json"), files={"none.json": NO_TOKENS}
+    ),
+    "a BPE of nothing": Wrong(
+        "--bpe-training-mib is -5",
+        (*PREPARE, "--bpe-training-mib", "-5"),
+        program="prepare_data",
+        files={"text.txt": "a b c"},
+    ),
+    "no heads": _hugging_face("num_attention_heads 0; it takes 1 to", num_attention_heads=0),
+    "heads as text": _hugging_face("num_attention_heads '2'; it takes 1 to", num_attention_heads="2"),
+    "a rope scaling as text": _hugging_face("and no tables", rope_scaling="x"),
+    "a width beyond memory": _hugging_face("hidden_size 1099511627776; it takes 1 to", hidden_size=2**40),
+    "layers beyond memory": _hugging_face("num_hidden_layers 1000000000000; it takes", num_hidden_layers=10**12),
     "weights that are NaN": Wrong("holds weights that are infinite or NaN", damage=_sealed(_not_finite)),
 }
 
@@ -131,12 +159,16 @@ def test_what_cannot_work_is_one_line(
     programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path, kind: str
 ) -> None:
     wrong = CASES[kind]
-    flags = [*TRAIN, "--data-path", corpus, *wrong.flags]
+    for name, text in wrong.files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    flags = [*TRAIN, "--data-path", corpus, *wrong.flags] if wrong.program == "pretrain_gpt" else list(wrong.flags)
     if wrong.damage is not None:
         run = Path(shutil.copytree(saved_run, tmp_path / "run"))
         wrong.damage(run)
         flags += ["--load", run]
-    _is_one_line(programs.run("pretrain_gpt", *flags, folder=tmp_path, **wrong.environment), wrong.said)
+    _is_one_line(programs.run(wrong.program, *flags, folder=tmp_path, **wrong.environment), wrong.said)
 
 
 @pytest.mark.parametrize(
