@@ -269,7 +269,7 @@ def measure_live(name: str) -> int:
     Whole gradients that come and go are torch's memory here, for what is not is not reported.
     """
     from core.distributed import _BaseDataParallel
-    from core.distributed.passing_memory import passing_memory_seen_by_profilers
+    from core.host_memory import passing_memory_seen_by_profilers
 
     lane = _late_lane()
     with mock.patch("core.distributed.distributed_data_parallel.comm_lane", lambda device: lane):
@@ -288,7 +288,7 @@ def _build(name: str) -> Built:
 
 
 def _late_lane() -> Any:
-    from core.distributed.comm_lane import CommLane, Handle
+    from core.comm.lane import CommLane, Handle
 
     class LateLane(CommLane):
         """Runs what it was given when that is waited for, or at the next forward."""

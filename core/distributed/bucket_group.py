@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp
 
+from ..comm import collectives
+from ..comm.lane import CommLane, Handle
 from ..errors import ShardstackError
-from . import collectives
-from .comm_lane import CommLane, Handle
-from .explain.collective_record import recorded
 from .param_and_grad_buffer import Bucket
 from .pending_parameters import can_be_pending, end_pending, make_pending
 
@@ -40,12 +39,12 @@ class GradReduction:
     average_in_collective: bool = False
     fp32_accumulation: bool = False
 
-    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, subject: str = "gradients") -> None:
+    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
         """Reduces `whole` `[n]` into `kept`, this rank's part of it; without shards both are the same tensor.
 
         Args:
             accumulate: add to what `kept` holds; then it is no part of `whole`.
-            subject: what a message calls it.
+            what: its name for messages.
         """
         op, scale = ReduceOp.SUM, 1.0
         if self.averages and self.average_in_collective:
@@ -57,17 +56,13 @@ class GradReduction:
         scatter = partial(collectives.reduce_scatter, op=op, fp32_accumulation=self.fp32_accumulation)
         reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=self.fp32_accumulation)
         if self.shard_group is None:
-            with recorded("all-reduce", subject, whole, self.group):
-                reduce(whole, self.group)
+            reduce(whole, self.group, what=what)
         elif self.replica_group is None:
-            with recorded("reduce-scatter", subject, whole, self.shard_group):
-                scatter(kept, whole, self.shard_group, scale=scale, accumulate=accumulate)
+            scatter(kept, whole, self.shard_group, what=what, scale=scale, accumulate=accumulate)
         else:
             part = torch.empty_like(kept) if accumulate else kept
-            with recorded("reduce-scatter", subject, whole, self.shard_group):
-                scatter(part, whole, self.shard_group)
-            with recorded("all-reduce", subject, part, self.replica_group):
-                reduce(part, self.replica_group)
+            scatter(part, whole, self.shard_group, what=what)
+            reduce(part, self.replica_group, what=what)
             if accumulate:
                 kept.add_(part)
 
@@ -98,8 +93,8 @@ class BucketGroup:
     Args:
         inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
         lane: where collectives run.
-        overlaps_grads: reductions run beside backward, instead of before `start_grad_sync` returns.
-        overlaps_params: parameters are gathered beside forward, instead of before `start_param_sync` returns.
+        overlaps_grads: reductions run during backward, instead of before `start_grad_sync` returns.
+        overlaps_params: parameters are gathered during forward, instead of before `start_param_sync` returns.
         reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
 
     Attributes:
@@ -222,8 +217,8 @@ class BucketGroup:
         self._inspect(self.bucket)
         if self.bucket.releases_grads:
             self.bucket.release_grads()
-        subject = f"the gradients of {self._name}"
-        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced, subject)
+        what = f"the gradients of {self._name}"
+        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced, what)
         del whole  # from here on only the reduction holds it
         if self._overlaps_grads:
             self._grad_handle = self._lane.submit(run)
@@ -303,5 +298,4 @@ class BucketGroup:
     def _gather(self, whole: Tensor, kept: Tensor, what: str) -> None:
         group = self._reduction.shard_group
         if group is not None:
-            with recorded("all-gather", f"the {what} of {self._name}", whole, group):
-                collectives.all_gather(whole, kept, group)
+            collectives.all_gather(whole, kept, group, what=f"the {what} of {self._name}")

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..comm.lane import comm_lane
 from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
 from ..process_groups_config import ProcessGroupCollection
 from .broadcast import broadcast_tensors
 from .bucket_group import BucketGroup, GradientLender, GradReduction
 from .buffer_layout import FullParamLayout, default_bucket_size, lay_out
-from .comm_lane import comm_lane
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig

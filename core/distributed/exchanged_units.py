@@ -1,7 +1,7 @@
-"""FSDP2 where ranks exchange messages: gathers without copies, and reductions beside the rest of the backward.
+"""FSDP2 where ranks exchange messages: gathers without copies, and reductions during the rest of the backward.
 
 Torch copies the shards of a unit into one buffer, gathers that, and copies the result out into each parameter, so that
-NCCL has one large message. Where ranks exchange messages (`collectives.exchanges_directly`) that buys nothing: a
+NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_directly`) that buys nothing: a
 parameter that is cut on its first dimension is, whole, its shards one after the other. And on CPU, where there are no
 streams, torch waits for each reduction before backward goes on. It has no public way between the gather and the
 copies, nor behind the reduction, so that this file, like `fsdp_state`, knows FSDP2's inside; its tests pin what it
@@ -21,14 +21,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.profiler import record_function
 
 from .._torch_compat import fsdp_param_groups
-from .comm_lane import Handle
+from ..comm.lane import Handle
 from .fsdp_collectives import reductions_may_end_later, writing_beneath_autograd
 
 
 def exchange_directly(module: FSDPModule) -> None:
     """Makes the unit of an FSDP module gather without copies, where what it gathers with has ``gather_each``.
 
-    And reduce beside the computation, where it reduces with `DirectReduceScatter`.
+    And reduce while the backward computes, where it reduces with `DirectReduceScatter`.
     """
     for group in fsdp_param_groups(module._get_fsdp_state()):
         group.__class__ = _ExchangedParamGroup

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
+from ..comm.collectives import all_reduce_by_backend
 from ..errors import ConfigError, ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, unwrap_model
-from .explain.collective_record import recorded
 
 
 def finalize_model_grads(
@@ -70,8 +70,7 @@ def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.Proces
         total = num_tokens.to(here, torch.float64, copy=True)
     else:
         total = torch.full((), num_tokens, dtype=torch.float64, device=here)
-    with recorded("all-reduce", "the number of tokens", total, group):
-        dist.all_reduce(total, group=group)
+    all_reduce_by_backend(total, group, what="the number of tokens")
     return torch.where(total > 0, 1.0 / total, 0.0)
 
 
@@ -95,8 +94,7 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given:
                 by_dtype[gradient.dtype].append(gradient)
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        with recorded("all-reduce", "gradients under sequence parallelism", flat, group):
-            dist.all_reduce(flat, group=group)
+        all_reduce_by_backend(flat, group, what="gradients under sequence parallelism")
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
 

@@ -1,13 +1,13 @@
 """What FSDP2 gathers and reduces with under gloo: direct exchanges between ranks, in place of gloo's own collectives.
 
-gloo's reduce-scatter is an all-reduce inside, twice the bytes, and its all-gather copies the whole result. See
-`collectives` for the exchange; here it is fitted to the interfaces that FSDP2 takes.
+See `comm.gloo` for the exchange; here it is fitted to the interfaces that FSDP2 takes. `recorded_fsdp_collectives`
+records the calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from . import collectives
-from .comm_lane import Handle, comm_lane
-from .explain.collective_record import Collective, recorded_collective
+from ..comm import collectives, gloo
+from ..comm.collectives import What
+from ..comm.lane import Handle, comm_lane
+from ..comm.record import recorded_collective
 
 _LEAST_BYTES_ALONE = 64 * 2**10
 """Smaller shards, such as those of norms, share a message: what each costs is then more than a copy."""
@@ -32,7 +33,7 @@ class _Allocation:
 
 
 class DirectAllGather(_Allocation, AllGather):
-    """`collectives.start_all_gather`, beside the computation where FSDP2 asks for that."""
+    """`gloo.start_all_gather`, without waiting for it where FSDP2 asks for that."""
 
     def __call__(
         self,
@@ -50,19 +51,19 @@ class DirectAllGather(_Allocation, AllGather):
     def gather_each(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> dist.Work:
-        """`collectives.start_all_gather` of several tensors, the small ones in one message."""
+        """`gloo.start_all_gather` of several tensors, the small ones in one message."""
         messages: list[dist.Work] = []
         small: list[int] = []
         for index, (output, input_) in enumerate(zip(outputs, inputs, strict=True)):
             if input_.nbytes < _LEAST_BYTES_ALONE and len(outputs) > 1:
                 small.append(index)
             else:
-                messages += collectives.start_all_gather(output, input_, group)
+                messages += gloo.start_all_gather(output, input_, group)
         if not small:
             return _Messages(messages, inputs)
         own = torch.cat([inputs[index].view(torch.uint8) for index in small])
         together = own.new_empty(group.size(), len(own))
-        messages += collectives.start_all_gather(together.view(-1), own, group)
+        messages += gloo.start_all_gather(together.view(-1), own, group)
         parts = [outputs[index].view(torch.uint8).view(group.size(), -1) for index in small]
         return _Messages(messages, inputs, together, parts)
 
@@ -78,13 +79,14 @@ class DirectReduceScatter(_Allocation, ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        what = recorded_collective() or "gradients"
         pending = _pending_reductions.get()
         if pending is None:
-            collectives.reduce_scatter(output_tensor, input_tensor, group, op=op)
+            collectives.reduce_scatter(output_tensor, input_tensor, group, what=what, op=op)
             return None
         if len(pending) >= _MOST_REDUCTIONS_UNDER_WAY:
             pending[-_MOST_REDUCTIONS_UNDER_WAY].wait()  # what they reduce is memory
-        reduce = partial(_reduce_as, recorded_collective(), output_tensor, input_tensor, group, op)
+        reduce = partial(_reduce, output_tensor, input_tensor, group, what, op)
         pending.append(comm_lane(input_tensor.device).submit(reduce))
         return None
 
@@ -96,7 +98,7 @@ _pending_reductions: ContextVar[list[Handle] | None] = ContextVar("pending reduc
 
 @contextmanager
 def reductions_may_end_later(pending: list[Handle]) -> Iterator[None]:
-    """Lets direct reductions run beside the computation; each adds its handle to `pending`, to be waited for."""
+    """Lets direct reductions run while the backward computes; each adds its handle to `pending`, to be waited for."""
     token = _pending_reductions.set(pending)
     try:
         yield
@@ -104,15 +106,10 @@ def reductions_may_end_later(pending: list[Handle]) -> Iterator[None]:
         _pending_reductions.reset(token)
 
 
-def _reduce_as(
-    call: Collective | None,
-    output: torch.Tensor,
-    input_: torch.Tensor,
-    group: dist.ProcessGroup,
-    op: dist.ReduceOp.RedOpType,
+def _reduce(
+    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, what: What, op: dist.ReduceOp.RedOpType
 ) -> None:
-    with nullcontext() if call is None else call:  # names the messages, and explains why they did not come
-        collectives.reduce_scatter(output, input_, group, op=op)
+    collectives.reduce_scatter(output, input_, group, what=what, op=op)
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from .._torch_compat import current_backward
 from ..errors import ShardstackError
+from ..host_memory import passing_memory
 from .buffer_layout import BucketLayout
-from .passing_memory import passing_memory
 
 
 @dataclass(eq=False, slots=True)

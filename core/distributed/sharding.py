@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from .._torch_compat import reduce_parameters_without_gradient
+from ..comm.gloo import exchanges_directly
 from ..errors import WrapError
-from .collectives import exchanges_directly
 from .exchanged_units import exchange_directly
 from .explain.rewrapping import note_sharded, reject_wrapped
 from .explain.stale_optimizers import replaced_parameters_marked

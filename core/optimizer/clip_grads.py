@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
+from ..comm.collectives import all_reduce_by_backend
 from ..device import current_device
-from ..distributed.explain.collective_record import recorded
 from .main_params import MainParam
 
 CHUNK_ELEMENTS = 1 << 16
@@ -69,13 +69,11 @@ class GradientStatistics:
             if on_host := [grad for grad in counted if grad.device.type == "cpu"]:
                 sums += _sum_on_host(on_host, count_zeros).to(device)
             for group in groups:
-                with recorded("all-reduce", "the gradient norm", sums, group):
-                    dist.all_reduce(sums, group=group)
+                all_reduce_by_backend(sums, group, what="the gradient norm")
             if self._is_first_of_model or key not in self._summed_over_model:
                 total += sums
         if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
-            with recorded("all-reduce", "the gradient norm over the model", total, self._model_group):
-                dist.all_reduce(total, group=self._model_group)
+            all_reduce_by_backend(total, self._model_group, what="the gradient norm over the model")
         square, zeros = total.tolist()
         return math.sqrt(square), int(zeros) if count_zeros else None
 

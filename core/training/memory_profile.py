@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from .. import device
 from ..distributed import _BaseDataParallel
-from ..distributed.passing_memory import passing_memory_seen_by_profilers
 from ..errors import MissingExtraError
+from ..host_memory import passing_memory_seen_by_profilers
 from ..optimizer import MegatronOptimizer
 
 PICTURE_FILE, SERIES_FILE = "memory.png", "memory.json"

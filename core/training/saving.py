@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from ..comm.record import recorded
 from ..dist_checkpointing import AsyncSaver
-from ..distributed.explain.collective_record import recorded
 from ..errors import CheckpointError, ShardstackError
 from .checkpointing import save_checkpoint
 from .config import PretrainConfig

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
+from ..comm.collectives import all_reduce_by_backend
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..distributed.explain import failures_explained
-from ..distributed.explain.collective_record import recorded
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
 
@@ -88,8 +88,7 @@ def train_step(
         _sum_over_replicas(totals)
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model see different signals too; the data-parallel sum above does not reach across them.
-            with recorded("all-reduce", "the wish to stop", totals[2:]):
-                dist.all_reduce(totals[2:], op=dist.ReduceOp.MAX)
+            all_reduce_by_backend(totals[2:], what="the wish to stop", op=dist.ReduceOp.MAX)
     total_loss, total_weight, stops = totals.tolist()
     return StepResult(total_loss / max(total_weight, 1.0), updated, grad_norm, num_zeros, stops > 0)
 
@@ -112,8 +111,7 @@ def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: in
 
 def _sum_over_replicas(totals: torch.Tensor) -> None:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    with recorded("all-reduce", "the loss", totals, group):
-        dist.all_reduce(totals, group=group)
+    all_reduce_by_backend(totals, group, what="the loss")
 
 
 def _tokens_a_rank(batch: Batch) -> torch.Tensor:

@@ -21,7 +21,7 @@ class Mutation:
 _DDP = "tests/unit/distributed/test_distributed_data_parallel.py"
 _CONTRACT = "tests/unit/distributed/test_data_parallel_base.py"
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
-_COLLECTIVES = "tests/unit/distributed/test_collectives.py"
+_COLLECTIVES = "tests/unit/comm/test_collectives.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
 _UNITS = ("tests/unit/distributed/test_units.py", "tests/unit/distributed/test_unit_cases.py")
 _STARTS = "tests/unit/distributed/test_initial_values.py"
@@ -115,14 +115,14 @@ MUTATIONS = (
     ),
     Mutation(
         "what is reduced replaces the micro-batches before it",
-        "core/distributed/collectives.py",
+        "core/comm/sums.py",
         "        output.add_(result, alpha=scale)\n        return\n",
         "        output.copy_(result * scale)\n        return\n",
         (_COLLECTIVES, _DDP, _CONTRACT),
     ),
     Mutation(
         "a sum that is added is not scaled",
-        "core/distributed/collectives.py",
+        "core/comm/sums.py",
         "output.add_(result, alpha=scale)",
         "output.add_(result)",
         (_COLLECTIVES, _DDP),

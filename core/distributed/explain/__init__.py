@@ -7,7 +7,7 @@
 | an optimizer built before the model was wrapped | its step | `stale_optimizers` |
 | a plain state dict for a sharded module | `module.load_state_dict` | `plain_state_dicts` |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
-| ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step`, `collective_record` |
+| ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
 | memory that did not suffice | forward, `failures_explained` | `out_of_memory`, `memory_table` |
 
 The last three surface wherever the model runs. A wrapper's forward explains them by itself. What comes after it,

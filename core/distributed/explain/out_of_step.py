@@ -3,7 +3,7 @@
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
 operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for, and so
 does NCCL with `TORCH_NCCL_BLOCKING_WAIT=1`. Without it torch's watchdog ends the process beside Python, with a message
-of its own; what the ranks have published (`collective_record`) can still be read in the store.
+of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
 from ..._torch_compat import flight_recorder
+from ...comm.record import Collective, ask_other_ranks, explain_failures_with, latest_collective
 from ...errors import OutOfStepError, ShardstackError
-from .collective_record import Collective, latest_collective, publishing_interval_s
 from .out_of_memory import is_out_of_memory
 from .words import listed, rank_list, readable_bytes
 
@@ -28,7 +27,7 @@ _BACKEND_FAILED = re.compile(
 )
 
 
-_NONE_BEHIND = "the network between the ranks, and at each rank (a process that is paused, a disk that does not answer)"
+_NONE_BEHIND = "the network between the ranks, and at each rank (a paused process, a disk that does not answer)"
 
 
 def is_failure_of_backend(error: BaseException) -> bool:
@@ -67,9 +66,7 @@ def _message_without_record(error: BaseException) -> str:
 def _message(error: BaseException, call: Collective) -> str:
     record = call.record
     waited = time.time() - call.started_at
-    with suppress(Exception):  # the store may have gone with a rank; this rank's own half of the story remains
-        record.publish(always=True)
-    time.sleep(1.5 * publishing_interval_s())  # until the others have published where they are stuck
+    ask_other_ranks()
     others = [rank for rank in range(record.num_ranks) if rank != record.rank]
     states: dict[str, list[int]] = defaultdict(list)
     for rank in others:
@@ -138,3 +135,6 @@ def _flight_recorder_says(unfinished: bool) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+explain_failures_with(raise_out_of_step)

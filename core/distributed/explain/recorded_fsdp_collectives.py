@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from ...comm.record import Collective, recorded
 from ..fsdp_state import communication_of
-from .collective_record import Collective, recorded
 
 
 def record_fsdp_collectives(root: nn.Module) -> None:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import device
+from ...comm.collectives import all_reduce_by_backend
 from ...errors import WrapError
-from .collective_record import recorded
 from .words import listed, rank_list
 
 Description = dict[str, str]
@@ -116,9 +116,8 @@ def _is_equal_over_ranks(description: Description, group: dist.ProcessGroup) -> 
     extremes = torch.tensor(
         [*pieces, *(-piece for piece in pieces)], dtype=torch.int64, device=device.current_device()
     )
-    with recorded("all-reduce", "the hash of the model's structure", extremes, group):
-        dist.all_reduce(extremes, dist.ReduceOp.MIN, group=group)
-        smallest, largest = extremes.view(2, -1).tolist()
+    all_reduce_by_backend(extremes, group, what="the hash of the model's structure", op=dist.ReduceOp.MIN)
+    smallest, largest = extremes.view(2, -1).tolist()
     return bool(smallest == [-piece for piece in largest])
 
 

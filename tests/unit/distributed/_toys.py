@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from core.comm import gloo
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
-    collectives,
 )
 
 BUFFERED = {
@@ -210,7 +210,7 @@ class GradientTraffic:
         self.calls += sum(n for name, n in self._counter.counts.items() if "reduce" in name)
 
     def _isend(self, tensor: torch.Tensor, **options: Any) -> Any:
-        self.calls += options["tag"] & 0xFFFF != collectives.GATHER_TAG
+        self.calls += options["tag"] & 0xFFFF != gloo.GATHER_TAG
         self.sent_bytes += tensor.numel() * tensor.element_size()
         return _isend(tensor, **options)
 
@@ -224,7 +224,7 @@ class GatherCounter:
     def __enter__(self) -> GatherCounter:
         self._counter = CollectiveCounter()
         self._counter.__enter__()
-        self._patch = mock.patch.object(collectives, "start_all_gather", self._start_all_gather)
+        self._patch = mock.patch.object(gloo, "start_all_gather", self._start_all_gather)
         self._patch.start()
         return self
 
@@ -238,4 +238,4 @@ class GatherCounter:
         return _start_all_gather(*args)
 
 
-_isend, _start_all_gather = dist.isend, collectives.start_all_gather
+_isend, _start_all_gather = dist.isend, gloo.start_all_gather

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from core import parallel_state
-from core.distributed import collectives
+from core.comm import collectives
 from core.distributed.exchanged_units import exchange_directly
 from core.distributed.fsdp_collectives import DirectAllGather
 from core.distributed.fsdp_state import drop_pending_gathers, gathered_tensors

@@ -15,10 +15,10 @@ from torch import nn
 
 from core import parallel_state
 from core._torch_compat import fsdp_param_groups
+from core.comm import collectives
 from core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
-    collectives,
     finalize_model_grads,
 )
 from core.distributed.sharding import fsdp_modules

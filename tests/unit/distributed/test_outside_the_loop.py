@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from core.comm import collectives
 from core.dist_checkpointing import load_model_state_dict
-from core.distributed import collectives, finalize_model_grads
+from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
@@ -791,9 +792,9 @@ def _gathering_slowly() -> Any:
     """So that what does not wait for parameters that are being gathered reads old ones."""
     all_gather = collectives.all_gather
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any, **options: Any) -> None:
         time.sleep(0.01)
-        all_gather(*args)
+        all_gather(*args, **options)
 
     return mock.patch.object(collectives, "all_gather", slow)
 

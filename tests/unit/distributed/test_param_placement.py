@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed import bucket_group, collectives, finalize_model_grads
+from core.comm import collectives
+from core.distributed import bucket_group, finalize_model_grads
 from core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from core.errors import ShardstackError, WrapError
 from tests.unit._spawn import RankFailure, run_distributed
@@ -37,9 +38,9 @@ def _gathers_beside_forward(kind: str, read: str) -> None:
     model = build(kind, toy(tied=False))
     gate, gather = threading.Event(), collectives.all_gather
 
-    def gather_late(*args):
+    def gather_late(*args, **options):
         gate.wait(100)
-        gather(*args)
+        gather(*args, **options)
 
     never = mock.patch.object(bucket_group, "make_pending") if read == "without waiting" else nullcontext()
     with mock.patch.object(collectives, "all_gather", gather_late), never:

@@ -45,4 +45,4 @@ def test_a_rank_that_is_paused_in_a_save_is_named(tmp_path):
     message = run_distributed(_one_rank_is_paused_in_a_save, 2, str(tmp_path))[0]
     assert "s in vain in save 1 of the run's checkpoint, its call" in message
     assert "rank 1 waited in the same" in message
-    assert "a process that is paused" in message
+    assert "a paused process" in message

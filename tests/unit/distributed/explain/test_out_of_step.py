@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.comm.record import recorded
 from core.distributed import finalize_model_grads
 from core.distributed.explain import failures_explained
-from core.distributed.explain.collective_record import recorded
 from core.distributed.explain.out_of_step import is_failure_of_backend
 from core.errors import OutOfStepError
 from tests.unit._spawn import run_distributed

@@ -1,4 +1,4 @@
-"""A lane beside the computation, in which collectives run one after the other in the order they were handed in.
+"""A lane in which collectives run while the rank computes, one after the other in the order of their submission.
 
 On CUDA it is a stream of its own. Elsewhere it is a thread: it waits for the network and adds what arrives, outside
 the interpreter's lock, while the main thread computes.
@@ -31,7 +31,7 @@ class CommLane:
         raise NotImplementedError
 
     def run(self, run: Callable[[], None]) -> None:
-        """Runs `run` behind whatever is in the lane, and returns when its result may be used."""
+        """Runs `run` behind all that is in the lane, and returns when its result may be used."""
         self.submit(run).wait()
 
 
@@ -78,21 +78,21 @@ class _ThreadLane(CommLane):
 
     def submit(self, run: Callable[[], None]) -> Handle:
         if self._thread is None:
-            # A daemon: at exit nobody waits for long for a message of a rank that has gone.
+            # A daemon: at exit no process waits for long for a message of a rank that has gone.
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="comm-lane", daemon=True)
             self._thread.start()
-            atexit.register(self._come_to_an_end)
+            atexit.register(self._wait_at_exit)
         task = self._last = _Task(run)
         self._tasks.put(task)
         return task
 
     def run(self, run: Callable[[], None]) -> None:
         if self._last is None or self._last.has_ended:
-            run()  # nobody is in the way: spare two switches of threads
+            run()  # the lane is empty: spare two switches of threads
         else:
             super().run(run)
 
-    def _come_to_an_end(self) -> None:
+    def _wait_at_exit(self) -> None:
         """At exit: a thread that is caught in one of torch's functions would abort the process."""
         if self._last is not None:
             self._last.has_ended_within(_LONGEST_EXIT_S)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from core.distributed.passing_memory import passing_memory, passing_memory_seen_by_profilers
+from core.host_memory import passing_memory, passing_memory_seen_by_profilers
 
 CPU = torch.device("cpu")
 MIB = 2**20

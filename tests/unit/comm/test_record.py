@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core.distributed import collectives
-from core.distributed.explain.collective_record import (
+from core.comm import collectives
+from core.comm.record import (
     NUM_CALLS_KEPT,
+    ask_other_ranks,
     latest_collective,
     message_tag,
     record_of,
@@ -61,8 +63,7 @@ def _exchanges_different_things() -> bool:
     gathered = torch.empty(4)
     subject = "unit a" if dist.get_rank() == 0 else "unit b"
     try:
-        with recorded("all-gather", subject, gathered, group):
-            collectives.all_gather(gathered, mine, group)
+        collectives.all_gather(gathered, mine, group, what=subject)
     except RuntimeError:
         return False
     return True
@@ -94,3 +95,33 @@ def test_every_collective_of_a_step_is_recorded_with_its_unit():
         "reduce-scatter",
         "the gradients of bucket head.weight",
     )
+
+
+def test_nothing_is_recorded_where_that_is_switched_off(monkeypatch):
+    monkeypatch.setenv("SHARDSTACK_RECORD_COLLECTIVES", "0")
+    with fake_world(rank=0, world_size=2):
+        with recorded("all-gather", "unit a", 8) as call:
+            assert message_tag(7) == 7
+        call.ended()
+        assert latest_collective() is None and record_of().num_calls == 0
+        with pytest.raises(ZeroDivisionError), call:
+            raise ZeroDivisionError
+
+
+def _published_before_and_after_a_question() -> list[bool]:
+    group = dist.new_group()
+    record = record_of(group)
+    dist.barrier(group)
+    with recorded("all-reduce", "the loss", 8, group):
+        pass
+    time.sleep(1.5)  # longer than between two looks
+    before = record.read(1 - dist.get_rank()) is not None
+    dist.barrier(group)
+    if dist.get_rank() == 0:
+        ask_other_ranks()
+    dist.barrier(group)
+    return [before, record.read(1 - dist.get_rank()) is not None]
+
+
+def test_ranks_publish_their_records_once_one_asks():
+    assert run_distributed(_published_before_and_after_a_question, 2) == [[False, True], [False, True]]

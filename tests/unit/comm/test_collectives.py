@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.distributed import collectives
+from core.comm import collectives, gloo
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import GradientTraffic
 
 SHARD = 37  # elements a rank
+WHAT = "numbers"
 
 
 def _addend(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,8 +37,8 @@ def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk
     before = whole.clone()
     own = whole.chunk(size)[rank]
     output = own if in_place else torch.full_like(own, float("nan"))
-    with mock.patch.multiple(collectives, CHUNK_BYTES=chunk_bytes, LEAST_CHUNK_BYTES=1):
-        collectives.reduce_scatter(output, whole, dist.group.WORLD, fp32_accumulation=fp32_accumulation)
+    with mock.patch.multiple(gloo, CHUNK_BYTES=chunk_bytes, LEAST_CHUNK_BYTES=1):
+        collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, fp32_accumulation=fp32_accumulation)
     expected = _sum_in_rank_order(size, dtype, torch.float32 if fp32_accumulation else dtype).chunk(size)[rank]
     assert torch.equal(output, expected)
     for part in range(size):
@@ -57,12 +58,12 @@ def test_reduce_scatter_adds_in_rank_order(dtype, fp32_accumulation, in_place, w
 
 def _inboxes_of_reductions() -> list[tuple[int, int]]:
     """Address and bytes of what each of several reductions received into, the largest first."""
-    collectives._idle_inboxes.clear()
+    gloo._idle_inboxes.clear()
     found = []
     for numel, dtype in ((2**22, torch.float32), (2**10, torch.float64), (2**21, torch.bfloat16)):
         whole = torch.ones(numel, dtype=dtype)
-        collectives.reduce_scatter(whole.chunk(2)[dist.get_rank()], whole, dist.group.WORLD)
-        (kept,) = collectives._idle_inboxes
+        collectives.reduce_scatter(whole.chunk(2)[dist.get_rank()], whole, dist.group.WORLD, what=WHAT)
+        (kept,) = gloo._idle_inboxes
         found.append((kept.data_ptr(), kept.numel()))
     return found
 
@@ -70,19 +71,19 @@ def _inboxes_of_reductions() -> list[tuple[int, int]]:
 def test_reductions_of_any_size_and_dtype_receive_into_the_same_memory():
     for inboxes in run_distributed(_inboxes_of_reductions, 2):
         assert len(set(inboxes)) == 1
-        assert inboxes[0][1] == 2 * collectives.CHUNK_BYTES
+        assert inboxes[0][1] == 2 * gloo.CHUNK_BYTES
 
 
 def test_the_memory_to_receive_into_is_nobody_elses_meanwhile_and_not_used_again_after_an_error():
-    collectives._idle_inboxes.clear()
-    with torch.inference_mode(), collectives._inbox_memory(64) as first, collectives._inbox_memory(64) as second:
+    gloo._idle_inboxes.clear()
+    with torch.inference_mode(), gloo._inbox_memory(64) as first, gloo._inbox_memory(64) as second:
         assert first.data_ptr() != second.data_ptr()
-    (kept,) = collectives._idle_inboxes
+    (kept,) = gloo._idle_inboxes
     assert not kept.is_inference()
-    with pytest.raises(RuntimeError, match="a rank has gone"), collectives._inbox_memory(32) as third:
+    with pytest.raises(RuntimeError, match="a rank has gone"), gloo._inbox_memory(32) as third:
         assert third.data_ptr() == kept.data_ptr()
         raise RuntimeError("a rank has gone")
-    assert collectives._idle_inboxes == []
+    assert gloo._idle_inboxes == []
 
 
 def test_the_order_and_the_precision_of_additions_can_be_seen_in_these_numbers():
@@ -98,11 +99,11 @@ def _means_and_accumulates() -> None:
     output = torch.ones(SHARD)
     for op, scale, factor in ((dist.ReduceOp.AVG, 1.0, 1 / size), (dist.ReduceOp.SUM, 0.5, 0.5)):
         whole = _addend(rank, size, torch.float32)
-        collectives.reduce_scatter(output, whole, dist.group.WORLD, op=op, scale=scale)
+        collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, op=op, scale=scale)
         assert torch.equal(output, expected * factor)
     kept = output.clone()
     whole = _addend(rank, size, torch.float32)
-    collectives.reduce_scatter(output, whole, dist.group.WORLD, scale=0.25, accumulate=True)
+    collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, scale=0.25, accumulate=True)
     assert torch.equal(output, kept + expected * 0.25)
 
 
@@ -116,7 +117,7 @@ def _gathers(in_place: bool) -> None:
     output = torch.zeros(size * SHARD)
     own = output.chunk(size)[rank] if in_place else torch.empty(SHARD)
     own.fill_(rank + 1.0)
-    collectives.all_gather(output, own, dist.group.WORLD)
+    collectives.all_gather(output, own, dist.group.WORLD, what=WHAT)
     assert torch.equal(output, torch.arange(1.0, size + 1).repeat_interleave(SHARD))
 
 
@@ -128,7 +129,7 @@ def test_all_gather_puts_parts_in_rank_order(in_place, world_size):
 
 def _all_reduces(length: int) -> torch.Tensor:
     tensor = _addend(dist.get_rank(), dist.get_world_size(), torch.float32)[:length].clone()
-    collectives.all_reduce(tensor, dist.group.WORLD, scale=0.5)
+    collectives.all_reduce(tensor, dist.group.WORLD, what=WHAT, scale=0.5)
     return tensor
 
 
@@ -149,9 +150,9 @@ def _sent_bytes() -> list[int]:
     own = whole.chunk(size)[dist.get_rank()]
     counts = []
     for run in (
-        lambda: collectives.reduce_scatter(own, whole, dist.group.WORLD),
-        lambda: collectives.all_gather(whole, own, dist.group.WORLD),
-        lambda: collectives.all_reduce(whole, dist.group.WORLD),
+        lambda: collectives.reduce_scatter(own, whole, dist.group.WORLD, what=WHAT),
+        lambda: collectives.all_gather(whole, own, dist.group.WORLD, what=WHAT),
+        lambda: collectives.all_reduce(whole, dist.group.WORLD, what=WHAT),
     ):
         with GradientTraffic() as traffic:
             run()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.distributed.comm_lane import comm_lane
+from core.comm.lane import comm_lane
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -60,10 +60,10 @@ def _ends_with_products_in_the_lane(count: int, before: str = "") -> tuple[int, 
     program = f"""
 import time
 import torch
-from core.distributed import comm_lane
+from core.comm import lane
 {before}
 matrix = torch.ones(1000, 1000)
-comm_lane.comm_lane(matrix.device).submit(lambda: [matrix @ matrix for _ in range({count})])
+lane.comm_lane(matrix.device).submit(lambda: [matrix @ matrix for _ in range({count})])
 time.sleep(0.05)
 """
     ended = subprocess.run(
@@ -75,5 +75,5 @@ time.sleep(0.05)
 def test_a_process_may_end_with_something_in_the_lane():
     assert _ends_with_products_in_the_lane(4) == (0, "")  # far less than the time for which an exit waits
     # What would happen: a thread that comes out of one of torch's functions while Python ends is unwound through it.
-    aborted, said = _ends_with_products_in_the_lane(10_000, "comm_lane._LONGEST_EXIT_S = 0.0")
+    aborted, said = _ends_with_products_in_the_lane(10_000, "lane._LONGEST_EXIT_S = 0.0")
     assert aborted != 0 and "terminate called" in said

@@ -1,21 +1,25 @@
-"""What this rank has called of each process group's collectives, so that ranks out of step can be compared.
+"""The last calls of this rank in each process group, so that ranks out of step can be compared.
 
     with recorded("all-gather", "unit decoder.layers.3", num_bytes, group):
         ...                                                  # the collective; an error in it is explained
 
-Beside the call this costs a queue's append and a few dictionary look-ups. A thread publishes what is recorded in the
-store of the default process group about once a second, whatever this rank is doing; `out_of_step` reads it.
+`collectives` does this for every call. It costs an append to a ring in memory and a few dictionary look-ups; nothing
+is sent while all is well. When a collective fails, its rank asks the others through the store of the default process
+group: a thread of every process looks about once a second whether somebody has asked, and answers for as long as the
+process lives, whatever the rank is doing. `SHARDSTACK_RECORD_COLLECTIVES=0` switches all of it off, on every rank.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import os
 import threading
 import time
 import weakref
 import zlib
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +29,16 @@ NUM_CALLS_KEPT = 64
 """Calls that each rank remembers of each group."""
 
 NUM_CALLS_PUBLISHED = 8
-"""How many of these the other ranks can read."""
+"""How many of these the other ranks can read once one has asked."""
+
+
+_EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
+"""At most one; `explain_failures_with` sets it, when what knows the words for failures is imported."""
+
+
+def explain_failures_with(explain: Callable[[BaseException, Collective], None]) -> None:
+    """Sets what is called with an error that was raised in a collective, to raise a better one or return."""
+    _EXPLAIN[:] = [explain]
 
 
 class Collective:
@@ -44,8 +57,8 @@ class Collective:
         self.record, self.kind, self.subject, self.num_bytes = record, kind, subject, num_bytes
         self.number, self.occurrence = record.count(kind, subject)
         self.started_at = time.time()
-        self.ended_at: float | None = None
-        self.outer: Collective | None = None
+        self.ended_at: float | None = None  # set by `ended`, on any thread; None while it is under way
+        self.outer: Collective | None = None  # what the thread was in when it entered this one; valid until it leaves
 
     def ended(self) -> None:
         """Notes that its result is there; on an accelerator, that it has been enqueued."""
@@ -68,12 +81,11 @@ class Collective:
         Raises:
             OutOfStepError: from `error`; nothing is raised where it has another cause.
         """
-        from .out_of_step import raise_out_of_step  # only here: it reads records itself
-
-        raise_out_of_step(error, self)
+        for explain in _EXPLAIN:
+            explain(error, self)
 
     def as_json(self) -> list[Any]:
-        """What is published of it."""
+        """What other ranks can read of it."""
         return [
             self.number,
             self.occurrence,
@@ -83,6 +95,25 @@ class Collective:
             self.started_at,
             self.ended_at,
         ]
+
+
+class _Unrecorded(Collective):
+    """Stands for every call while recording is off."""
+
+    def __init__(self) -> None:
+        self.ended_at = None
+
+    def ended(self) -> None:
+        pass
+
+    def __enter__(self) -> Collective:
+        return self
+
+    def __exit__(self, *unused: Any) -> None:
+        pass
+
+    def explain(self, error: BaseException) -> None:
+        pass
 
 
 class CollectiveRecord:
@@ -98,7 +129,8 @@ class CollectiveRecord:
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._published: tuple[int, float | None] = (0, None)
+        # What `publish` has written last: the number of calls and the end of the last one.
+        self._published: tuple[int, float | None] | None = None
 
     def count(self, kind: str, subject: str) -> tuple[int, int]:
         """The numbers of a new call: among all, and among those of its kind and subject."""
@@ -112,11 +144,11 @@ class CollectiveRecord:
         self.calls.append(call)
         return call
 
-    def publish(self, always: bool = False) -> None:
+    def publish(self) -> None:
         """Lets the other ranks read the last calls, if there is something new."""
         calls = list(self.calls)[-NUM_CALLS_PUBLISHED:]
         state = (self.num_calls, calls[-1].ended_at if calls else None)
-        if state == self._published and not always:
+        if state == self._published:
             return
         text = json.dumps({"num_calls": state[0], "calls": [call.as_json() for call in calls]})
         _store().set(_key(self.group_name, self.rank), text)
@@ -143,6 +175,8 @@ def recorded(
         payload: the larger of the tensors that it is called with, or its bytes; 0 for what is not counted.
         group: the ranks; all of them by default.
     """
+    if not is_recording():
+        return _UNRECORDED
     num_bytes = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
     return record_of(group).collective(kind, subject, num_bytes)
 
@@ -157,8 +191,13 @@ def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
         record = _records[asked] = CollectiveRecord(asked)
         _every_record.append(weakref.ref(record))
         if asked.size() > 1 and dist.get_backend(asked) != "fake":
-            _publisher.ensure_running()
+            _listener.ensure_running()
     return record
+
+
+def is_recording() -> bool:
+    """Whether collectives are recorded: ``SHARDSTACK_RECORD_COLLECTIVES``, read at each call."""
+    return os.environ.get("SHARDSTACK_RECORD_COLLECTIVES", "1") != "0"
 
 
 def latest_collective() -> Collective | None:
@@ -190,24 +229,50 @@ def message_tag(tag: int) -> int:
 
 
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
-_every_record: list[weakref.ref[CollectiveRecord]] = []  # a list, because the publishing thread copies it in one go
-_here = threading.local()
+_every_record: list[weakref.ref[CollectiveRecord]] = []  # of `_records`; the listener copies a list in one go
+_here = threading.local()  # .collective: what the thread is in; `Collective.__enter__` and `__exit__` set it
+_UNRECORDED = _Unrecorded()
 
 
-def publishing_interval_s() -> float:
-    """Seconds between two publications of a rank: more where more ranks share the store."""
+# ---- asking the other ranks
+
+
+def ask_other_ranks() -> None:
+    """Makes every rank publish its record, and waits until those that can have done so.
+
+    From then on they publish what changes. Without a store there is nothing to wait for.
+    """
+    try:
+        store = _store()
+        store.set(_ASKED, "1")
+        _publish_all()
+    except Exception:  # the store may have gone with the rank that held it
+        return
+    time.sleep(1.5 * _listening_interval_s())
+
+
+def _publish_all() -> None:
+    for record in _live_records():
+        if record.num_ranks > 1:
+            record.publish()
+
+
+def _listening_interval_s() -> float:
+    """Seconds between two looks into the store: more where more ranks share it."""
     return max(1.0, (dist.get_world_size() if dist.is_initialized() else 1) / 256)
 
 
 _FAILURES_BEFORE_GIVING_UP = 5
 
 
-class _Publisher:
-    """A thread that publishes this process's records; it ends with the process, or when the store has gone."""
+class _Listener:
+    """A thread that publishes this process's records once a rank has asked; it ends with the process, or when the
+    store has gone. It polls: torch aborts a process that ends while a thread waits in a store.
+    """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None  # started at the first record of several ranks
+        self._stop = threading.Event()  # set at exit
         atexit.register(self.stop)
 
     def ensure_running(self) -> None:
@@ -222,19 +287,19 @@ class _Publisher:
 
     def _run(self) -> None:
         failures = 0
-        while failures < _FAILURES_BEFORE_GIVING_UP and not self._stop.wait(publishing_interval_s()):
+        while failures < _FAILURES_BEFORE_GIVING_UP and not self._stop.wait(_listening_interval_s()):
             if not dist.is_initialized():
                 continue  # between two initialisations
             try:
-                for record in _live_records():
-                    if record.num_ranks > 1:
-                        record.publish()
+                if _store().check([_ASKED]):
+                    _publish_all()
                 failures = 0
-            except Exception:  # a time limit of the store; or whoever held it has left, and there is nobody to tell
+            except Exception:  # a time limit of the store, or the rank that held it has left
                 failures += 1
 
 
-_publisher = _Publisher()
+_listener = _Listener()
+_ASKED = "shardstack/collectives/asked"
 
 
 def _store() -> Any:

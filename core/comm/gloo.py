@@ -1,0 +1,140 @@
+"""How ranks exchange pieces directly where the backend is gloo: the one fast path on CPU.
+
+gloo's reduce-scatter is an all-reduce inside, twice the bytes, and its all-gather goes through a copy of the whole
+result. Ranks therefore send their pieces straight to the ranks that own them, from and into the buffers that hold
+them, and add what they receive in rank order, a piece of a few megabytes at a time: ``(n - 1) / n`` of the buffer
+leaves each rank, as in an ideal ring, with 8 MiB of scratch memory, which is kept. `exchanges_directly` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .record import message_tag
+from .sums import add_in_rank_order, store
+
+CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
+"""Bytes of one message of a reduction: small enough to be added while it is in the cache, and the smaller the more
+ranks send at a time, so that what arrives takes no more memory in a larger group."""
+
+REDUCE_TAG, GATHER_TAG = 0x5A4D, 0x5A4E
+"""Of this file's messages alone, so that no other send or receive is taken for one of ours."""
+
+
+def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the functions here send pieces from rank to rank, because the backend is gloo."""
+    return device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
+
+
+def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> list[dist.Work]:
+    """The messages of an `all_gather` where ranks exchange directly: to be waited for before `output` is read."""
+    own, parts = group.rank(), output.chunk(group.size())
+    if parts[own].data_ptr() != input_.data_ptr():
+        parts[own].copy_(input_)
+    peers = _peers(group)
+    receives = [_receive(parts[peer], peer, group, GATHER_TAG) for peer in reversed(peers)]
+    return receives + [_send(parts[own], peer, group, GATHER_TAG) for peer in peers]
+
+
+def exchange_and_add(
+    output: Tensor, input_: Tensor, group: ProcessGroup, *, scale: float, accumulate: bool, in_fp32: bool
+) -> None:
+    """`collectives.reduce_scatter` where ranks exchange directly; with `in_fp32` sums are rounded once, at the end."""
+    peers = _peers(group)
+    message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
+    chunk = min(len(output), message_bytes // input_.element_size())
+    with _inbox_memory(2 * len(peers) * chunk * input_.element_size()) as memory:
+        inboxes = memory.view(input_.dtype).view(2, len(peers), chunk)  # one fills while the other is added
+        _exchange_through(inboxes, output, input_, group, scale, accumulate, in_fp32)
+
+
+_idle_inboxes: list[Tensor] = []
+"""Memory of the last exchange, for the next; `_inbox_memory` alone takes and returns it, on any thread. Empty while
+one is under way."""
+
+
+@contextmanager
+def _inbox_memory(num_bytes: int) -> Iterator[Tensor]:
+    """Bytes to receive into, `[num_bytes]`, the same ones each time.
+
+    Allocated anew for each exchange they would come from the arena that the C allocator keeps for the lane's thread,
+    and cost more memory than they have: it grows next to what the main thread has freed.
+    """
+    try:
+        memory = _idle_inboxes.pop()
+    except IndexError:  # the first, or another thread has it
+        memory = torch.empty(0, dtype=torch.uint8)
+    if len(memory) < num_bytes:
+        with torch.inference_mode(False):  # else it could be used in no other mode
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+    yield memory[:num_bytes]
+    _idle_inboxes[:] = [memory]  # not after an error, when messages may still arrive in it
+
+
+def _exchange_through(
+    inboxes: Tensor,
+    output: Tensor,
+    input_: Tensor,
+    group: ProcessGroup,
+    scale: float,
+    accumulate: bool,
+    in_fp32: bool,
+) -> None:
+    """Sends the others their parts and adds what they send, through `inboxes` `[2, n - 1, elements of a message]`."""
+    own, parts, peers, chunk = group.rank(), input_.chunk(group.size()), _peers(group), inboxes.size(-1)
+    totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None
+    sends: list[dist.Work] = []
+
+    def post(start: int, inbox: Tensor) -> tuple[list[dist.Work], dict[int, Tensor]]:
+        stop = min(start + chunk, len(output))
+        incoming = {peer: inbox[index, : stop - start] for index, peer in enumerate(peers)}
+        receives = [_receive(incoming[peer], peer, group, REDUCE_TAG) for peer in reversed(peers)]
+        sends.extend(_send(parts[peer][start:stop], peer, group, REDUCE_TAG) for peer in peers)
+        return receives, incoming
+
+    starts = range(0, len(output), chunk)
+    posted = post(0, inboxes[0])
+    for index, start in enumerate(starts):
+        receives, incoming = posted
+        if index + 1 < len(starts):
+            posted = post(starts[index + 1], inboxes[(index + 1) % 2])
+        wait_for(receives)
+        length = min(chunk, len(output) - start)
+        target = output[start : start + length]
+        addends = [incoming[r] if r != own else parts[own][start : start + length] for r in range(group.size())]
+        if totals is not None:
+            total: Tensor | None = totals[:length]
+        else:
+            total = None if accumulate else target
+        store(target, add_in_rank_order(addends, total), scale, accumulate)
+    wait_for(sends)
+
+
+def _peers(group: ProcessGroup) -> list[int]:
+    """The other ranks, each rank beginning with its successor, so that not all send to the same one first."""
+    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
+
+
+def _send(tensor: Tensor, peer: int, group: ProcessGroup, tag: int) -> dist.Work:
+    return _started(dist.isend(tensor, group=group, group_dst=peer, tag=message_tag(tag)))
+
+
+def _receive(tensor: Tensor, peer: int, group: ProcessGroup, tag: int) -> dist.Work:
+    return _started(dist.irecv(tensor, group=group, group_src=peer, tag=message_tag(tag)))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not in the process group that it was asked to send in")
+    return work
+
+
+def wait_for(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
