@@ -5,8 +5,8 @@
 
 `collectives` does this for every call. It costs an append to a ring in memory and a few dictionary look-ups; nothing
 is sent while all is well. When a collective fails, its rank asks the others through the store of the default process
-group: a thread of every process looks about once a second whether somebody has asked, and answers for as long as the
-process lives, whatever the rank is doing. `SHARDSTACK_RECORD_COLLECTIVES=0` switches all of it off, on every rank.
+group: a thread of every process looks about once a second for a question, and answers it while the rank does anything
+else. ``SHARDSTACK_RECORD_COLLECTIVES=0``, on every rank, switches all of it off.
 """
 
 from __future__ import annotations
@@ -240,11 +240,10 @@ _UNRECORDED = _Unrecorded()
 def ask_other_ranks() -> None:
     """Makes every rank publish its record, and waits until those that can have done so.
 
-    From then on they publish what changes. Without a store there is nothing to wait for.
+    Without a store there is nothing to wait for.
     """
     try:
-        store = _store()
-        store.set(_ASKED, "1")
+        _store().add(_QUESTIONS, 1)
         _publish_all()
     except Exception:  # the store may have gone with the rank that held it
         return
@@ -273,6 +272,7 @@ class _Listener:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None  # started at the first record of several ranks
         self._stop = threading.Event()  # set at exit
+        self._answered = b""  # the number of the last question, as the store has it; the thread alone uses it
         atexit.register(self.stop)
 
     def ensure_running(self) -> None:
@@ -291,15 +291,23 @@ class _Listener:
             if not dist.is_initialized():
                 continue  # between two initialisations
             try:
-                if _store().check([_ASKED]):
-                    _publish_all()
+                self._answer(_store())
                 failures = 0
             except Exception:  # a time limit of the store, or the rank that held it has left
                 failures += 1
 
 
+    def _answer(self, store: Any) -> None:
+        if not store.check([_QUESTIONS]):  # else reading it would wait
+            return
+        question = store.get(_QUESTIONS)
+        if question != self._answered:
+            _publish_all()
+            self._answered = question
+
+
 _listener = _Listener()
-_ASKED = "shardstack/collectives/asked"
+_QUESTIONS = "shardstack/collectives/questions"
 
 
 def _store() -> Any:
