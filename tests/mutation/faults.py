@@ -109,8 +109,8 @@ MUTATIONS = (
     Mutation(
         "replicas of a hybrid are summed over the wrong group",
         "core/distributed/bucket_group.py",
-        "reduce(part, self.replica_group)",
-        "reduce(part, self.shard_group)",
+        "reduce(part, self.replica_group, what=what)",
+        "reduce(part, self.shard_group, what=what)",
         (_DDP, _CONTRACT, _EQUALITY),
     ),
     Mutation(
@@ -179,8 +179,8 @@ MUTATIONS = (
     Mutation(
         "each rank divides by its own number of tokens",
         "core/distributed/finalize_model_grads.py",
-        "dist.all_reduce(total, group=group)",
-        "dist.all_reduce(total.clone(), group=group)",
+        "all_reduce_by_backend(total, group,",
+        "all_reduce_by_backend(total.clone(), group,",
         (_FINALIZE, _CONTRACT),
     ),
     Mutation(
@@ -230,8 +230,8 @@ MUTATIONS = (
     Mutation(
         "the norm is that of one shard",
         "core/optimizer/clip_grads.py",
-        "            for group in groups:\n                with recorded(",
-        "            for group in groups[1:]:\n                with recorded(",
+        "            for group in groups:\n                all_reduce_by_backend(",
+        "            for group in groups[1:]:\n                all_reduce_by_backend(",
         (_NORM, _OPTIMIZER),
     ),
     Mutation(
