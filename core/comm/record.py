@@ -296,7 +296,6 @@ class _Listener:
             except Exception:  # a time limit of the store, or the rank that held it has left
                 failures += 1
 
-
     def _answer(self, store: Any) -> None:
         if not store.check([_QUESTIONS]):  # else reading it would wait
             return
