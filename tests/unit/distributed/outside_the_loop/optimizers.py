@@ -1,0 +1,107 @@
+"""Scenarios of optimizers: torch's and ours, frozen parameters, steps out of order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.unit.distributed.outside_the_loop.scenario import (
+    BUFFERED,
+    KINDS,
+    SHARDED,
+    Run,
+    for_kinds,
+    megatron,
+    scenario,
+    torchs,
+)
+
+
+@scenario(optimizer=torchs, raises=for_kinds(SHARDED, "SGD was to step parameters whose gradients"))
+def an_optimizer_of_torch(run: Run) -> None:
+    run.train(3)
+
+
+@scenario(optimizer=torchs, raises=for_kinds(SHARDED, "SGD was to step|set_to_none|a gradient was read"))
+def an_optimizer_of_torch_zeroes_the_gradients(run: Run) -> None:
+    for set_to_none in (True, False, True):
+        run.optimizer.zero_grad(set_to_none=set_to_none)
+        if run.is_plain:
+            run.of_ranks = [{}, {}]
+        run.backward(0, is_last=False)
+        run.backward(1)
+        run.finish()
+        run.step()
+
+
+@scenario()
+def parameters_are_frozen_and_thawed_during_training(run: Run) -> None:
+    run.train()
+    run.inner.blocks[0].requires_grad_(False)
+    run.train(2, first=1)
+    run.inner.blocks[0].requires_grad_(True)
+    run.train(1, first=3)
+
+
+@scenario(optimizer=lambda run: megatron(run, weight_decay=0.1, clip_grad=1.0))
+def frozen_parameters_do_not_decay(run: Run) -> None:
+    run.train()
+    run.inner.head.requires_grad_(False)
+    run.train(2, first=1)
+
+
+@scenario(optimizer=megatron, raises=for_kinds(KINDS, r"step\(\) was called before the gradients"))
+def a_step_without_finalizing(run: Run) -> None:
+    run.zero()
+    run.backward(0)
+    if run.is_plain:
+        run.finish()
+    run.step()
+
+
+@scenario(optimizer=torchs, raises=for_kinds(BUFFERED, r"step\(\) was called before the gradients|SGD was to step"))
+def a_step_of_torch_without_finalizing(run: Run) -> None:
+    run.zero()
+    run.backward(0)
+    if run.is_plain:
+        run.finish()
+    run.step()
+
+
+@scenario()
+def two_steps_with_one_gradient(run: Run) -> None:
+    run.zero()
+    run.backward(0)
+    run.finish()
+    run.step()
+    run.step()
+
+
+@scenario(optimizer=None)
+def the_optimizer_is_built_after_a_forward(run: Run) -> None:
+    run.forward()
+    run.optimizer = megatron(run)
+    run.train(2)
+
+
+@scenario(optimizer=None, only=("fsdp2",), raises={"fsdp2": "was built while parameter .* was gathered"})
+def an_optimizer_of_torch_is_built_after_a_forward(run: Run) -> None:
+    run.forward()
+    run.optimizer = torchs(run)
+    run.train()
+
+
+class Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(11, 8, dtype=torch.float64)
+        self.head = nn.Linear(8, 11, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+@scenario(make=Double, optimizer=lambda run: megatron(run, clip_grad=0.01), rtol=1e-14)  # 2^-53 times 100 additions
+def double_precision_is_clipped_in_double(run: Run) -> None:
+    run.train(2)

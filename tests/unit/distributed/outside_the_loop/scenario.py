@@ -1,0 +1,174 @@
+"""A scenario, and the runs that it goes through: a plain module in one process, and a wrapper on two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from core.distributed import finalize_model_grads
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit.distributed import _toys
+from tests.unit.distributed._toys import batches, build, full, loss_of, toy
+
+KINDS = (*_toys.WRAPPERS, "zero2_every_micro_batch")
+SHARDED = ("zero1", "zero1_overlap", "zero2", "zero2_overlap", "zero2_every_micro_batch")
+BUFFERED = ("ddp", "ddp_overlap", *SHARDED)
+
+
+class Run:
+    """A model in training, under a wrapper or plain; what a scenario does to it means the same in both."""
+
+    model: nn.Module
+    """What is called."""
+    inner: nn.Module
+    """What holds the parameters."""
+    is_plain: bool
+
+    def __init__(self, optimizer: Callable[[Run], Any] | None) -> None:
+        self.optimizer = optimizer(self) if optimizer else None
+        self.outputs: dict[str, Tensor] = {}  # what a scenario wants compared with the weights
+
+    def train(self, steps: int = 1, *, micro_batches: int = 2, first: int = 0) -> None:
+        for step in range(first, first + steps):
+            self.zero()
+            for index in range(micro_batches):
+                self.backward(step + index, is_last=index == micro_batches - 1)
+            self.finish()
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: full(tensor) for name, tensor in self.inner.state_dict().items()} | self.outputs
+
+    def zero(self) -> None: ...
+    def backward(self, index: int, *, is_last: bool = True) -> None: ...
+    def finish(self) -> None: ...
+
+    def forward(self, index: int = 0) -> Tensor:
+        return self.model(batch(0, index))
+
+
+class Plain(Run):
+    """One process that goes through the batches of both ranks, and adds them as two ranks do.
+
+    Args:
+        adds_ranks_first: sum each micro-batch over ranks, then micro-batches, instead of the other way round.
+    """
+
+    is_plain = True
+
+    def __init__(
+        self, module: nn.Module, optimizer: Callable[[Run], Any] | None, *, adds_ranks_first: bool = False
+    ) -> None:
+        self.model = self.inner = module
+        self.adds_ranks_first = adds_ranks_first
+        self.of_ranks: list[dict[nn.Parameter, Tensor]] = [{}, {}]
+        super().__init__(optimizer)
+
+    def zero(self) -> None:
+        self.of_ranks = [{}, {}]
+        self.inner.zero_grad()
+
+    def backward(self, index: int, *, is_last: bool = True) -> None:
+        found = [self.gradients(rank, index) for rank in range(2)]
+        if self.adds_ranks_first:
+            found = [{parameter: g + found[1][parameter] for parameter, g in found[0].items()}, {}]
+        for sums, gradients in zip(self.of_ranks, found, strict=True):
+            for parameter, gradient in gradients.items():
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+
+    def gradients(self, rank: int, index: int) -> dict[nn.Parameter, Tensor]:
+        trained = [parameter for parameter in self.inner.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(loss_of(self.model, batch(rank, index)), trained, allow_unused=True)
+        return {p: g.to_dense() if g.is_sparse else g for p, g in zip(trained, found, strict=True) if g is not None}
+
+    def finish(self) -> None:
+        for parameter in self.inner.parameters():
+            if not parameter.requires_grad and not any(parameter in sums for sums in self.of_ranks):
+                continue
+            zero = torch.zeros_like(parameter)
+            mean = (self.of_ranks[0].get(parameter, zero) + self.of_ranks[1].get(parameter, zero)) * 0.5
+            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+        self.of_ranks = [{}, {}]
+
+
+class Wrapped(Run):
+    is_plain = False
+
+    def __init__(self, kind: str, module: nn.Module, optimizer: Callable[[Run], Any] | None, **settings: Any) -> None:
+        if kind == "zero2_every_micro_batch":
+            kind, settings = "zero2", {"reduce_every_micro_batch": True, **settings}
+        self.model = build(kind, module, **settings)
+        self.inner = self.model.module
+        super().__init__(optimizer)
+
+    def zero(self) -> None:
+        self.model.zero_grad_buffer()
+
+    def backward(self, index: int, *, is_last: bool = True) -> None:
+        with nullcontext() if is_last else self.model.no_sync():
+            loss_of(self.model, batch(dist.get_rank(), index)).backward()
+
+    def finish(self) -> None:
+        finalize_model_grads([self.model])
+
+
+def batch(rank: int, index: int) -> Tensor:
+    return batches(rank, 8)[index]
+
+
+def megatron(run: Run, **config: Any) -> Any:
+    return get_megatron_optimizer(OptimizerConfig(**{"lr": 0.05, "clip_grad": 0.0, **config}), [run.model])
+
+
+def torchs(run: Run) -> Any:
+    return torch.optim.SGD(run.inner.parameters(), lr=0.05, momentum=0.9)
+
+
+SCENARIOS: dict[str, Scenario] = {}
+"""By name; `scenario` fills it when the files of scenarios are imported."""
+
+
+class Scenario:
+    """One way to use a model.
+
+    Args:
+        go: does it.
+        make: the model.
+        optimizer: what updates it.
+        raises: by kind of wrapper, the pattern of the error that it has to raise instead.
+        settings: fields of the wrapper's config, by kind.
+        rtol: of the comparison, where an addition is made in another order; 0 is bitwise.
+    """
+
+    def __init__(self, go: Callable[[Run], None], **kwargs: Any) -> None:
+        self.go = go
+        self.make: Callable[[], nn.Module] = kwargs.pop("make", lambda: toy(tied=False))
+        self.optimizer: Callable[[Run], Any] | None = kwargs.pop("optimizer", megatron)
+        self.raises: dict[str, str] = kwargs.pop("raises", {})
+        self.only: tuple[str, ...] = kwargs.pop("only", KINDS)
+        self.rtol: float = kwargs.pop("rtol", 0.0)
+        self.settings: dict[str, Any] = kwargs.pop("settings", {})
+        assert not kwargs
+
+
+def scenario(**kwargs: Any) -> Callable[[Callable[[Run], None]], None]:
+    def register(go: Callable[[Run], None]) -> None:
+        SCENARIOS[go.__name__] = Scenario(go, **kwargs)
+
+    return register
+
+
+def for_kinds(kinds: tuple[str, ...], pattern: str) -> dict[str, str]:
+    return dict.fromkeys(kinds, pattern)
+
+
+def largest(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
