@@ -115,7 +115,7 @@ class _Sharder:
     def shard(self, unit: Unit, mp_policy: MixedPrecisionPolicy, *, stays_gathered: bool) -> Unit:
         """Shards it, and returns it with what becomes of it after its forward."""
         default = False if stays_gathered else self._default
-        reshard = check_reshard(reshard_of(unit.names[0], default, self._overrides), self._mesh.size(-1))
+        reshard = check_reshard(reshard_of(unit.names[0], default, self._overrides), self._mesh.get_group(-1).size())
         if not unit.is_needed_in_backward:
             reshard = reshard is not False  # nothing would gather again what a number keeps
         fully_shard(

@@ -206,5 +206,5 @@ def _reshards(module: FSDPModule, mesh: DeviceMesh) -> Reshard:
         if group.post_forward_mesh_info is None:
             return False
         size: int = group.post_forward_mesh_info.shard_mesh_size
-        return True if size == mesh.size(-1) else size
+        return True if size == mesh.get_group(-1).size() else size
     return True
