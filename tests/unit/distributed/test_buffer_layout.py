@@ -28,9 +28,16 @@ def test_buckets_tile_the_buffer_and_divide_by_the_ranks(dp_size, cut):
 
 
 def test_a_bucket_closes_once_it_is_full():
-    assert [layout.members for layout in lay_out(SIZES, dp_size=2, bucket_size=100)] == [(0, 1, 2), (3,), (4, 5)]
+    assert [layout.members for layout in lay_out(SIZES, dp_size=2, bucket_size=100)] == [(0, 1), (2, 3), (4, 5)]
     assert [layout.members for layout in lay_out(SIZES, dp_size=2, bucket_size=1)] == [(i,) for i in range(6)]
     assert len(lay_out(SIZES, dp_size=2)) == 1
+
+
+def test_what_is_not_cut_has_no_gaps():
+    layouts = lay_out(SIZES, dp_size=None, bucket_size=100)
+    assert [layout.members for layout in layouts] == [(0, 1, 2), (3,), (4, 5)]
+    assert [(layout.start, layout.end) for layout in layouts] == [(0, 135), (135, 335), (335, 471)]
+    assert [layout.ranges for layout in layouts] == [((0, 1), (1, 71), (71, 135)), ((0, 200),), ((0, 7), (7, 136))]
 
 
 def test_a_number_of_buckets_is_of_about_equal_size_and_fewer_around_a_large_parameter():
