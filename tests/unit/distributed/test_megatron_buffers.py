@@ -66,7 +66,7 @@ def _ready_by_hand(overlap: bool) -> None:
         group.finish_grad_sync()
         assert torch.equal(buffer.grad_data, torch.full((66,), 1.5))
     if overlap:
-        with pytest.raises(GradSyncError, match="given a parameter that is not in bucket 2.bias to 0.weight"):
+        with pytest.raises(GradSyncError, match=r"given a parameter that is not in bucket 2.bias to 0.weight"):
             group.register_grad_ready(nn.Parameter(torch.ones(1)))
 
 
