@@ -41,10 +41,10 @@ def lay_out(
 ) -> list[BucketLayout]:
     """Cuts parameters of `sizes` elements, in this order, into buckets of whole parameters.
 
-    A bucket closes as soon as it has `bucket_size` elements, as in Megatron-LM; with `num_buckets` as soon as it
-    reaches its equal part of the whole, which gives fewer where single parameters are larger than that. Where buckets
-    are cut, the length of each is a multiple of `dp_size` times `PARAM_ALIGNMENT`, so that shards are equal and
-    aligned; else parameters follow each other without gaps.
+    A bucket closes as soon as its parameters have `bucket_size` elements, without padding, so that buckets are the
+    same under every strategy; with `num_buckets` as soon as it reaches its equal part of the whole, which gives fewer
+    where single parameters are larger than that. Where buckets are cut, the length of each is a multiple of `dp_size`
+    times `PARAM_ALIGNMENT`, so that shards are equal and aligned; else parameters follow each other without gaps.
 
     Args:
         sizes: elements of each parameter.
@@ -64,7 +64,7 @@ def lay_out(
         members.append(index)
         ranges.append((begin, begin + size))
         seen += size
-        is_full = bucket_size is not None and begin + size >= bucket_size
+        is_full = bucket_size is not None and sum(sizes[i] for i in members) >= bucket_size
         if num_buckets is not None:
             is_full = seen * num_buckets >= total * (len(layouts) + 1)
         if is_full or index in alone or index + 1 in alone or index == len(sizes) - 1:
