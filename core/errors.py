@@ -2,7 +2,8 @@
 
     ShardstackError
     ├── ConfigError (ValueError)               a setting that cannot be honoured
-    │   └── ParallelConfigError                degrees or sharding settings that contradict or do not divide
+    │   ├── ParallelConfigError                degrees or sharding settings that contradict or do not divide
+    │   └── GradSyncError (AssertionError)     settings or calls of gradient synchronisation that contradict
     ├── ParallelStateError (RuntimeError)      process groups used before they exist, or made twice
     ├── WrapError (ValueError)                 a module that a data-parallel wrapper cannot take
     ├── DataError (ValueError)                 a corpus, an index or a token that cannot be used
@@ -33,6 +34,14 @@ class ConfigError(ShardstackError, ValueError):
 
 class ParallelConfigError(ConfigError):
     """Parallel degrees or sharding settings that contradict each other or do not divide."""
+
+
+class GradSyncError(ConfigError, AssertionError):
+    """Settings or calls of gradient synchronisation that contradict each other.
+
+    It is an AssertionError too, the only one here: Megatron-LM asserts in these places, and scripts and tests that
+    catch its AssertionError go on working.
+    """
 
 
 class ParallelStateError(ShardstackError, RuntimeError):

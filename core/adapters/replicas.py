@@ -45,7 +45,7 @@ class Replicas(DistributedDataParallel):
 
     def _drop_gradients(self) -> None:
         self._awaited, self._next_to_leave = _NO_BACKWARD, 0
-        for group in self.bucket_groups:
+        for group in self._bucket_groups:
             group.clear_grads()
 
     def _finish_backward(self) -> None:

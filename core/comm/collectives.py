@@ -79,7 +79,8 @@ def all_reduce(
 ) -> None:
     """Makes `tensor` the sum (or mean, see `reduce_scatter`) over ranks, in place, equal to the last bit on all.
 
-    A length that the number of ranks does not divide is left to the backend, in whichever order that adds.
+    Under gloo, and with `fp32_accumulation`, each element is added in rank order, as `reduce_scatter` does, at any
+    length: elements that ranks cannot share equally, fewer than there are ranks, are added by all of them.
 
     Raises:
         OutOfStepError: other ranks did not join.
@@ -89,14 +90,19 @@ def all_reduce(
         fp32_accumulation and tensor.dtype in _LOW_PRECISION
     )
     with _recorded("all-reduce", what, tensor, group):
-        if size > 1 and len(tensor) % size == 0 and in_two_steps:
-            own = tensor.chunk(size)[group.rank()]
-            _reduce_scatter(own, tensor, group, op, scale, fp32_accumulation, accumulate=False)
-            _all_gather(tensor, own, group)
+        if size == 1 or not in_two_steps:
+            if size > 1:
+                dist.all_reduce(tensor, op, group=group)
+            store(tensor, tensor, scale, accumulate=False)
             return
-        if size > 1:
-            dist.all_reduce(tensor, op, group=group)
-        store(tensor, tensor, scale, accumulate=False)
+        num_shared = len(tensor) - len(tensor) % size
+        if num_shared:
+            shared = tensor[:num_shared]
+            own = shared.chunk(size)[group.rank()]
+            _reduce_scatter(own, shared, group, op, scale, fp32_accumulation, accumulate=False)
+            _all_gather(shared, own, group)
+        if num_shared < len(tensor):
+            _add_on_every_rank(tensor[num_shared:], group, op, scale, fp32_accumulation)
 
 
 def all_reduce_by_backend(
@@ -116,6 +122,18 @@ def all_reduce_by_backend(
 
 def _recorded(kind: str, what: What, payload: Tensor, group: ProcessGroup | None) -> Collective:
     return what if isinstance(what, Collective) else recorded(kind, what, payload, group)
+
+
+def _add_on_every_rank(
+    tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType, scale: float, fp32_accumulation: bool
+) -> None:
+    """An all-reduce of a few elements, in rank order."""
+    addends = tensor.new_empty(group.size() * len(tensor))
+    _all_gather(addends, tensor, group)
+    in_fp32 = fp32_accumulation and tensor.dtype in _LOW_PRECISION
+    out = torch.empty_like(tensor, dtype=torch.float32) if in_fp32 else None
+    total = add_in_rank_order(addends.chunk(group.size()), out)
+    store(tensor, total, scale / group.size() if op == ReduceOp.AVG else scale, accumulate=False)
 
 
 def _reduce_scatter(

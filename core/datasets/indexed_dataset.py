@@ -60,19 +60,19 @@ class DType(Enum):
     uint16 = 8
 
     @classmethod
-    def code_from_dtype(cls, dtype: DTypeLike) -> int:
+    def code_from_dtype(cls, value: DTypeLike) -> int:
         """The code of a numpy dtype; `DataError` for one that the format does not have."""
-        name = np.dtype(dtype).name
+        name = np.dtype(value).name
         if name not in cls.__members__:
             raise DataError(f"dtype {name} cannot be stored in an index; it has {', '.join(cls.__members__)}")
         return int(cls[name].value)
 
     @classmethod
-    def dtype_from_code(cls, code: int) -> np.dtype[Any]:
+    def dtype_from_code(cls, value: int) -> np.dtype[Any]:
         """The numpy dtype of a code; `DataError` for an unknown one."""
-        if code not in {member.value for member in cls}:
-            raise DataError(f"dtype code {code} is unknown; codes run from 1 to {len(cls)}")
-        dtype: np.dtype[Any] = np.dtype(cls(code).name).newbyteorder("<")
+        if value not in {member.value for member in cls}:
+            raise DataError(f"dtype code {value} is unknown; codes run from 1 to {len(cls)}")
+        dtype: np.dtype[Any] = np.dtype(cls(value).name).newbyteorder("<")
         return dtype
 
     @staticmethod
@@ -81,14 +81,14 @@ class DType(Enum):
         return np.dtype("<u2" if cardinality is not None and cardinality < 65500 else "<i4")
 
 
-def get_idx_path(prefix: str | os.PathLike[str]) -> Path:
+def get_idx_path(path_prefix: str | os.PathLike[str]) -> Path:
     """Path of the index file of a corpus."""
-    return Path(f"{os.fspath(prefix)}.idx")
+    return Path(f"{os.fspath(path_prefix)}.idx")
 
 
-def get_bin_path(prefix: str | os.PathLike[str]) -> Path:
+def get_bin_path(path_prefix: str | os.PathLike[str]) -> Path:
     """Path of the token file of a corpus."""
-    return Path(f"{os.fspath(prefix)}.bin")
+    return Path(f"{os.fspath(path_prefix)}.bin")
 
 
 class IndexedDataset:
@@ -101,9 +101,9 @@ class IndexedDataset:
             or holds no tokens.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        self.prefix = os.fspath(prefix)
-        self.idx_path, self.bin_path = get_idx_path(prefix), get_bin_path(prefix)
+    def __init__(self, path_prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(path_prefix)
+        self.idx_path, self.bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         index = _Index(self.idx_path)
         if len(index.lengths) == 0 or int(index.pointers[-1]) + int(index.lengths[-1]) == 0:
             raise DataError(f"{self.idx_path}: the corpus is empty (no token); prepare it again from non-empty text")
@@ -130,9 +130,9 @@ class IndexedDataset:
         return self._index.document_indices
 
     @staticmethod
-    def exists(prefix: str | os.PathLike[str]) -> bool:
+    def exists(path_prefix: str | os.PathLike[str]) -> bool:
         """Whether both files of the corpus are there."""
-        return get_idx_path(prefix).is_file() and get_bin_path(prefix).is_file()
+        return get_idx_path(path_prefix).is_file() and get_bin_path(path_prefix).is_file()
 
     def __len__(self) -> int:
         return len(self._index.lengths)
@@ -203,13 +203,13 @@ class IndexedDatasetBuilder:
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
-    def add_document(self, tokens: ArrayLike, lengths: Sequence[int]) -> None:
-        """Appends one document: `tokens` are its sequences end to end, `lengths` the tokens in each.
+    def add_document(self, tensor: ArrayLike, lengths: Sequence[int]) -> None:
+        """Appends one document: `tensor`, any array, holds its sequences end to end, `lengths` the tokens in each.
 
         Raises:
             DataError: the lengths do not add up, or a token does not fit the dtype.
         """
-        values = np.asarray(tokens)
+        values = np.asarray(tensor)
         if sum(lengths) != values.size or min(lengths, default=0) < 0:
             raise DataError(f"a document of {values.size} tokens was given sequence lengths {list(lengths)}")
         if max(lengths, default=0) > np.iinfo(np.int32).max:
@@ -218,13 +218,13 @@ class IndexedDatasetBuilder:
         self._lengths.extend(lengths)
         self._document_indices.append(len(self._lengths))
 
-    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+    def add_index(self, path_prefix: str | os.PathLike[str]) -> None:
         """Appends all documents of another corpus, which must have the same dtype."""
-        index = _Index(get_idx_path(prefix))
-        bin_path = get_bin_path(prefix)
+        index = _Index(get_idx_path(path_prefix))
+        bin_path = get_bin_path(path_prefix)
         if index.dtype != self.dtype:
             raise DataError(
-                f"{get_idx_path(prefix)} holds {index.dtype.name} tokens and is to be merged into a corpus of "
+                f"{get_idx_path(path_prefix)} holds {index.dtype.name} tokens and is to be merged into a corpus of "
                 f"{self.dtype.name}; prepare both with the same tokenizer"
             )
         _check_bin_size(bin_path, index)

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from ..comm import collectives
 from ..comm.lane import CommLane, Handle
-from ..errors import ShardstackError
-from .param_and_grad_buffer import Bucket
+from ..errors import GradSyncError, ShardstackError
+from .bucket import Bucket
 from .pending_parameters import can_be_pending, end_pending, make_pending
 
 
@@ -86,7 +86,7 @@ class GradientLender:
 class BucketGroup:
     """One bucket and its way through a step.
 
-    Gradients arrive (`register_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
+    Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
     optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
     `finish_param_sync`). Megatron-LM's class of this name may hold several buckets; here it is always one.
 
@@ -99,7 +99,10 @@ class BucketGroup:
 
     Attributes:
         has_reduced: whether a gradient has left in this step; until then the bucket's shard holds what an earlier
-            step left there, and stands for zeros.
+            step left there, and counts as zeros.
+        param_gather_handle: a gather of parameters that is under way, set by `start_param_sync` until
+            `finish_param_sync`.
+        param_gather_dispatched: whether `start_param_sync` was called since gradients were last reduced.
     """
 
     def __init__(
@@ -124,7 +127,8 @@ class BucketGroup:
         self._num_awaited = len(bucket.params)  # trainable ones, when the running backward brought its first gradient
         self._may_be_pending = all(map(can_be_pending, bucket.params))
         self._grad_handle: Handle | None = None
-        self._param_handle: Handle | None = None
+        self.param_gather_handle: Handle | None = None
+        self.param_gather_dispatched = False
         self.has_reduced = False
         self._late: str | None = None
 
@@ -172,12 +176,30 @@ class BucketGroup:
         else:
             self.bucket.add_gradient(param, gradient)
 
-    def register_grad_ready(self, param: nn.Parameter) -> bool:
-        """Notes that this backward has finished the parameter's gradient; True once that holds for all of them."""
+    def note_grad_ready(self, param: nn.Parameter) -> None:
+        """Notes that this backward has finished the parameter's gradient."""
         if not self._ready:
             self._count_awaited()
         self._ready.add(param)
-        return self.is_complete
+
+    def register_grad_ready(self, param: nn.Parameter) -> None:
+        """Megatron-LM's, for code that runs backward without the wrapper's hooks: the last gradient sends the bucket.
+
+        The wrapper itself calls `note_grad_ready`, and lets buckets leave in an order that is equal on all ranks.
+
+        Raises:
+            GradSyncError: gradients are not reduced during backward, or the parameter is not in the bucket.
+        """
+        if not self._overlaps_grads:
+            raise GradSyncError(
+                "register_grad_ready was called without overlap_grad_reduce, where finish_grad_sync sends all "
+                "gradients; drop the call, or set overlap_grad_reduce"
+            )
+        if param not in self.bucket.param_to_index:
+            raise GradSyncError(f"register_grad_ready was given a parameter that is not in {self._name}")
+        self.note_grad_ready(param)
+        if self.is_complete and not self.has_left:
+            self.start_grad_sync()
 
     def _count_awaited(self) -> None:
         self._num_awaited = sum(param.requires_grad for param in self.bucket.params)
@@ -236,53 +258,65 @@ class BucketGroup:
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """After it, this rank's shard of the gradient is global; with `force_all_reduce` the whole gradient is.
 
+        Where the bucket leaves during backward, it has to have left: the wrapper's `finish_grad_sync` sends first what
+        is incomplete, with zeros for what has not arrived.
+
         Raises:
             ShardstackError: a gradient came after the bucket had left.
+            GradSyncError: the bucket has not left, with ``overlap_grad_reduce``.
         """
         if self._late is not None:
             raise ShardstackError(
                 f"parameter {self._late} got a gradient after the gradients of its bucket had been reduced; put every "
                 "backward of a step but the last inside no_sync, and call zero_grad_buffer before the next step"
             )
+        if not self.has_left and self._overlaps_grads:
+            raise GradSyncError(
+                f"finish_grad_sync of {self._name} was called when {len(self._ready)} of {len(self.params)} gradients "
+                "were ready, and none had been sent; call start_grad_sync, or the wrapper's finish_grad_sync"
+            )
         if not self.has_left:
             self.start_grad_sync()
         self.wait_for_grads()
+        self.param_gather_dispatched = False
         if force_all_reduce and self._reduction.shard_group is not None and self.bucket.grad_data is not None:
             whole, kept = self.bucket.grad_data, self.bucket.local_grad_shard
             self._lane.run(partial(self._gather, whole, kept, "gradients"))
+        self.bucket.update_accumulators()
 
-    def clear_grads(self) -> None:
-        """Makes every gradient zero, before the first backward of a step."""
+    def reset(self) -> None:
+        """Forgets which gradients are ready and reduced, before the next step; their values stay."""
         self.wait_for_grads()
-        if self.bucket.releases_grads:
-            self.bucket.release_grads()
-        self.bucket.clear_grads()
         self._ready.clear()
         self._count_awaited()
         self.has_reduced = False
         self._late = None
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiplies what the optimizer will read."""
-        self.bucket.local_grad_shard.mul_(factor)
+    def clear_grads(self) -> None:
+        """Makes every gradient zero, before the first backward of a step."""
+        self.reset()
+        if self.bucket.releases_grads:
+            self.bucket.release_grads()
+        self.bucket.clear_grads()
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gathers the shards of the bucket's parameters; with `force_sync` they are there on return in any case."""
         self.finish_param_sync()
+        self.param_gather_dispatched = True
         bucket = self.bucket
         if bucket.param_data is None or bucket.local_param_shard is None or self._reduction.shard_group is None:
             return
         gather = partial(self._gather, bucket.param_data, bucket.local_param_shard, "parameters")
         if self._overlaps_params and not force_sync and self._may_be_pending:
-            self._param_handle = self._lane.submit(gather)
+            self.param_gather_handle = self._lane.submit(gather)
             make_pending(bucket.params, self.finish_param_sync)
         else:
             self._lane.run(gather)
 
     def finish_param_sync(self) -> None:
         """Waits until the bucket's parameters may be read."""
-        if self._param_handle is not None:
-            handle, self._param_handle = self._param_handle, None
+        if self.param_gather_handle is not None:
+            handle, self.param_gather_handle = self.param_gather_handle, None
             try:
                 handle.wait()
             finally:
@@ -291,9 +325,11 @@ class BucketGroup:
     def free_overlap_buffers(self) -> None:
         """Megatron-LM's, before a checkpoint is saved while training goes on: waits for gathers.
 
-        No memory is kept for a gather, which writes into the buffer.
+        No memory is kept for a gather, which writes into the buffer; what a caller has left in a bucket's
+        ``layerwise_gather_list`` is dropped.
         """
         self.finish_param_sync()
+        self.bucket.layerwise_gather_list = None
 
     def _gather(self, whole: Tensor, kept: Tensor, what: str) -> None:
         group = self._reduction.shard_group

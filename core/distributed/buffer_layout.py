@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 PARAM_ALIGNMENT = 64
-"""Elements; a parameter starts at a multiple of it, so that a matrix begins where vector units like it."""
+"""Elements; where buckets are cut a parameter starts at a multiple of it, so that its part of a shard is aligned."""
 
 HIGH_BUSBW_ALIGNMENT = 2**16
 """Elements; NCCL's rings reach their full bandwidth where message sizes divide by a large power of two."""
@@ -33,7 +33,7 @@ def default_bucket_size(dp_size: int) -> int:
 def lay_out(
     sizes: Sequence[int],
     *,
-    dp_size: int,
+    dp_size: int | None,
     bucket_size: int | None = None,
     num_buckets: int | None = None,
     for_high_busbw: bool = False,
@@ -41,24 +41,26 @@ def lay_out(
 ) -> list[BucketLayout]:
     """Cuts parameters of `sizes` elements, in this order, into buckets of whole parameters.
 
-    A bucket closes as soon as its parameters have `bucket_size` elements, as in Megatron-LM; with `num_buckets` as
-    soon as it reaches its equal part of the whole, which gives fewer where single parameters are larger than that. The
-    length of each is a multiple of `dp_size` times `PARAM_ALIGNMENT`, so that shards are equal and aligned.
+    A bucket closes as soon as its parameters have `bucket_size` elements, without padding, so that buckets are the
+    same under every strategy; with `num_buckets` as soon as it reaches its equal part of the whole, which gives fewer
+    where single parameters are larger than that. Where buckets are cut, the length of each is a multiple of `dp_size`
+    times `PARAM_ALIGNMENT`, so that shards are equal and aligned; else parameters follow each other without gaps.
 
     Args:
         sizes: elements of each parameter.
-        dp_size: ranks that a bucket may be cut over.
+        dp_size: ranks that a bucket may be cut over; None where none is.
         bucket_size: elements; None, without `num_buckets`, means one bucket.
         alone: indices of parameters that have a bucket of their own.
     """
-    multiple = dp_size * PARAM_ALIGNMENT
+    alignment = PARAM_ALIGNMENT if dp_size else 1
+    multiple = dp_size * PARAM_ALIGNMENT if dp_size else 1
     if for_high_busbw:
         multiple = math.lcm(multiple, HIGH_BUSBW_ALIGNMENT)
     total, seen = sum(sizes), 0
     layouts: list[BucketLayout] = []
     start, members, ranges = 0, list[int](), list[tuple[int, int]]()
     for index, size in enumerate(sizes):
-        begin = _round_up(ranges[-1][1], PARAM_ALIGNMENT) if ranges else 0
+        begin = _round_up(ranges[-1][1], alignment) if ranges else 0
         members.append(index)
         ranges.append((begin, begin + size))
         seen += size

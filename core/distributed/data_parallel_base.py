@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
 from .describe import ModelFacts, describe
@@ -140,6 +141,8 @@ class _BaseDataParallel(nn.Module, ABC):
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of the gradient that the optimizer reads, in whatever shape it has; it may be empty."""
         return local_gradient(parameter)
+
+    sharded_state_dict = absent_method("sharded_state_dict", MODEL_STATE_DICT)
 
     @abstractmethod
     def _finish_grad_sync(self, force_all_reduce: bool) -> None: ...

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -16,16 +17,18 @@ from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapE
 from ..model_parallel_config import ModelParallelConfig
 from ..process_groups_config import ProcessGroupCollection
 from .broadcast import broadcast_tensors
+from .bucket import Bucket
 from .bucket_group import BucketGroup, GradientLender, GradReduction
 from .buffer_layout import FullParamLayout, default_bucket_size, lay_out
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .expert_parameters import is_expert_parameter
 from .explain.stale_optimizers import replaced_parameters_marked
 from .gradient_state import Phase
 from .initial_values import start_equal
 from .instance_groups import Ranks, ranks_of, resolve_instance_groups
-from .param_and_grad_buffer import Bucket, ParamAndGradBuffer, parameters_alone
+from .param_and_grad_buffer import ParamAndGradBuffer, parameters_alone
 from .param_placement import ParamPlacement
 from .parameter_owner import share_gradient
 from .sharded_gradient import is_unreadable, make_unreadable_gradient
@@ -103,10 +106,10 @@ class DistributedDataParallel(_BaseDataParallel):
                 "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
                 "bucket_size, number of ranks and ddp_config, or leave it out"
             )
-        self.bucket_groups = self._build_bucket_groups()
-        self._group_of = {param: group for group in self.bucket_groups for param in group.bucket.params}
+        self._bucket_groups = self._build_bucket_groups()
+        self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
         self._placement = ParamPlacement(
-            (slot.name, slot.param) for group in self.bucket_groups for slot in group.bucket.slots
+            (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
         )
         self._next_to_leave = 0
         self._is_backward_watched = False
@@ -133,7 +136,9 @@ class DistributedDataParallel(_BaseDataParallel):
             if hasattr(param, "has_buffer"):
                 raise WrapError(f"parameter {name} lies in the buffers of a wrapper already; wrap the plain model")
             if param.requires_grad:
-                kinds[param.dtype, self._grad_dtype(param), param.device].append((name, param))
+                kinds[is_expert_parameter(param), param.dtype, self._grad_dtype(param), param.device].append(
+                    (name, param)
+                )
         size = self.process_group.size()
         shards = self.intra_instance_group.size() if self._is_sharded else 1
         return [
@@ -142,7 +147,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 grad_dtype,
                 lay_out(
                     [param.numel() for _, param in params],
-                    dp_size=size,
+                    dp_size=size if self._is_sharded else None,
                     bucket_size=None if disable_bucketing else self._bucket_size(size),
                     num_buckets=None if disable_bucketing else self.ddp_config.num_buckets,
                     for_high_busbw=self.ddp_config.pad_buckets_for_high_nccl_busbw,
@@ -152,9 +157,16 @@ class DistributedDataParallel(_BaseDataParallel):
                 shard_index=self.intra_instance_group.rank() if self._is_sharded else 0,
                 holds_params=self._is_sharded,
                 releases_grads=self.ddp_config.sharding_strategy == "optim_grads" and shards > 1,
+                accumulated_in_fp32=self._accumulated_in_fp32([name for name, _ in params], grad_dtype),
             )
-            for (_, grad_dtype, _), params in kinds.items()
+            for (_, _, grad_dtype, _), params in kinds.items()
         ]
+
+    def _accumulated_in_fp32(self, names: Sequence[str], grad_dtype: torch.dtype) -> list[str]:
+        if torch.promote_types(grad_dtype, torch.float32) == grad_dtype:
+            return []
+        patterns = self.ddp_config.param_name_patterns_for_fp32_local_accumulation
+        return [name for name in names if any(pattern == "all" or fnmatch(name, pattern) for pattern in patterns)]
 
     def _layout(self) -> FullParamLayout:
         return FullParamLayout(tuple(tuple(bucket.layout for bucket in b.buckets) for b in self._grad_buffers))
@@ -201,16 +213,29 @@ class DistributedDataParallel(_BaseDataParallel):
             for param in self._group_of:
                 param.grad = None
 
-    expert_parallel_buffers: tuple[ParamAndGradBuffer, ...] = ()
-    """Megatron-LM's; no experts have buffers of their own."""
-
-    expert_parallel_bucket_groups: tuple[BucketGroup, ...] = ()
-    """Megatron-LM's; no experts have buckets of their own."""
+    # Parameters marked ``allreduce=False`` lie in buffers of their own; all are reduced over one group, as long as
+    # experts are cut as dense layers are (`reject_expert_parameters`).
 
     @property
     def buffers(self) -> _BufferList:
         """The flat buffers, in a list, as in Megatron-LM; called, what torch's ``Module.buffers()`` gives."""
-        return _BufferList(self._grad_buffers, lambda *args, **kwargs: nn.Module.buffers(self, *args, **kwargs))
+        dense = [buffer for buffer in self._grad_buffers if not buffer.holds_experts]
+        return _BufferList(dense, lambda *args, **kwargs: nn.Module.buffers(self, *args, **kwargs))
+
+    @property
+    def expert_parallel_buffers(self) -> list[ParamAndGradBuffer]:
+        """The flat buffers of parameters that carry Megatron-LM's mark of experts."""
+        return [buffer for buffer in self._grad_buffers if buffer.holds_experts]
+
+    @property
+    def bucket_groups(self) -> list[BucketGroup]:
+        """The buckets of `buffers`, in the order in which they leave."""
+        return [group for group in self._bucket_groups if not group.bucket.buffer.holds_experts]
+
+    @property
+    def expert_parallel_bucket_groups(self) -> list[BucketGroup]:
+        """The buckets of `expert_parallel_buffers`, in the order in which they leave."""
+        return [group for group in self._bucket_groups if group.bucket.buffer.holds_experts]
 
     # ---- gradients
 
@@ -246,27 +271,28 @@ class DistributedDataParallel(_BaseDataParallel):
             self._is_backward_watched = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if self._syncs_gradients or self._reduces_every_micro_batch:
-            group.register_grad_ready(param)  # type: ignore[arg-type]
+            group.note_grad_ready(param)  # type: ignore[arg-type]
             self._send_complete_buckets()
 
     def _send_complete_buckets(self, and_incomplete_ones: bool = False) -> None:
         """Lets buckets leave in their fixed order, so that all ranks send the same sequence."""
-        while self._next_to_leave < len(self.bucket_groups):
-            group = self.bucket_groups[self._next_to_leave]
+        while self._next_to_leave < len(self._bucket_groups):
+            group = self._bucket_groups[self._next_to_leave]
             if not (group.is_complete or and_incomplete_ones):
                 return
-            group.start_grad_sync()
+            if not group.has_left:
+                group.start_grad_sync()
             self._next_to_leave += 1
             if group.bucket.releases_grads and self._next_to_leave >= 2:
                 # Whole gradients live until they are reduced: with two under way, wait for the older one.
-                self.bucket_groups[self._next_to_leave - 2].wait_for_grads()
+                self._bucket_groups[self._next_to_leave - 2].wait_for_grads()
 
     def _end_backward(self) -> None:
         """Ends a micro-batch that is reduced by itself: each bucket leaves once a backward, on every rank alike."""
         self._is_backward_watched = False
         self._send_complete_buckets(and_incomplete_ones=True)
         self._next_to_leave = 0
-        for group in self.bucket_groups:
+        for group in self._bucket_groups:
             group.bucket.prepare_for_layers()
 
     def _inspect(self, bucket: Bucket) -> None:
@@ -274,13 +300,13 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Sends every bucket that has not left yet."""
-        for group in self.bucket_groups:
+        for group in self._bucket_groups:
             if not group.has_left:
                 group.start_grad_sync()
-        self._next_to_leave = len(self.bucket_groups)
+        self._next_to_leave = len(self._bucket_groups)
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
-        if force_all_reduce and any(group.bucket.releases_grads for group in self.bucket_groups):
+        if force_all_reduce and any(group.bucket.releases_grads for group in self._bucket_groups):
             raise ParallelConfigError(
                 "force_all_reduce asks for whole gradients, which the strategy 'optim_grads' has released; drop it"
             )
@@ -289,7 +315,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if not self.gradient_state.is_reduced:
             self._take_gradients_written_by_user()
         self.start_grad_sync()
-        for group in self.bucket_groups:
+        for group in self._bucket_groups:
             group.finish_grad_sync(force_all_reduce)
         if self._is_sharded:
             self._show_gradients_unreadable()
@@ -325,7 +351,7 @@ class DistributedDataParallel(_BaseDataParallel):
         if kept and not self._adds_exactly:
             return False
         self._next_to_leave = 0
-        for group in self.bucket_groups:
+        for group in self._bucket_groups:
             group.open_again([param for param in group.bucket.params if not _shows_main_grad(param)])
         return True
 
@@ -358,11 +384,14 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         super().check_may_step_directly(optimizer)
         for param, group in self._group_of.items():
-            if group.bucket.has_gradient(param) and group.bucket.buffer.grad_dtype != param.dtype:
+            grad_dtype = group.bucket.main_grad_dtype(param)
+            if group.bucket.has_gradient(param) and grad_dtype != param.dtype:
+                name = "param_name_patterns_for_fp32_local_accumulation"
+                setting = name if getattr(self.ddp_config, name) else "grad_reduce_in_fp32"
                 raise ShardstackError(
                     f"{optimizer} was to step parameter {self._name_of(param)} in {param.dtype}, whose gradient is "
-                    f"reduced in {group.bucket.buffer.grad_dtype} and not in .grad; use "
-                    "core.optimizer.get_megatron_optimizer, or drop grad_reduce_in_fp32"
+                    f"kept in {grad_dtype} and not in .grad; use core.optimizer.get_megatron_optimizer, or drop "
+                    f"{setting}"
                 )
 
     @property
@@ -373,13 +402,13 @@ class DistributedDataParallel(_BaseDataParallel):
         return next(slot.name for slot in self._group_of[param].bucket.slots if slot.param is param)
 
     def _scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        for group in self.bucket_groups:
-            group.scale_gradients(scaling_factor)
+        for group in self._bucket_groups:
+            group.bucket.scale_gradients(scaling_factor)
 
     def _zero_gradients(self) -> None:
         self._next_to_leave = 0
         self._is_backward_watched = False
-        for group in self.bucket_groups:
+        for group in self._bucket_groups:
             group.clear_grads()
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -399,17 +428,17 @@ class DistributedDataParallel(_BaseDataParallel):
             force_dispatch: as in Megatron-LM's signature; here it is always dispatched.
         """
         self._placement.check(unwrap_model(self))
-        for group in reversed(self.bucket_groups):
+        for group in reversed(self._bucket_groups):
             group.start_param_sync(force_sync=force_sync or not self._pre_hooks)
 
     def finish_param_sync(self) -> None:
         """Waits for parameters that are still being gathered."""
-        for group in self.bucket_groups:
+        for group in self._bucket_groups:
             group.finish_param_sync()
 
     def free_overlap_buffers(self) -> None:
         """Waits for gathers, by Megatron-LM's name; see `BucketGroup.free_overlap_buffers`."""
-        for group in self.bucket_groups:
+        for group in self._bucket_groups:
             group.free_overlap_buffers()
 
     def enable_forward_pre_hook(self) -> None:
@@ -448,8 +477,9 @@ class DistributedDataParallel(_BaseDataParallel):
         return bucket_facts(self, unwrap_model(self), num_microbatches)
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
-        buckets = [group.bucket for group in self.bucket_groups]
+        buckets = [group.bucket for group in self._bucket_groups]
         held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
+        held += [gradient for bucket in buckets for gradient in bucket.extra_main_grads]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         parameters = [*self.module.parameters(), *self.module.buffers()]
         whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ParallelConfigError
+from ..errors import GradSyncError, ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..warn import warn_once
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""
@@ -15,7 +16,6 @@ _NO_FP8 = "parameters are gathered in fp32, fp16 or bf16"
 _FOREIGN = ForeignFields(
     positional=("grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
     refused={
-        "param_name_patterns_for_fp32_local_accumulation": ((), "set grad_reduce_in_fp32"),
         "fp8_param_gather": (False, _NO_FP8),
         "fp4_param_gather": (False, _NO_FP8),
         "reuse_grad_buf_for_mxfp8_param_ag": (False, _NO_FP8),
@@ -47,6 +47,7 @@ class DistributedDataParallelConfig:
 
     Raises:
         ParallelConfigError: settings that contradict each other; the message names both.
+        GradSyncError: patterns for local accumulation in fp32 where all of it is in fp32.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -56,7 +57,7 @@ class DistributedDataParallelConfig:
     """Reduce a bucket of gradients while the backward of earlier layers still runs."""
 
     overlap_param_gather: bool = False
-    """Gather parameters while the forward of earlier layers still runs."""
+    """Gather parameters while the forward of earlier layers still runs; ignored where they are replicated."""
 
     use_distributed_optimizer: bool = False
     """Shard the optimizer state; alone it means the strategy ``optim``."""
@@ -88,6 +89,10 @@ class DistributedDataParallelConfig:
 
     reduce_scatter_with_fp32_accumulation: bool = False
     """Send gradients in their own low precision, but add those of all ranks in fp32, rounding once."""
+
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    """Parameters, by patterns of `fnmatch` or ``all``, whose gradients add up over micro-batches in fp32, though all
+    are reduced in their own low precision: fp32 memory for these, and no byte more on the wire."""
 
     reduce_every_micro_batch: bool = False
     """Reduce each micro-batch, inside ``no_sync`` too, so that whole gradients never add up.
@@ -124,9 +129,17 @@ class DistributedDataParallelConfig:
                 "give one"
             )
         if self.overlap_param_gather and strategy == "no_shard":
-            raise ParallelConfigError(
-                "overlap_param_gather is set without use_distributed_optimizer (or a data_parallel_sharding_strategy "
-                "that shards): replicated parameters are never gathered; drop it, or shard the optimizer"
+            warn_once(
+                "overlap_param_gather is ignored without use_distributed_optimizer, or a "
+                "data_parallel_sharding_strategy that shards: replicated parameters are never gathered. "
+                "No number changes",
+                stacklevel=6,
+            )
+        if self.grad_reduce_in_fp32 and self.param_name_patterns_for_fp32_local_accumulation:
+            raise GradSyncError(
+                "param_name_patterns_for_fp32_local_accumulation is "
+                f"{self.param_name_patterns_for_fp32_local_accumulation!r} and grad_reduce_in_fp32 is set, with which "
+                "all gradients accumulate in fp32; drop one"
             )
         if self.num_distributed_optimizer_instances > 1 and strategy == "no_shard":
             raise ParallelConfigError(

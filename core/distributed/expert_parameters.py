@@ -10,6 +10,11 @@ from .. import parallel_state
 from ..errors import ParallelConfigError
 
 
+def is_expert_parameter(parameter: nn.Parameter) -> bool:
+    """Whether the parameter carries Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
 def reject_expert_parameters(module: nn.Module, config: Any) -> None:
     """Raises if a parameter is replicated over other ranks than those that its wrapper reduces gradients over.
 
@@ -32,7 +37,7 @@ def reject_expert_parameters(module: nn.Module, config: Any) -> None:
     if expert == 1 and expert_tensor == tensor:
         return
     for name, parameter in module.named_parameters():
-        if not getattr(parameter, "allreduce", True):
+        if is_expert_parameter(parameter):
             raise ParallelConfigError(
                 f"parameter {name} is marked allreduce=False, as an expert's, with expert_model_parallel_size "
                 f"{expert} and expert_tensor_parallel_size {expert_tensor}; no wrapper keeps experts apart yet: "

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 _OWNER = "_data_parallel_owner"
 _OF_WRAPPERS = frozenset(
-    {_OWNER, "__getstate__", "main_grad", "has_buffer", "grad_added_to_main_grad", "lend_gradient_memory"}
+    {
+        *(_OWNER, "__getstate__", "main_grad", "main_grad_copy_in_grad_buffer", "has_buffer"),
+        *("grad_added_to_main_grad", "lend_gradient_memory"),
+    }
 )
 """Attributes of parameters that belong to wrappers, and make no sense without them."""
 

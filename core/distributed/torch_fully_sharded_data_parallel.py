@@ -266,6 +266,11 @@ def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShar
             "reduce_scatter_with_fp32_accumulation adds fp16 and bf16 gradients in fp32 while it sends them as they "
             "are, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32, which sends them in fp32"
         )
+    if ddp_config.param_name_patterns_for_fp32_local_accumulation:
+        raise ParallelConfigError(
+            "param_name_patterns_for_fp32_local_accumulation adds up gradients in fp32 before they are reduced in "
+            "their own precision, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32"
+        )
     without_effect = [field for field in _BUFFER_FIELDS if getattr(ddp_config, field)]
     if without_effect:
         warn_once(

@@ -6,17 +6,27 @@ from .distrib_optimizer import DistributedOptimizer
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from .param_overrides import (
+    ParamGroupOverride,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    get_standard_config_overrides,
+)
 
 __all__ = [
     "DistributedOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",
+    "ParamGroupOverride",
+    "ParamKey",
+    "ParamPredicate",
+    "ParamWithNamePredicate",
     "get_canonical_lr_for_logging",
     "get_megatron_optimizer",
+    "get_standard_config_overrides",
 ]
-
-_OVERRIDES = "get_megatron_optimizer takes no_weight_decay_cond, scale_lr_cond and lr_mult"
 
 __getattr__ = absent_names(
     __name__,
@@ -24,11 +34,6 @@ __getattr__ = absent_names(
         "ChainedOptimizer": "one optimizer updates all chunks of a model, with one norm; get_megatron_optimizer",
         "FP32Optimizer": "use get_megatron_optimizer, which updates fp32 parameters in place",
         "Float16OptimizerWithFloat16Params": "use get_megatron_optimizer, which keeps fp32 masters where needed",
-        "ParamKey": _OVERRIDES,
-        "ParamGroupOverride": _OVERRIDES,
-        "ParamPredicate": _OVERRIDES,
-        "ParamWithNamePredicate": _OVERRIDES,
-        "get_standard_config_overrides": _OVERRIDES,
         "AdamOptimizerConfig": "use OptimizerConfig(optimizer='adam')",
         "SGDOptimizerConfig": "use OptimizerConfig(optimizer='sgd')",
     },

@@ -20,13 +20,14 @@ from .main_params import MainParam
 from .optimizer import MegatronOptimizer
 from .optimizer_config import OptimizerConfig
 from .param_groups import ParamCondition, build_param_groups, collect_main_params
+from .param_overrides import ConfigOverrides
 from .update_rules import build_update_rule
 
 
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[nn.Module],
-    config_overrides: None = None,
+    config_overrides: ConfigOverrides | None = None,
     use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
     dump_param_to_param_group_map: None = None,
@@ -44,7 +45,8 @@ def get_megatron_optimizer(
     Args:
         config: the update rule and its constants.
         model_chunks: the wrapped model, in a list; several where a rank holds several pipeline stages.
-        config_overrides: Megatron-LM's settings of single parameters; None alone, see the next three arguments.
+        config_overrides: settings of single parameters, by `ParamKey`; they replace the conditions below and the
+            default of the first, `get_standard_config_overrides`.
         use_gloo_process_groups: Megatron-LM's; optimizers here use the groups of the wrappers.
         pg_collection: process groups; its `tp` serves as `tp_group`.
         dump_param_to_param_group_map: Megatron-LM's; None alone.
@@ -64,11 +66,6 @@ def get_megatron_optimizer(
     refuse(
         "get_megatron_optimizer",
         ConfigError,
-        config_overrides=(
-            config_overrides,
-            None,
-            "give no_weight_decay_cond, or scale_lr_cond with lr_mult, by their names",
-        ),
         dump_param_to_param_group_map=(dump_param_to_param_group_map, None, "read the optimizer's param_groups"),
     )
     if tp_group is None and pg_collection is not None:
@@ -83,7 +80,7 @@ def get_megatron_optimizer(
         params = collect_main_params(model_chunks)
         _check_whole(params)
     _check_precision(config, model_chunks, params)
-    groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult)
+    groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
     rule = build_update_rule(config, groups, params[0].main.device.type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
     return kind(config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config), wrappers)

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from ..dist_checkpointing.flat_range import flat_range_view
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
+from ..distributed.bucket import Bucket
 from ..distributed.buffer_layout import FullParamLayout, lay_out
-from ..distributed.param_and_grad_buffer import Bucket, parameters_alone
+from ..distributed.expert_parameters import is_expert_parameter
+from ..distributed.param_and_grad_buffer import parameters_alone
 from ..errors import OptimizerError
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer
@@ -95,7 +97,7 @@ class DistributedOptimizer(MegatronOptimizer):
         """
         kinds: dict[Any, list[nn.Parameter]] = {}
         for param in reversed(params):
-            kinds.setdefault((param.dtype, param.device), []).append(param)
+            kinds.setdefault((is_expert_parameter(param), param.dtype, param.device), []).append(param)
         return FullParamLayout(
             tuple(
                 tuple(
@@ -130,7 +132,7 @@ def collect_main_ranges(
     places = {
         param: (bucket, wrapper.intra_instance_group)
         for wrapper in wrappers
-        for buffer in wrapper.buffers
+        for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)
         for bucket in buffer.buckets
         for param in bucket.params
     }

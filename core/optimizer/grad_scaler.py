@@ -11,8 +11,8 @@ from .optimizer_config import OptimizerConfig
 class GradScaler(ABC):
     """A loss scale and how it answers to overflow. Every rank holds the same one: it only hears what all agreed on."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, initial_scale: float) -> None:
+        self.scale = initial_scale
 
     @abstractmethod
     def update(self, found_inf: bool) -> None:
@@ -52,10 +52,10 @@ class DynamicGradScaler(GradScaler):
         self,
         initial_scale: float,
         min_scale: float,
-        growth_interval: int,
-        hysteresis: int,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
     ) -> None:
         super().__init__(initial_scale)
         self.min_scale = min_scale
@@ -102,6 +102,9 @@ def build_grad_scaler(config: OptimizerConfig) -> GradScaler | None:
         return ConstantGradScaler(config.loss_scale)
     if config.fp16:
         return DynamicGradScaler(
-            config.initial_loss_scale, config.min_loss_scale, config.loss_scale_window, config.hysteresis
+            config.initial_loss_scale,
+            config.min_loss_scale,
+            growth_interval=config.loss_scale_window,
+            hysteresis=config.hysteresis,
         )
     return None

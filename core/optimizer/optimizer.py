@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..absent_names import absent_method
 from ..distributed import _BaseDataParallel
 from ..errors import CheckpointError
 from .clip_grads import GradientStatistics, clip_coefficient, round_to_fp32
@@ -170,6 +171,8 @@ class MegatronOptimizer:
             if p.is_low_precision:
                 tensors[f"master.{p.name}"] = p.whole(p.main)
         return tensors
+
+    sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
 
     def state_scalars(self) -> dict[str, Any]:
         """The rest of the state as plain JSON: the step count, the parameters that deviate from it, the loss scale."""

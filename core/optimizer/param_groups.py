@@ -11,6 +11,7 @@ from ..distributed.data_parallel_base import unwrap_model
 from ..errors import ConfigError
 from .main_params import MainParam
 from .optimizer_config import OptimizerConfig
+from .param_overrides import ConfigOverrides, ParamGroupOverride, check_overrides, override_of
 
 ParamCondition = Callable[[str, nn.Parameter], bool]
 """Asked with a parameter's name in the unwrapped model and the parameter, which has its full shape when sharded."""
@@ -46,38 +47,52 @@ def build_param_groups(
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
+    config_overrides: ConfigOverrides | None = None,
 ) -> list[dict[str, Any]]:
     """Splits the parameters by weight decay and learning rate, as Megatron-LM does; empty groups do not appear.
 
     `no_weight_decay_cond` says which parameters are spared weight decay; by default biases and parameters of at most
     one dimension (norms). `scale_lr_cond` says which have their learning rate multiplied by `lr_mult`.
 
+    With `config_overrides`, which are then all that differs from the config, groups are those of equal overrides.
+
     A group carries its multipliers ``wd_mult`` and ``lr_mult``, ``max_lr`` and ``min_lr`` for the scheduler, and
     ``default_config``, whether no multiplier of its own makes it differ from the config.
 
     Raises:
-        ConfigError: no learning rate, or an `lr_mult` that applies to nothing.
+        ConfigError: no learning rate, an `lr_mult` that applies to nothing, or conditions next to overrides.
     """
     if config.lr is None:
         raise ConfigError("lr is not set; give OptimizerConfig(lr=...), the peak of the schedule")
     if lr_mult != 1.0 and scale_lr_cond is None:
         raise ConfigError(f"lr_mult is {lr_mult}, but scale_lr_cond names no parameter that it applies to; give both")
+    if config_overrides is not None and (no_weight_decay_cond or scale_lr_cond):
+        raise ConfigError(
+            "config_overrides and no_weight_decay_cond or scale_lr_cond are both given; put the conditions into "
+            "overrides, by ParamKey(with_name_predicate=...)"
+        )
+    check_overrides(config_overrides or {})
     spared = no_weight_decay_cond or _is_bias_or_vector
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    groups: dict[tuple[float | None, ...], dict[str, Any]] = {}
     for p in params:
-        wd = 0.0 if spared(p.name, p.param) else 1.0
         scale = lr_mult if scale_lr_cond is not None and scale_lr_cond(p.name, p.param) else 1.0
+        if config_overrides is None:
+            override: ParamGroupOverride = {"wd_mult": 0.0} if spared(p.name, p.param) else {}
+        else:
+            override = override_of(config_overrides, p.name, p.param)
+        wd, max_lr = override.get("wd_mult", 1.0), override.get("max_lr", config.lr)
+        min_lr = override.get("min_lr", config.min_lr)
         group = groups.setdefault(
-            (wd, scale),
+            (wd, scale, max_lr, min_lr),
             {
                 "params": [],
-                "default_config": wd == 1.0 and scale == 1.0,
+                "default_config": (wd, scale, max_lr, min_lr) == (1.0, 1.0, config.lr, config.min_lr),
                 "wd_mult": wd,
                 "lr_mult": scale,
-                "lr": config.lr * scale,
+                "lr": max_lr * scale,
                 "weight_decay": config.weight_decay * wd,
-                "max_lr": config.lr,
-                "min_lr": config.min_lr,
+                "max_lr": max_lr,
+                "min_lr": min_lr,
             },
         )
         group["params"].append(p.main)

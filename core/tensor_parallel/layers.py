@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of which each tensor-parallel rank holds a part (Shoeybi et al., 2019).
+"""Linear layers of which each tensor-parallel rank holds a part (Shoeybi et al., 2019).
 
 A column-parallel layer followed by a row-parallel one needs one all-reduce in the forward and one in the backward.
 With sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and what lies
@@ -17,18 +17,18 @@ from ..errors import ConfigError, ParallelConfigError
 from ..foreign_arguments import ignore, refuse
 from ..model_parallel_config import ModelParallelConfig
 from .column_linear import column_parallel_linear
+from .degrees import check_degree, per_rank
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .mappings import (
     Group,
     gather_from_tensor_model_parallel_region,
-    group_rank,
     group_size,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from .vocab import check_ids
-from .weight_gradients import embedding, linear
+from .vocab_embedding import VocabParallelEmbedding as VocabParallelEmbedding  # re-exported: Megatron-LM keeps it here
+from .weight_gradients import linear
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -90,11 +90,11 @@ class ColumnParallelLinear(ParameterOwner):
             disable_grad_reduce=(disable_grad_reduce, False, "the input's gradient is summed over the group"),
         )
         super().__init__(tp_group)
-        _check_degree(config, self.tp_group)
+        check_degree(config, self.tp_group)
         self.config = config
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.output_size_per_partition = _per_rank(output_size, self.tp_group, "output_size of a ColumnParallelLinear")
+        self.output_size_per_partition = per_rank(output_size, self.tp_group, "output_size of a ColumnParallelLinear")
         self.sequence_parallel = config.sequence_parallel
         rows = self.output_size_per_partition
         if skip_weight_param_allocation:
@@ -187,11 +187,11 @@ class RowParallelLinear(ParameterOwner):
     ) -> None:
         _check_foreign("RowParallelLinear", stride, is_expert, keep_master_weight_for_test, tp_comm_buffer_name)
         super().__init__(tp_group)
-        _check_degree(config, self.tp_group)
+        check_degree(config, self.tp_group)
         self.config = config
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.input_size_per_partition = _per_rank(input_size, self.tp_group, "input_size of a RowParallelLinear")
+        self.input_size_per_partition = per_rank(input_size, self.tp_group, "input_size of a RowParallelLinear")
         self.sequence_parallel = config.sequence_parallel
         if self.sequence_parallel and not input_is_parallel:
             raise ParallelConfigError(
@@ -230,68 +230,6 @@ class RowParallelLinear(ParameterOwner):
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, tp={group_size(self.tp_group)}"
 
 
-class VocabParallelEmbedding(ParameterOwner):
-    """A table of which each rank has the rows of consecutive tokens, `[num_embeddings / tp, embedding_dim]`.
-
-    Args:
-        num_embeddings: rows over all ranks; see :func:`~core.tensor_parallel.pad_vocab_size`.
-        init_method: fills the whole table.
-        reduce_scatter_embeddings: give each rank its part of the sequence, `[s / tp, b, h]`, instead of `[b, s, h]`.
-        tp_group: default is that of `core.parallel_state`.
-
-    Raises:
-        ParallelConfigError: tp does not divide `num_embeddings`, or is not the group's size.
-
-    Attributes:
-        adds_gradient_rows: a wrapper that accumulates in ``weight.grad`` lets only the rows in use be added to it.
-    """
-
-    weight: nn.Parameter
-    adds_gradient_rows = False
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        config: ModelParallelConfig,
-        init_method: Initializer,
-        reduce_scatter_embeddings: bool = False,
-        tp_group: Group = None,
-    ) -> None:
-        super().__init__(tp_group)
-        _check_degree(config, self.tp_group)
-        self.config = config
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        rows = _per_rank(num_embeddings, self.tp_group, "vocabulary (num_embeddings) of a VocabParallelEmbedding")
-        self.vocab_start_index = rows * group_rank(self.tp_group)
-        self.vocab_end_index = self.vocab_start_index + rows
-        self.add_parameter("weight", (rows, embedding_dim), init_method, dtype=config.params_dtype, partition_dim=0)
-        initialize_unless_deferred(self, config)
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Ids `[b, s]` to `[b, s, h]`, or to `[s / tp, b, h]` with `reduce_scatter_embeddings`.
-
-        Raises:
-            DataError: an id outside the vocabulary. On a GPU looking would stall it: there torch's kernel asserts,
-                and under tensor parallelism the token's embedding is zero.
-        """
-        check_ids(input_, self.num_embeddings, "token")
-        if group_size(self.tp_group) == 1:
-            whole = embedding(input_, self.weight, self.adds_gradient_rows)
-            return whole.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else whole
-        elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-        local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
-        output = embedding(local, self.weight, self.adds_gradient_rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if self.reduce_scatter_embeddings:  # the sequence goes first, to be cut
-            return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), self.tp_group)
-        return reduce_from_tensor_model_parallel_region(output, self.tp_group)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, tp={group_size(self.tp_group)}"
-
-
 _NO_DEFERRED_GRADIENTS = "the gradient of a weight is computed in its backward"
 
 
@@ -305,30 +243,6 @@ def _check_foreign(
         keep_master_weight_for_test=(keep_master_weight_for_test, False, "gather the weight instead"),
     )
     ignore(caller, "it names a buffer of communication", tp_comm_buffer_name=(tp_comm_buffer_name, None))
-
-
-def _check_degree(config: ModelParallelConfig, group: Group) -> None:
-    asked, found = config.tensor_model_parallel_size, group_size(group)
-    if asked == found:
-        return
-    fix = (
-        "call initialize_model_parallel with the same size first, or pass tp_group"
-        if group is None
-        else "make them equal"
-    )
-    raise ParallelConfigError(
-        f"config.tensor_model_parallel_size is {asked}, but the tensor-parallel group has {found} rank(s); {fix}"
-    )
-
-
-def _per_rank(size: int, group: Group, what: str) -> int:
-    ranks = group_size(group)
-    if size % ranks:
-        raise ParallelConfigError(
-            f"the {what} is {size}, which tensor_model_parallel_size {ranks} does not divide; "
-            f"make it {-(-size // ranks) * ranks}, or choose another tensor_model_parallel_size"
-        )
-    return size // ranks
 
 
 def _zeros(tensor: torch.Tensor) -> None:

@@ -23,6 +23,18 @@ __all__ = [
     "own_positions",
 ]
 
+_ATTENTION = "layers here have multi-head or grouped-query attention; TransformerConfig"
+
 __getattr__ = absent_names(
-    __name__, {"MLATransformerConfig": "layers here have multi-head or grouped-query attention; TransformerConfig"}
+    __name__,
+    {
+        "MLATransformerConfig": _ATTENTION,
+        "multi_latent_attention": _ATTENTION,
+        "experimental_attention_variant": _ATTENTION,
+        "moe": "models here have no experts; core.transformer.mlp",
+        "multi_token_prediction": "models here predict the next token alone",
+        "cuda_graphs": "no step is captured in a graph",
+        "custom_layers": "Transformer Engine is not used; core.transformer's layers",
+        "heterogeneous": "all layers have one config; give TransformerBlockSubmodules layer_specs that differ",
+    },
 )

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..device import current_device
 from ..errors import ConfigError
 from ..tensor_parallel.allocation import allocate_meta_tensors
@@ -29,6 +30,8 @@ class MegatronModule(nn.Module):
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """What a checkpoint holds of this module: its `state_dict`."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    sharded_state_dict = absent_method("sharded_state_dict", MODEL_STATE_DICT)
 
     def set_is_first_microbatch(self) -> None:
         """Tells modules of a script's own that keep quantised weights (``is_first_microbatch``) to make them anew.

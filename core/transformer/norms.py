@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
+from ..tensor_parallel.initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .initializers import init_ones, init_zeros
 from .transformer_config import TransformerConfig
 
@@ -27,7 +28,29 @@ def apex_kernels() -> Any | None:
     return module if all(hasattr(module, name) for name in functions) else None
 
 
-class LayerNorm(ParameterOwner):
+class _Norm(ParameterOwner):
+    """What both norms are made of: a weight of ones and, where the formula has one, a bias of zeros."""
+
+    initial_values: ClassVar[Mapping[str, Initializer]]
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float | None = None,
+        *,
+        partial_gradients: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.size, self.eps = (hidden_size,), config.layernorm_epsilon if eps is None else eps
+        partial = config.sequence_parallel if partial_gradients is None else partial_gradients
+        for name, initializer in self.initial_values.items():
+            self.add_parameter(name, self.size, initializer, dtype=config.params_dtype, sequence_parallel=partial)
+        initialize_unless_deferred(self, config)
+
+
+class LayerNorm(_Norm):
     """(x - mean) / sqrt(variance + eps) x weight + bias over the last dim (Ba et al., 2016).
 
     Args:
@@ -38,24 +61,8 @@ class LayerNorm(ParameterOwner):
             `sequence_parallel`. None: exactly when the config has sequence_parallel.
     """
 
-    weight: nn.Parameter
+    initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": init_ones, "bias": init_zeros}
     bias: nn.Parameter
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float | None = None,
-        *,
-        partial_gradients: bool | None = None,
-    ) -> None:
-        super().__init__()
-        self.size, self.eps = (hidden_size,), config.layernorm_epsilon if eps is None else eps
-        partial = config.sequence_parallel if partial_gradients is None else partial_gradients
-        dtype = config.params_dtype
-        self.add_parameter("weight", self.size, init_ones, dtype=dtype, sequence_parallel=partial)
-        self.add_parameter("bias", self.size, init_zeros, dtype=dtype, sequence_parallel=partial)
-        initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """`[..., h]` to `[..., h]`."""
@@ -66,24 +73,10 @@ class LayerNorm(ParameterOwner):
         return F.layer_norm(input_, self.size, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(ParameterOwner):
+class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) x weight over the last dim (Zhang and Sennrich, 2019). Arguments as `LayerNorm`."""
 
-    weight: nn.Parameter
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float | None = None,
-        *,
-        partial_gradients: bool | None = None,
-    ) -> None:
-        super().__init__()
-        self.size, self.eps = (hidden_size,), config.layernorm_epsilon if eps is None else eps
-        partial = config.sequence_parallel if partial_gradients is None else partial_gradients
-        self.add_parameter("weight", self.size, init_ones, dtype=config.params_dtype, sequence_parallel=partial)
-        initialize_unless_deferred(self, config)
+    initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": init_ones}
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """`[..., h]` to `[..., h]`."""

@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a frozen parameter is updated with zeros",
-        "core/distributed/param_and_grad_buffer.py",
+        "core/distributed/bucket.py",
         "        return param.requires_grad or self._slots[param].has_arrived",
         "        return True",
         (f"{_OUTSIDE}[frozen_parameters_do_not_decay-zero1]",),
@@ -200,21 +200,21 @@ MUTATIONS = (
     # ---- buffers
     Mutation(
         "a shard ends one element early",
-        "core/distributed/param_and_grad_buffer.py",
+        "core/distributed/bucket.py",
         "min(max(end - begin, 0), length)",
         "min(max(end - begin - 1, 0), length)",
         (_DDP, *_SHARDED),
     ),
     Mutation(
         "gradients of the step before are not cleared",
-        "core/distributed/param_and_grad_buffer.py",
+        "core/distributed/bucket.py",
         "            if not slot.is_empty:  # else",
         "            if slot.is_written_by_layer and not slot.is_empty:  # else",
         (_DDP, _CONTRACT),
     ),
     Mutation(
         "a gradient that has not arrived is what lay in memory",
-        "core/distributed/param_and_grad_buffer.py",
+        "core/distributed/bucket.py",
         "            if slot.is_empty:\n                view.zero_()\n                slot.is_empty = False\n",
         "            if slot.is_empty:\n                view.add_(1)\n                slot.is_empty = False\n",
         (_DDP, _CONTRACT),
@@ -222,7 +222,7 @@ MUTATIONS = (
     Mutation(
         "a parameter begins on the last element of the one before",
         "core/distributed/buffer_layout.py",
-        "begin = _round_up(ranges[-1][1], PARAM_ALIGNMENT) if ranges else 0",
+        "begin = _round_up(ranges[-1][1], alignment) if ranges else 0",
         "begin = ranges[-1][1] - 1 if ranges else 0",
         ("tests/unit/distributed/test_buffer_layout.py", _DDP),
     ),

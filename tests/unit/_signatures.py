@@ -60,8 +60,12 @@ def ours(name: str) -> list[Argument]:
         has_default = parameter.default is not parameter.empty
         is_keyword_only = is_variadic or parameter.kind is parameter.KEYWORD_ONLY
         label = f"*{parameter.name}" if is_variadic else parameter.name
-        found.append(Argument(label, repr(parameter.default) if has_default else None, is_keyword_only))
+        found.append(Argument(label, _source(parameter.default) if has_default else None, is_keyword_only))
     return [argument for argument in found if argument.name != "self"]
+
+
+def _source(default: object) -> str:
+    return f"{default.__module__}.{default.__qualname__}" if isinstance(default, type) else repr(default)
 
 
 def resolve(name: str) -> Callable[..., Any]:

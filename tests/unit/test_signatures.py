@@ -7,11 +7,23 @@ import re
 
 import pytest
 
+from core.models.gpt import GPTModel
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.transformer import TransformerConfig
 from tests.unit._signatures import PAGE, Row, difference, ours, parse, rows
 
 ROWS = list(rows())
 WITH_ABSENT_NAMES = (
-    *("core.parallel_state", "core.tensor_parallel", "core.distributed", "core.optimizer", "core.utils"),
+    *(
+        "core",
+        "core.models",
+        "core.pipeline_parallel",
+        "core.parallel_state",
+        "core.tensor_parallel",
+        "core.distributed",
+        "core.optimizer",
+        "core.utils",
+    ),
     *("core.models.gpt.gpt_layer_specs", "core.pipeline_parallel.schedules", "core.transformer"),
     "core.dist_checkpointing.mapping",
 )
@@ -34,6 +46,33 @@ def test_differences_are_seen():
     assert difference(theirs, parse("b=1, a=0, *, c=2, d")) == "`+d`, `a=0`, `c=2`, `order`"
     assert difference(theirs, parse("a, *, b=1")) == "`-c`, `*b`"
     assert difference(theirs, parse("a, b, *, c=None")) == "`b required`"
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("core.inference", "core has no inference: models here train"),
+        ("core.inference.contexts.static_context", "core has no inference: models here train"),
+        ("core.transformer.moe.router", "core.transformer has no moe: models here have no experts"),
+    ],
+)
+def test_an_absent_module_says_what_to_use(module, said):
+    with pytest.raises(ModuleNotFoundError, match=said):
+        importlib.import_module(module)
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'core.no_such_module'"):
+        importlib.import_module("core.no_such_module")
+
+
+def test_an_absent_method_says_what_to_use():
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    model = GPTModel(config, vocab_size=8, max_sequence_length=4)
+    with pytest.raises(
+        AttributeError, match=r"GPTModel has no sharded_state_dict: core.dist_checkpointing.model_state"
+    ):
+        model.sharded_state_dict(prefix="model.")
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    with pytest.raises(AttributeError, match=r"MegatronOptimizer has no sharded_state_dict: state_tensors\(\)"):
+        optimizer.sharded_state_dict({})
 
 
 def test_an_absent_name_says_what_the_page_says():

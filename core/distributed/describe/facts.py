@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ...tensor_parallel.layers import ColumnParallelLinear
+from ..bucket import Bucket
 from ..fsdp_state import ShardedGroup, sharded_groups
-from ..param_and_grad_buffer import Bucket
 from .wire import StepPlan, Traffic, bucket_traffic, sharded_traffic
 
 if TYPE_CHECKING:  # the wrappers describe themselves by what is here
@@ -256,6 +256,10 @@ def _bucket_unit(bucket: Bucket, step: StepPlan, names: Names, shard_size: int |
     holds_params = bucket.param_data is not None
     length = bucket.numel if holds_params else sum(slot.param.numel() for slot in slots)
     param_bytes, grad_bytes = length * buffer.param_dtype.itemsize, bucket.numel * buffer.grad_dtype.itemsize
+    held_grad_bytes = grad_bytes // buffer.num_shards if bucket.releases_grads else grad_bytes
+    if not bucket.releases_grads:
+        held_grad_bytes += sum(param.numel() for param in bucket.params_with_extra_main_grads) * torch.float32.itemsize
+    grad_dtypes = _distinct({buffer.grad_dtype, *map(bucket.main_grad_dtype, bucket.params)})
     first, last = (pick(slots, key=lambda slot: names.place[slot.name]).name for pick in (min, max))
     return UnitFacts(
         name=first if first == last else f"{first}{RANGE}{last}",
@@ -265,7 +269,7 @@ def _bucket_unit(bucket: Bucket, step: StepPlan, names: Names, shard_size: int |
         num_trainable=count,
         kept=Held(param_bytes, (buffer.param_dtype,)),
         gathered=None,
-        gradient=Held(grad_bytes // buffer.num_shards if bucket.releases_grads else grad_bytes, (buffer.grad_dtype,)),
+        gradient=Held(held_grad_bytes, grad_dtypes),
         after_forward="",
         traffic=bucket_traffic(
             step, param_bytes=param_bytes, grad_bytes=grad_bytes, shard_size=shard_size, num_replicas=num_replicas
@@ -305,7 +309,7 @@ def bucket_facts(wrapper: DistributedDataParallel, model: nn.Module, num_microba
     step = StepPlan(num_microbatches, wrapper.ddp_config.reduce_every_micro_batch and shard_size > 1)
     units, ties, frozen = bucket_units(
         model,
-        [group.bucket for group in wrapper.bucket_groups],
+        [group.bucket for group in (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups)],
         step,
         shard_size=shard_size if is_sharded else None,
         num_replicas=num_ranks // shard_size if is_sharded else num_ranks,

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from core.comm import collectives, gloo
-from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import GradientTraffic
 
@@ -127,21 +126,20 @@ def test_all_gather_puts_parts_in_rank_order(in_place, world_size):
     run_distributed(_gathers, world_size, in_place)
 
 
-def _all_reduces(length: int) -> torch.Tensor:
-    tensor = _addend(dist.get_rank(), dist.get_world_size(), torch.float32)[:length].clone()
-    collectives.all_reduce(tensor, dist.group.WORLD, what=WHAT, scale=0.5)
-    return tensor
+def _all_reduces(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    addend = _addend(dist.get_rank(), dist.get_world_size(), dtype)[:length]
+    by_sum, by_mean = addend.clone(), addend.clone()
+    collectives.all_reduce(by_sum, dist.group.WORLD, what=WHAT, scale=0.25, fp32_accumulation=True)
+    collectives.all_reduce(by_mean, dist.group.WORLD, what=WHAT, op=dist.ReduceOp.AVG, fp32_accumulation=True)
+    return [by_sum, by_mean]
 
 
-@pytest.mark.parametrize("length", [4 * SHARD, 4 * SHARD - 3])
-def test_all_reduce_leaves_the_same_bits_on_every_rank(length):
-    found = run_distributed(_all_reduces, 4, length)
-    expected = 0.5 * _sum_in_rank_order(4, torch.float32, torch.float32)[:length]
-    assert all(torch.equal(tensor, found[0]) for tensor in found)
-    if length % 4 == 0:
-        assert torch.equal(found[0], expected)
-    else:  # gloo adds four ranks in the order of its ring
-        assert_same_sums({"sum": found[0]}, {"sum": expected}, additions=3)
+@pytest.mark.parametrize("length", [4 * SHARD, 4 * SHARD - 3, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_reduce_adds_in_rank_order_and_leaves_the_same_bits_on_every_rank(length, dtype):
+    expected = 0.25 * _sum_in_rank_order(4, dtype, torch.float32)[:length]
+    for tensors in run_distributed(_all_reduces, 4, length, dtype):
+        assert all(torch.equal(tensor, expected) for tensor in tensors)
 
 
 def _sent_bytes() -> list[int]:

@@ -33,6 +33,13 @@ def test_a_bucket_closes_once_it_is_full():
     assert len(lay_out(SIZES, dp_size=2)) == 1
 
 
+def test_what_is_not_cut_has_no_gaps():
+    layouts = lay_out(SIZES, dp_size=None, bucket_size=100)
+    assert [layout.members for layout in layouts] == [(0, 1, 2), (3,), (4, 5)]
+    assert [(layout.start, layout.end) for layout in layouts] == [(0, 135), (135, 335), (335, 471)]
+    assert [layout.ranges for layout in layouts] == [((0, 1), (1, 71), (71, 135)), ((0, 200),), ((0, 7), (7, 136))]
+
+
 def test_a_number_of_buckets_is_of_about_equal_size_and_fewer_around_a_large_parameter():
     assert [len(layout.members) for layout in lay_out([10] * 8, dp_size=2, num_buckets=4)] == [2, 2, 2, 2]
     assert [layout.members for layout in lay_out([10, 100, 10], dp_size=2, num_buckets=3)] == [(0, 1), (2,)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import ParallelConfigError
+from core.errors import GradSyncError, ParallelConfigError
+from core.warn import warn_once
 
 
 @pytest.mark.parametrize("config_class", [DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig])
@@ -36,7 +37,6 @@ def test_use_distributed_optimizer_alone_means_optim():
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"overlap_param_gather": True}, ("overlap_param_gather", "use_distributed_optimizer")),
         (
             {"num_distributed_optimizer_instances": 2},
             ("num_distributed_optimizer_instances is 2", "use_distributed_optimizer"),
@@ -51,6 +51,20 @@ def test_settings_that_contradict_each_other_are_both_named(fields, named):
     with pytest.raises(ParallelConfigError) as error:
         DistributedDataParallelConfig(**fields)
     assert all(name in str(error.value) for name in named)
+
+
+def test_gathers_of_replicated_parameters_are_ignored_with_a_warning():
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="overlap_param_gather is ignored without use_distributed_optimizer") as seen:
+        config = DistributedDataParallelConfig(overlap_param_gather=True)
+    assert config.overlap_param_gather and seen[0].filename == __file__
+
+
+def test_accumulation_in_fp32_of_some_gradients_or_of_all():
+    with pytest.raises(GradSyncError, match=r"fp32_local_accumulation is \('all',\) and grad_reduce_in_fp32"):
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, param_name_patterns_for_fp32_local_accumulation=("all",)
+        )
 
 
 @pytest.mark.parametrize(

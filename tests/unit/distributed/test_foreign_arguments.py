@@ -21,7 +21,7 @@ from core.distributed import (
 from core.errors import ConfigError, ParallelConfigError
 from core.hyper_comm_grid import HyperCommGrid
 from core.model_parallel_config import ModelParallelConfig
-from core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from core.optimizer import DistributedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from core.process_groups_config import ProcessGroupCollection
 from core.tensor_parallel import RowParallelLinear
 from tests.unit._spawn import run_distributed
@@ -154,8 +154,9 @@ def test_settings_of_optimizers():
         OptimizerConfig(decoupled_lr=0.1)
     with pytest.warns(UserWarning, match="OptimizerConfig ignores params_dtype"):
         config = OptimizerConfig(lr=0.1, params_dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"config_overrides is .*no_weight_decay_cond"):
-        get_megatron_optimizer(config, [nn.Linear(2, 2)], {})
+    model = nn.Linear(2, 2)
+    (group,) = get_megatron_optimizer(config, [model], {ParamKey(name="*"): {"wd_mult": 0.5}}).param_groups
+    assert group["params"] == list(model.parameters()) and group["wd_mult"] == 0.5
     with pytest.raises(ImportError, match=r"ChainedOptimizer: one optimizer updates all chunks"):
         from core.optimizer import ChainedOptimizer  # noqa: F401
 

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from core.errors import ConfigError
-from core.optimizer import OptimizerConfig
+from core.optimizer import (
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+    get_standard_config_overrides,
+)
 from core.optimizer.param_groups import build_param_groups, collect_main_params
 from core.transformer import Float16Module, TransformerConfig
 
@@ -36,6 +42,53 @@ def _grouped_names(model: nn.Module, **kwargs: object) -> list[tuple[list[str], 
     name_of = {id(p.main): p.name for p in params}
     groups = build_param_groups(params, CONFIG, **kwargs)  # type: ignore[arg-type]
     return [([name_of[id(main)] for main in group.pop("params")], group) for group in groups]
+
+
+def test_overrides_by_name_attribute_and_condition_make_groups():
+    model = Model()
+    model.head.bias.is_output = True
+    overrides = {
+        ParamKey(name=("*.weight", "bias")): {"wd_mult": 0.5},
+        ParamKey(name="module.norm.weight"): {"min_lr": 1e-6},
+        ParamKey(attr="is_output"): {"max_lr": 1e-2},
+        ParamKey(with_name_predicate=ParamWithNamePredicate("norm's", lambda p, n: n == "norm.bias")): {
+            "wd_mult": 0.0
+        },
+        ParamKey(predicate=ParamPredicate("large", lambda p: p.numel() > 4)): {"wd_mult": 0.5},
+    }
+    found = {tuple(names): group for names, group in _grouped_names(model, config_overrides=overrides)}
+    kept = ("wd_mult", "weight_decay", "max_lr", "lr", "min_lr", "default_config")
+    assert {names: tuple(group[key] for key in kept) for names, group in found.items()} == {
+        ("bias", "embedding.weight"): (0.5, 0.05, 1e-3, 1e-3, 1e-5, False),
+        ("norm.weight",): (0.5, 0.05, 1e-3, 1e-3, 1e-6, False),
+        ("norm.bias",): (0.0, 0.0, 1e-3, 1e-3, 1e-5, False),
+        ("head.bias",): (1.0, 0.1, 1e-2, 1e-2, 1e-5, False),
+    }
+    assert _grouped_names(model, config_overrides={}) == [
+        (NAMES, found[("head.bias",)] | {"max_lr": 1e-3, "lr": 1e-3, "default_config": True})
+    ]
+
+
+def test_the_standard_overrides_are_the_default():
+    model = Model()
+    standard = get_standard_config_overrides(CONFIG)
+    expected = _grouped_names(model, no_weight_decay_cond=lambda name, p: name != "embedding.weight")
+    assert _grouped_names(model, config_overrides=standard) == _grouped_names(model) == expected
+    assert standard == get_standard_config_overrides(CONFIG), "keys of equal names are equal"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "conditions", "said"),
+    [
+        ({ParamKey(name="*"): {"wd_mult": 0.5}, ParamKey(attr="x"): {"lr": 1.0}}, {}, "sets lr for ParamKey.*max_lr"),
+        ({ParamKey(name="*"): {"optimizer": "muon"}}, {}, "sets optimizer for ParamKey"),
+        ({ParamKey(name="*"): {"wd_mult": 0.5}, ParamKey(name="bias"): {"wd_mult": 1.0}}, {}, "bias the wd_mult 0.5"),
+        ({}, {"no_weight_decay_cond": lambda name, p: True}, "no_weight_decay_cond or scale_lr_cond are both given"),
+    ],
+)
+def test_overrides_that_contradict_or_set_what_there_is_not(overrides, conditions, said):
+    with pytest.raises(ConfigError, match=said):
+        _grouped_names(Model(), config_overrides=overrides, **conditions)
 
 
 def test_names_are_the_unwrapped_models_each_trainable_parameter_once():
