@@ -17,7 +17,7 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tenso
           data_parallel_base))) \
           tests/unit/distributed/explain/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder
 
-.PHONY: train test test-short test-long test-gpu drill fuzz-files mutation check fix clean
+.PHONY: train test test-short test-long test-gpu drill fuzz-files fuzz mutation check fix clean
 
 # A stamp per set of extras: nothing is installed again until setup.py or the constraints change.
 $(VENV)/.installed-%: setup.py $(VENV)/constraints.txt
@@ -63,6 +63,11 @@ drill: $(VENV)/.installed-train,hf,test
 # Hostile variants of every file that is read, for so many minutes.
 fuzz-files: $(VENV)/.installed-train,hf,test
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
+# Random compositions of features, each compared with one process, for so many minutes; a SEED repeats a run.
+SEED    ?=
+fuzz: $(VENV)/.installed-train,hf,test
+	$(BIN)/python -m tests.compositions --minutes '$(MINUTES)' --seed '$(SEED)' $(ARGS)
 
 # Faults planted in a copy of core, one at a time, each of which the suite has to catch.
 mutation: $(VENV)/.installed-train,hf,test

@@ -74,6 +74,29 @@ def _if_gathered_before(parameter: Any, method: Callable[[], None]) -> None:
         method()
 
 
+def keep_changes_of_requires_grad(root: nn.Module) -> None:
+    """Lets a program freeze or thaw a parameter while it is gathered: torch would forget it with the gathered one.
+
+    (pytorch/pytorch#105371)
+    """
+    for parameter in _fsdp_parameters(root):
+        parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)
+        parameter.to_sharded = partial(_to_sharded, parameter, parameter.to_sharded)
+
+
+def _to_unsharded(parameter: Any, method: Callable[[], None]) -> None:
+    method()
+    parameter.requires_grad_when_gathered = parameter._unsharded_param.requires_grad
+
+
+def _to_sharded(parameter: Any, method: Callable[[], None]) -> None:
+    gathered = getattr(parameter, "_unsharded_param", None)
+    if gathered is not None and gathered.requires_grad != parameter.requires_grad_when_gathered:
+        parameter.sharded_param.requires_grad_(gathered.requires_grad)
+        parameter.requires_grad_when_gathered = gathered.requires_grad
+    method()
+
+
 def free_partial_shards(root: nn.Module) -> None:
     """Frees what `PartialReshard` keeps after a forward, where the unit went back to its shard without a backward."""
     for group in _param_groups(root):

@@ -18,7 +18,7 @@ from .exchanged_units import exchange_directly
 from .explain.rewrapping import note_sharded, reject_wrapped
 from .explain.stale_optimizers import replaced_parameters_marked
 from .fsdp_collectives import DirectAllGather, DirectReduceScatter
-from .fsdp_state import PartialReshard, tolerate_units_never_gathered
+from .fsdp_state import PartialReshard, keep_changes_of_requires_grad, tolerate_units_never_gathered
 from .resharding import Reshard, check_reshard, reshard_of
 from .unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from .units import Unit, parameter_attributes_kept
@@ -70,6 +70,7 @@ def shard_model(
         sharder.shard(Unit((module,), ("",)), mp_policy, stays_gathered=True)
     note_sharded(fsdp_modules(module))
     tolerate_units_never_gathered(module)
+    keep_changes_of_requires_grad(module)
     for unit in units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:

@@ -157,13 +157,16 @@ class MegatronOptimizer:
         gradients = {p: p.local_gradient() for p in self._params}
         return {p.name: p.whole(torch.zeros_like(p.main) if g is None else g) for p, g in gradients.items()}
 
+    @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
 
         Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is the tensor of the
         whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage:
-        load into it, then call :meth:`load_state_scalars`.
+        load into it, then call :meth:`load_state_scalars`. Masters contain what something else has written into
+        parameters in low precision since the last step: a checkpoint keeps the master in the parameter's place.
         """
+        self._written_params.refresh_masters()
         tensors: dict[str, Tensor] = {}
         for p in self._params:
             state = ensure_state(self.optimizer, p.main, self._state_names)
@@ -203,8 +206,10 @@ class MegatronOptimizer:
             self.grad_scaler.load_state_dict(scalars["grad_scaler"])
         self._publish_parameters()
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """This rank's state in torch's layout, with masters and loss scale: for the same model, cut the same way."""
+        self._written_params.refresh_masters()
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": {p.name: p.main for p in self._params if p.is_low_precision},

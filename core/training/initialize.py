@@ -21,6 +21,9 @@ from ..tensor_parallel.random import model_parallel_manual_seed
 from .config import PretrainConfig, validate
 from .entry import check_launcher, environment_rank, environment_threads, environment_world_size
 
+_SEEDS_OF_A_REPLICA = 10
+"""By which the seeds of data-parallel replicas differ under ``data_parallel_random_init``; Megatron-LM's."""
+
 
 def initialize(config: PretrainConfig) -> None:
     """Joins the process group, builds the parallel groups, and seeds every generator.
@@ -52,7 +55,8 @@ def initialize(config: PretrainConfig) -> None:
         num_distributed_optimizer_instances=config.ddp.num_distributed_optimizer_instances,
         distributed_timeout_minutes=config.run.distributed_timeout_minutes,
     )
-    seed_everything(config.run.seed)
+    replica = parallel_state.get_data_parallel_rank() if config.run.data_parallel_random_init else 0
+    seed_everything(config.run.seed + _SEEDS_OF_A_REPLICA * replica)
 
 
 def check_output_folders(config: PretrainConfig) -> None:
@@ -129,7 +133,7 @@ def _one_line_warning(message: Warning | str, *_: object, **__: object) -> str:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch, its tensor-parallel streams, numpy and Python, on all ranks alike."""
+    """Seeds torch, its tensor-parallel streams, numpy and Python; the ranks of one model call it with one seed."""
     random.seed(seed)
     np.random.seed(seed)
     model_parallel_manual_seed(seed)

@@ -268,6 +268,11 @@ class RunConfig:
     seed: int = 1234
     """Seed of initial weights, sample order and dropout."""
 
+    data_parallel_random_init: bool = False
+    """Seed each data-parallel replica differently, by 10 times its rank, so that its samples get dropout masks of
+    their own. Replicas still start from the weights of the first, which the wrapper hands to all. Without it the masks
+    of all replicas are equal, as in Megatron-LM."""
+
     deterministic: bool = False
     """Compute the same bits in every run, on the CPU and on one GPU, by choosing operations that do and refusing those
     that have no such form. Over several GPUs this also takes a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""

@@ -3,11 +3,13 @@
 python -m tests.mutation                 all; the exit status is 0 if each was caught
 python -m tests.mutation --only norm     those with this in their name
 python -m tests.mutation --write         all, and the table of docs/mutations.md
+python -m tests.mutation --sample        how many the sample of compositions catches by itself; not all have to be
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import shutil
@@ -28,15 +30,22 @@ FAILED, PASSED = 1, 0
 
 LIMIT_S = 600
 
+SAMPLE = ("tests/functional/test_compositions.py::test_a_composition_trains_as_one_process_does",)
+
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="plant only faults with this in their name")
     parser.add_argument("--write", action="store_true", help="write the table of docs/mutations.md")
+    parser.add_argument("--sample", action="store_true", help="run the sample of compositions alone")
     options = parser.parse_args(arguments)
     chosen = [mutation for mutation in MUTATIONS if options.only in mutation.name]
     if not chosen:
         parser.error(f"no fault has {options.only!r} in its name")
+    if options.sample and options.write:
+        parser.error("--write is given with --sample, which does not run the tests that the table names; drop one")
+    if options.sample:
+        chosen = [dataclasses.replace(mutation, tests=SAMPLE) for mutation in chosen]
     with tempfile.TemporaryDirectory(prefix="mutation-") as scratch:
         copy = _copied(Path(scratch))
         print(f"{len(chosen)} faults; their tests without any fault first", flush=True)
@@ -51,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught", flush=True)
     for name in survivors:
         print(f"not caught: {name}")
-    return 1 if survivors else 0
+    return 1 if survivors and not options.sample else 0
 
 
 def mutated(mutation: Mutation, root: Path = REPOSITORY) -> str:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from core import parallel_state
+from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
 from core.errors import ParallelConfigError
+from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
 from core.training.initialize import initialize
+from core.transformer.dropout import hidden_dropout
 from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import full
 from tests.unit.training._configs import small_config
 
 
@@ -27,6 +33,27 @@ def test_groups_and_seeds_follow_the_settings():
     assert [ranks[:2] for ranks in cut] == [(2, 1), (2, 1)]
     assert len({ranks[2] for ranks in cut}) == 1  # what tensor-parallel ranks hold whole
     assert len({ranks[3] for ranks in cut}) == 2  # what they hold in part
+
+
+def _first_mask_and_weights(is_random: bool, uses_fsdp2: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What dropout leaves of ones, and the weights of a wrapped model."""
+    config = small_config(seed=7, data_parallel_random_init=is_random)
+    initialize(config)
+    with torch.device("meta") if uses_fsdp2 else nullcontext():
+        model = GPTModel(config.model, vocab_size=64, max_sequence_length=8)
+    ddp_config = TorchFullyShardedDataParallelConfig() if uses_fsdp2 else DistributedDataParallelConfig()
+    wrap_model(model, config.model, ddp_config)
+    mask = hidden_dropout(torch.ones(64), 0.5, training=True, sequence_parallel=False)
+    return mask, {name: full(tensor) for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("uses_fsdp2", [False, True], ids=["ddp", "fsdp2"])
+def test_replicas_drop_differently_where_asked_and_start_equal_all_the_same(uses_fsdp2: bool):
+    (first, _), (second, _) = run_distributed(_first_mask_and_weights, 2, False, uses_fsdp2)
+    assert torch.equal(first, second)
+    (first, weights), (second, others) = run_distributed(_first_mask_and_weights, 2, True, uses_fsdp2)
+    assert not torch.equal(first, second)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_settings_are_checked_before_anything_is_made(monkeypatch):

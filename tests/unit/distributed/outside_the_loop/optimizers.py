@@ -43,6 +43,14 @@ def parameters_are_frozen_and_thawed_during_training(run: Run) -> None:
     run.train(1, first=3)
 
 
+@scenario(settings={"fsdp2": {"reshard_after_forward": False}})
+def parameters_are_frozen_and_thawed_after_a_forward_without_backward(run: Run) -> None:
+    for step, trains in enumerate((True, False, True)):
+        run.forward(step)  # with a graph: what it gathers waits for the backward
+        run.inner.blocks[0].requires_grad_(trains)
+        run.train(1, first=step)
+
+
 @scenario(optimizer=lambda run: megatron(run, weight_decay=0.1, clip_grad=1.0))
 def frozen_parameters_do_not_decay(run: Run) -> None:
     run.train()

@@ -1,0 +1,122 @@
+"""The loop of a training, with what a composition puts between its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.compositions.training import Training
+
+STEPS = 3
+CUT = 2
+"""Steps before what continues elsewhere is saved."""
+
+
+class Failure(Exception):
+    """Raised in a forward or backward, and caught by the loop."""
+
+
+def train(training: Training, first: int = 0, last: int = STEPS) -> None:
+    """Makes the steps from `first` to before `last`."""
+    between = _Between(training)
+    if first == 0 and training.composition.evaluates == "in inference mode":
+        with torch.inference_mode():
+            training.evaluate(0)
+    for step in range(first, last):
+        between.before_step(step)
+        training.begin_step()
+        if training.composition.fails == "backward" and step == 1:
+            between.fail_in_backward(step)
+            training.zero()
+        for index in range(training.number):
+            between.before_micro_batch(step, index)
+            factor = float("inf") if training.composition.fails == "overflow" and step == 1 else 1.0
+            training.backward(step, index, factor)
+        training.finish_gradients()
+        between.before_update(step)
+        training.update(step)
+        between.after_update(step)
+
+
+class _Between:
+    def __init__(self, training: Training) -> None:
+        self.training, self.composition = training, training.composition
+        self.held = list(training.module.parameters())
+        self.average: list[Tensor] = []
+
+    def before_step(self, step: int) -> None:
+        if self.composition.trained == "a layer at times":
+            self.layers[0].requires_grad_(step != 1)
+        if self.composition.evaluates in ("between steps", "in inference mode"):
+            self._evaluate(step)
+
+    def before_micro_batch(self, step: int, index: int) -> None:
+        is_last = index == self.training.number - 1
+        if self.composition.evaluates == "between micro-batches" and is_last:
+            self._evaluate(step)
+        if self.composition.fails == "forward" and step == 1 and is_last:
+            with _failing(self.layers[1].register_forward_pre_hook):
+                self.training.backward(step, index)
+
+    def fail_in_backward(self, step: int) -> None:
+        """The first micro-batch of a step, given up in its backward."""
+        decoder: Any = self.training.module.decoder
+        last = decoder.final_layernorm if self.composition.trained == "one norm" else self.layers[0]
+        with _failing(last.register_full_backward_pre_hook):
+            self.training.backward(step, 0)
+
+    def before_update(self, step: int) -> None:
+        if self.composition.evaluates == "before the update":
+            self.training.evaluate(step)  # with a graph that no backward uses
+
+    def after_update(self, step: int) -> None:
+        writes = self.composition.writes
+        if writes == "clamps":
+            with torch.no_grad():
+                for parameter in self.held:
+                    parameter.clamp_(-0.4, 0.4)
+        elif writes == "averages":
+            self._average(step)
+        elif writes == "loads" and step == 0:
+            self.training.load_values({n: t.detach() * 0.5 for n, t in self.training.module.state_dict().items()})
+
+    def _average(self, step: int) -> None:
+        """An average of weights, kept by references, takes their place after the second step."""
+        with torch.no_grad():
+            if not self.average:
+                self.average = [parameter.detach().clone() for parameter in self.held]
+            torch._foreach_lerp_(self.average, self.held, 0.5)
+            if step == 1:
+                for parameter, mean in zip(self.held, self.average, strict=True):
+                    parameter.copy_(mean)
+
+    def _evaluate(self, step: int) -> None:
+        self.training.model.eval()
+        with torch.inference_mode() if self.composition.evaluates == "in inference mode" else torch.no_grad():
+            self.training.evaluate(step)
+        self.training.model.train()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Of the model."""
+        return self.training.module.decoder.layers  # type: ignore
+
+
+@contextmanager
+def _failing(register: Callable[..., torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
+    handle = register(_fail)
+    try:
+        yield
+    except Failure:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("what was to fail did not")
+
+
+def _fail(*unused: object) -> None:
+    raise Failure

@@ -1,0 +1,63 @@
+"""Whether compositions train as one process does, and as the same under DDP does on the same ranks."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.compositions.between import train
+from tests.compositions.compare import adds_in_one_order, assert_same
+from tests.compositions.composition import Composition
+from tests.compositions.refusals import refusal_of
+from tests.compositions.runs import Broken, Outcome, Refused, Run, train_all
+from tests.compositions.training import Serial
+from tests.unit import _spawn
+
+
+def check(*compositions: Composition) -> None:
+    """Raises AssertionError, with a test to paste for each, unless all train as one process does."""
+    problems = check_all(compositions)
+    text = [f"{problem}\n\n{as_test(composition)}" for composition, problem in problems.items()]
+    assert not problems, "\n\n".join(text)
+
+
+def check_all(compositions: Sequence[Composition]) -> dict[Composition, str]:
+    """What is wrong with each, where something is; those that share a reference share its run."""
+    _spawn.IDLE_POOLS_KEPT = 4
+    ours = {c: Run(c, c.parts) for c in compositions}
+    twins = {c: Run(c.plain, c.plain_parts) for c in compositions if refusal_of(c) is None and adds_in_one_order(c)}
+    with tempfile.TemporaryDirectory(prefix="compositions-") as folder:
+        trained = train_all(list(dict.fromkeys([*ours.values(), *twins.values()])), Path(folder))
+    serial: dict[Composition, Serial] = {}
+    problems = {}
+    for composition, run in ours.items():
+        try:
+            twin = trained[twins[composition]] if composition in twins else None
+            _check(composition, trained[run], twin, serial)
+        except AssertionError as error:
+            problems[composition] = str(error)
+    return problems
+
+
+def _check(composition: Composition, found: Outcome, twin: Outcome | None, serial: dict[Composition, Serial]) -> None:
+    refusal = refusal_of(composition)
+    assert not isinstance(found, Broken), f"it broke: {found.message}"  # type: ignore[union-attr]
+    if refusal is not None:
+        assert isinstance(found, Refused), f"it trained, and is on the list of refusals: {refusal.reason}"
+        says = re.search(refusal.pattern, found.message)
+        assert says, f"it was refused, in other words than {refusal.pattern!r}: {found.message}"
+        return
+    assert not isinstance(found, Refused), f"it was refused, for no reason on the list: {found.message}"  # type: ignore
+    assert twin is None or isinstance(twin, list), f"the same under DDP did not train: {twin}"
+    if composition.serial not in serial:
+        training = serial[composition.serial] = Serial(composition.serial)
+        train(training)
+        training.finish()
+    assert_same(composition, found, twin, serial[composition.serial])
+
+
+def as_test(composition: Composition) -> str:
+    """A test to paste into tests/functional/test_compositions.py."""
+    return f"def test_what_the_fuzzer_found() -> None:\n    check({composition!r})"

@@ -1,0 +1,239 @@
+"""A composition: one value for each axis of everything that a training combines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tests.functional._parallel_runs import Layout
+
+LAYOUTS = {
+    "dp1": Layout(),
+    "dp2": Layout(dp=2),
+    "dp3": Layout(dp=3),
+    "dp4": Layout(dp=4),
+    "hybrid": Layout(dp=4),
+    "tp2": Layout(tp=2),
+    "tp2-sp": Layout(tp=2, sequence_parallel=True),
+    "cp2": Layout(cp=2),
+    "dp2-tp2": Layout(dp=2, tp=2),
+    "dp2-tp2-sp": Layout(dp=2, tp=2, sequence_parallel=True),
+    "dp2-cp2": Layout(dp=2, cp=2),
+    "tp2-cp2-sp": Layout(tp=2, cp=2, sequence_parallel=True),
+}
+"""``hybrid`` shards within two ranks and replicates across two."""
+
+AXES: Mapping[str, tuple[str, ...]] = {
+    # ---- layout and wrapper
+    "layout": tuple(LAYOUTS),
+    "wrapper": ("ddp", "zero1", "zero2", "fsdp2", "zero3"),
+    "buckets": ("one", "small", "three", "padded"),
+    "overlap": ("none", "gradients", "both"),
+    "reduces": ("each step", "each micro-batch"),
+    "average": ("by ranks", "in the collective"),
+    "reshard": ("yes", "no", "two ranks"),
+    "overrides": ("none", "first kept", "all but first kept", "root freed"),
+    "forward_prefetch": ("1", "0", "3"),
+    "backward_prefetch": ("1", "0", "3"),
+    "kept": ("ends", "none", "all"),
+    "collectives": ("auto", "torch"),
+    "offload": ("no", "yes"),
+    # ---- precision
+    "precision": ("fp32", "bf16", "fp16"),
+    "policy": ("default", "reduce in fp32", "by dtypes", "fp32 accumulation"),
+    # ---- model
+    "embeddings": ("tied", "untied"),
+    "widths": ("even", "odd"),
+    "heads": ("all", "grouped", "one group"),
+    "recompute": ("none", "full", "selective", "units", "products of units"),
+    "trained": ("all", "without embedding", "without a layer", "adapters", "one norm", "a layer at times"),
+    "unused": ("nothing", "on some ranks", "in some steps", "ever"),
+    "layers": ("once", "twice"),
+    "start": ("drawn", "meta", "ranks differ"),
+    # ---- batch
+    "micro_batches": ("1", "2", "3", "5"),
+    "lengths": ("equal", "ragged"),
+    "loss": ("mean", "per token"),
+    "documents": ("one", "packed"),
+    # ---- optimizer
+    "optimizer": ("sgd", "adam", "sgd without momentum"),
+    "rates": ("one", "two"),
+    "clip": ("no", "yes"),
+    "decay": ("none", "matrices", "all"),
+    # ---- what happens in between
+    "evaluates": ("never", "between micro-batches", "between steps", "before the update", "in inference mode"),
+    "fails": ("never", "forward", "backward", "overflow"),
+    "writes": ("nothing", "clamps", "loads", "averages"),
+    "zeroes": ("wrapper", "optimizer", "module"),
+    "continues": ("no", "fsdp2 on dp1", "zero1 on dp2", "ddp on tp2", "zero2 on cp2", "fsdp2 on dp2-tp2"),
+}
+"""The values of each axis; the first is the simplest, to which failures shrink."""
+
+
+WRAPPER_AXES = (
+    *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
+    *("backward_prefetch", "kept", "collectives", "offload"),
+)
+"""What no number depends on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """One value for each of `AXES`; it is shown with what differs from the first values."""
+
+    layout: str = "dp1"
+    wrapper: str = "ddp"
+    buckets: str = "one"
+    overlap: str = "none"
+    reduces: str = "each step"
+    average: str = "by ranks"
+    reshard: str = "yes"
+    overrides: str = "none"
+    forward_prefetch: str = "1"
+    backward_prefetch: str = "1"
+    kept: str = "ends"
+    collectives: str = "auto"
+    offload: str = "no"
+    precision: str = "fp32"
+    policy: str = "default"
+    embeddings: str = "tied"
+    widths: str = "even"
+    heads: str = "all"
+    recompute: str = "none"
+    trained: str = "all"
+    unused: str = "nothing"
+    layers: str = "once"
+    start: str = "drawn"
+    micro_batches: str = "1"
+    lengths: str = "equal"
+    loss: str = "mean"
+    documents: str = "one"
+    optimizer: str = "sgd"
+    rates: str = "one"
+    clip: str = "no"
+    decay: str = "none"
+    evaluates: str = "never"
+    fails: str = "never"
+    writes: str = "nothing"
+    zeroes: str = "wrapper"
+    continues: str = "no"
+
+    def __post_init__(self) -> None:
+        wrong = [axis for axis, values in AXES.items() if getattr(self, axis) not in values]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is {getattr(self, wrong[0])!r}; it takes one of {AXES[wrong[0]]}")
+
+    def __repr__(self) -> str:
+        given = [
+            f"{axis}={getattr(self, axis)!r}" for axis, values in AXES.items() if getattr(self, axis) != values[0]
+        ]
+        return f"Composition({', '.join(given)})"
+
+    @property
+    def shape(self) -> Layout:
+        """The layout that it begins on."""
+        return LAYOUTS[self.layout]
+
+    @property
+    def parts(self) -> tuple[Composition, ...]:
+        """Itself, and what it continues as: elsewhere, with the settings that mean something there."""
+        first = self.replaced(continues="no")
+        if self.continues == "no":
+            return (first,)
+        wrapper, layout = self.continues.split(" on ")
+        return (first, first.replaced(wrapper=wrapper, layout=layout).settled())
+
+    @property
+    def plain(self) -> Composition:
+        """The same without what belongs to a wrapper: under DDP, which adds in one order and shards nothing."""
+        policy = "reduce in fp32" if self.policy == "by dtypes" else self.policy
+        layout = "dp4" if self.layout == "hybrid" else self.layout
+        first = {axis: AXES[axis][0] for axis in WRAPPER_AXES}
+        return self.replaced(**first, layout=layout, policy=policy).settled()
+
+    @property
+    def plain_parts(self) -> tuple[Composition, ...]:
+        """The same for each of its parts."""
+        return tuple(part.plain for part in self.parts)
+
+    @property
+    def serial(self) -> Composition:
+        """The same in one process: with as many replicas, none of which is cut."""
+        return self.plain.replaced(layout=f"dp{self.shape.dp}", continues="no").settled()
+
+    @property
+    def ranks(self) -> int:
+        """The most ranks that it needs."""
+        return max(part.shape.ranks for part in self.parts)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 is underneath."""
+        return self.wrapper in ("fsdp2", "zero3")
+
+    @property
+    def number(self) -> int:
+        """Of micro-batches a rank in a step."""
+        return int(self.micro_batches)
+
+    def replaced(self, **values: str) -> Composition:
+        """With other values on some axes."""
+        return dataclasses.replace(self, **values)
+
+    def settled(self) -> Composition:
+        """With the first value on each axis that means nothing here."""
+        found = self
+        for axis, values, means_something in RULES:
+            if getattr(found, axis) in (values or AXES[axis][1:]) and not means_something(found):
+                found = found.replaced(**{axis: AXES[axis][0]})
+        return found
+
+    @property
+    def is_meaningful(self) -> bool:
+        """Whether every value means something next to the others."""
+        return all(
+            getattr(self, axis) not in (values or AXES[axis][1:]) or means_something(self)
+            for axis, values, means_something in RULES
+        )
+
+
+def _is_buffered(c: Composition) -> bool:
+    return not c.is_fsdp2
+
+
+def _is_fsdp2(c: Composition) -> bool:
+    return c.wrapper == "fsdp2"
+
+
+def _divides(c: Composition) -> bool:
+    """Whether the micro-batches of a step can be dealt out to the replicas where it continues."""
+    return c.shape.dp * c.number % LAYOUTS[c.continues.split(" on ")[1]].dp == 0
+
+
+Rule = tuple[str, tuple[str, ...], Callable[[Composition], bool]]
+
+RULES: tuple[Rule, ...] = (
+    # These settings belong to one wrapper; another is not given them.
+    ("buckets", (), _is_buffered),
+    ("overlap", (), _is_buffered),
+    ("overlap", ("both",), lambda c: c.wrapper != "ddp"),
+    ("average", (), _is_buffered),
+    ("reduces", (), lambda c: c.wrapper in ("zero2", "fsdp2", "zero3")),
+    *((axis, (), _is_fsdp2) for axis in ("reshard", "overrides", "forward_prefetch", "backward_prefetch")),
+    *((axis, (), _is_fsdp2) for axis in ("kept", "collectives", "offload")),
+    ("recompute", ("units", "products of units"), _is_fsdp2),
+    ("policy", ("by dtypes",), _is_fsdp2),
+    # Parameters are kept over the ranks that share them, two at a time: there have to be an even number.
+    ("reshard", ("two ranks",), lambda c: c.shape.dp * c.shape.cp in (2, 4) and c.layout != "hybrid"),
+    # What is done to low precision alone.
+    ("policy", (), lambda c: c.precision != "fp32"),
+    # FSDP2 starts from fp32 where the others round: rounded on the meta device there is nothing yet.
+    ("start", ("meta",), lambda c: c.precision == "fp32"),
+    # The parameter that is left unused is none that materialize knows how to draw.
+    ("start", ("meta",), lambda c: c.unused == "nothing"),
+    ("start", ("ranks differ",), lambda c: c.shape.dp * c.shape.cp > 1),
+    ("unused", (), lambda c: c.trained in ("all", "without embedding", "a layer at times")),
+    ("continues", (), lambda c: c.continues == "no" or _divides(c)),
+)
+"""By axis and values, all but the first where none are named, when they mean something."""

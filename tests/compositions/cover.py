@@ -1,0 +1,117 @@
+"""A fixed sample of compositions in which every pair of values meets that may meet.
+
+Greedy: the next composition is the one that covers most pairs that are still missing, of a number of candidates that
+begin with a missing pair and are filled up value by value (as in AETG; Cohen, Dalal, Fredman and Patton, 1997). Pairs
+in a composition that is refused cover nothing: there the training has not met them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+from pathlib import Path
+
+from tests.compositions.composition import AXES, Composition
+from tests.compositions.refusals import refusal_of
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+SAMPLE = Path(__file__).with_name("sample.json")
+
+CANDIDATES = 12
+"""From which each composition of the sample is chosen."""
+
+
+def pairs_of(composition: Composition) -> set[Pair]:
+    """Its pairs of values, in the order of the axes."""
+    values = [(axis, getattr(composition, axis)) for axis in AXES]
+    return set(itertools.combinations(values, 2))
+
+
+def is_trained(composition: Composition) -> bool:
+    """Whether every value means something, and nothing is refused."""
+    return composition.is_meaningful and refusal_of(composition) is None
+
+
+@functools.cache
+def allowed_pairs() -> dict[Pair, Composition]:
+    """Every pair of values that can meet in a training, with a composition in which it does."""
+    found: dict[Pair, Composition] = {}
+    for first, second in itertools.combinations(AXES, 2):
+        for pair in itertools.product(((first, v) for v in AXES[first]), ((second, v) for v in AXES[second])):
+            if pair not in found:
+                composition = _with(pair)
+                if composition is not None:
+                    found |= {p: composition for p in pairs_of(composition) if p not in found}
+    return found
+
+
+def _with(pair: Pair) -> Composition | None:
+    """A simple composition with these two values, or None where there is none."""
+    fixed = dict(pair)
+    # What rules ask for: a wrapper, ranks, a precision, and micro-batches that can be dealt out.
+    helpful = ("wrapper", "layout", "precision", "micro_batches")
+    free = {axis: AXES[axis] for axis in helpful if axis not in fixed}
+    for values in itertools.product(*free.values()):
+        composition = Composition(**(fixed | dict(zip(free, values, strict=True))))
+        if is_trained(composition):
+            return composition
+    return None
+
+
+def sample() -> tuple[Composition, ...]:
+    """The compositions of `SAMPLE`, in which every allowed pair meets at least once."""
+    return tuple(Composition(**values) for values in json.loads(SAMPLE.read_text(encoding="utf-8")))
+
+
+def write_sample(seed: int = 1) -> int:
+    """Chooses the sample anew, as after a change of `AXES`; returns how many compositions it has."""
+    draw = random.Random(seed)
+    allowed = allowed_pairs()
+    missing = dict.fromkeys(allowed)
+    chosen: list[Composition] = []
+    while missing:
+        candidates = [_filled(draw.choice(list(missing)), allowed, missing, draw) for _ in range(CANDIDATES)]
+        best = max(candidates, key=lambda c: len(pairs_of(c) & missing.keys()))
+        chosen.append(best)
+        for pair in pairs_of(best):
+            missing.pop(pair, None)
+    chosen.sort(key=lambda c: (c.ranks, c.layout, repr(c)))
+    given = [{axis: getattr(c, axis) for axis in AXES if getattr(c, axis) != AXES[axis][0]} for c in chosen]
+    SAMPLE.write_text("[\n" + ",\n".join(json.dumps(values) for values in given) + "\n]\n", encoding="utf-8")
+    return len(chosen)
+
+
+def _filled(
+    pair: Pair, allowed: dict[Pair, Composition], missing: dict[Pair, None], draw: random.Random
+) -> Composition:
+    """A composition with a pair, to which the other axes add the values that meet most others for the first time."""
+    found = allowed[pair]
+    fixed = dict(pair)
+    axes = [axis for axis in AXES if axis not in fixed]
+    draw.shuffle(axes)
+    for axis in axes:
+        best, most = found, -1
+        values = list(AXES[axis])
+        draw.shuffle(values)
+        for value in values:
+            candidate = found.replaced(**{axis: value})
+            if not is_trained(candidate):
+                continue
+            gain = sum(
+                _pair(axis, value, other, getattr(candidate, other)) in missing for other in AXES if other != axis
+            )
+            if gain > most:
+                best, most = candidate, gain
+        found = best
+    return found
+
+
+_ORDER = {axis: place for place, axis in enumerate(AXES)}
+
+
+def _pair(axis: str, value: str, other: str, other_value: str) -> Pair:
+    first, second = (axis, value), (other, other_value)
+    return (first, second) if _ORDER[axis] < _ORDER[other] else (second, first)

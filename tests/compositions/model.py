@@ -1,0 +1,104 @@
+"""The GPT of a composition: of two layers, with grouped queries, and what the composition does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.models.gpt import GPTModel
+from core.transformer import TransformerConfig
+from core.transformer.lora import add_lora
+from tests.compositions.composition import Composition
+from tests.compositions.data import SEQUENCE
+from tests.functional._parallel_runs import Layout
+
+FIRST_LAYER = "decoder.layers.0."
+
+
+class Gated(nn.Module):
+    """An MLP with a path around it, whose weight is used in some micro-batches only."""
+
+    def __init__(self, inner: nn.Module, config: TransformerConfig) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gain = nn.Parameter(torch.linspace(-0.2, 0.3, config.hidden_size))
+        self.gain.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.is_used = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        return output + x * self.gain.to(x.dtype) if self.is_used else output
+
+
+def build(composition: Composition, layout: Layout, seed: int = 7, is_serial: bool = False) -> GPTModel:
+    """The model on this rank; its weights depend on the seed alone.
+
+    Args:
+        layout: how it is cut.
+        is_serial: leave out what a plain model does without, the meta device.
+    """
+    torch.manual_seed(seed)
+    with torch.device("meta" if composition.start == "meta" and not is_serial else "cpu"):
+        model = GPTModel(
+            _config(composition, layout),
+            vocab_size=64,
+            max_sequence_length=SEQUENCE,
+            share_embeddings_and_output_weights=composition.embeddings == "tied",
+            position_embedding_type="rope",
+        )
+        if composition.trained == "adapters":
+            add_lora(model, 2)
+    if composition.unused != "nothing":
+        layer: Any = model.decoder.layers[1]
+        layer.mlp = Gated(layer.mlp, model.config)
+    if composition.layers == "twice":
+        model.decoder.layers = nn.ModuleList([*model.decoder.layers, model.decoder.layers[0]])
+    _freeze(model, composition.trained)
+    return model
+
+
+def _config(composition: Composition, layout: Layout) -> TransformerConfig:
+    is_odd = composition.widths == "odd"
+    heads = 6 if is_odd else 4
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 15 if is_odd else 16,
+        "ffn_hidden_size": 22 if is_odd else 24,
+        "num_attention_heads": heads,
+        "num_query_groups": {"all": heads, "grouped": 2, "one group": 1}[composition.heads],
+        "kv_channels": 6 if is_odd else 4,
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "normalization": "RMSNorm" if is_odd else "LayerNorm",
+        "qk_layernorm": is_odd,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.2,
+        "calculate_per_token_loss": composition.loss == "per token",
+        "tensor_model_parallel_size": layout.tp,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.sequence_parallel,
+    }
+    if composition.precision != "fp32":
+        fields[composition.precision] = True
+    if composition.recompute == "full":
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif composition.recompute == "selective":
+        fields["recompute_granularity"] = "selective"
+    return TransformerConfig(**fields)
+
+
+_FROZEN: dict[str, Callable[[str], bool]] = {
+    "without embedding": lambda name: name.startswith("embedding."),
+    "without a layer": lambda name: name.startswith(FIRST_LAYER),
+    "one norm": lambda name: name != "decoder.final_layernorm.weight",
+}
+
+
+def _freeze(model: nn.Module, trained: str) -> None:
+    if trained in _FROZEN:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not _FROZEN[trained](name))

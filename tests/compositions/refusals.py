@@ -1,0 +1,48 @@
+"""What may be refused, and why: anything else that does not train is a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.compositions.composition import Composition
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Compositions that have to raise."""
+
+    pattern: str
+    """Of the message."""
+    reason: str
+    applies: Callable[[Composition], bool]
+
+
+REFUSALS = (
+    Refusal(
+        "num_distributed_optimizer_instances is 2 without use_distributed_optimizer",
+        "replicas shard nothing, so that there is nothing to replicate shards of",
+        lambda c: c.wrapper == "ddp" and c.layout == "hybrid",
+    ),
+    Refusal(
+        "keep_gathered_between_micro_batches='all' keeps every unit gathered for a whole step",
+        "what is kept for the whole step cannot be resharded after a forward",
+        lambda c: c.kept == "all" and (c.overrides != "none" or c.reshard == "two ranks"),
+    ),
+    Refusal(
+        "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them",
+        "a sum over tokens is no average over ranks",
+        lambda c: c.average == "in the collective" and c.loss == "per token",
+    ),
+    Refusal(
+        "reduce_scatter_with_fp32_accumulation adds fp16 and bf16 gradients in fp32",
+        "FSDP2 has no reduction that sends low precision and adds in fp32",
+        lambda c: c.is_fsdp2 and c.policy == "fp32 accumulation",
+    ),
+)
+
+
+def refusal_of(composition: Composition) -> Refusal | None:
+    """The first that applies."""
+    parts = (composition,) if composition.continues == "no" else composition.parts
+    return next((r for r in REFUSALS for part in parts if r.applies(part)), None)

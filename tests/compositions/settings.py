@@ -1,0 +1,92 @@
+"""What a composition gives to the wrapper and to the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from core.optimizer import OptimizerConfig
+from tests.compositions.composition import Composition
+
+STRATEGIES = {"ddp": "no_shard", "zero1": "optim", "zero2": "optim_grads", "zero3": "optim_grads_params"}
+
+_BUCKETS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "small": {"bucket_size": 700},  # elements, of some 6000
+    "three": {"num_buckets": 3},
+    "padded": {"bucket_size": 2000, "pad_buckets_for_high_nccl_busbw": True},
+}
+_OVERLAPS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gradients": {"overlap_grad_reduce": True},
+    "both": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+}
+_OVERRIDES = {
+    "none": (),
+    "first kept": ("decoder.layers.0=False",),
+    "all but first kept": ("*=False", "decoder.layers.0=True"),
+    "root freed": ("=True", "decoder.layers.1=True"),
+}
+_POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "reduce in fp32": {"grad_reduce_in_fp32": True},
+    "fp32 accumulation": {"reduce_scatter_with_fp32_accumulation": True},
+}
+
+
+def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
+    """The settings of its wrapper."""
+    fields: dict[str, Any] = {"reduce_every_micro_batch": composition.reduces == "each micro-batch"}
+    if composition.layout == "hybrid":
+        fields["num_distributed_optimizer_instances"] = 2
+    if composition.policy == "by dtypes":
+        fields |= {"param_dtype": composition.precision, "reduce_dtype": "fp32", "output_dtype": "fp32"}
+    else:
+        fields |= _POLICIES[composition.policy]
+    if composition.wrapper != "fsdp2":
+        fields |= _BUCKETS[composition.buckets] | _OVERLAPS[composition.overlap]
+        fields["average_in_collective"] = composition.average == "in the collective"
+        fields["data_parallel_sharding_strategy"] = STRATEGIES[composition.wrapper]
+        return DistributedDataParallelConfig(**fields)
+    recompute = {"units": "full", "products of units": "selective"}.get(composition.recompute, "none")
+    return TorchFullyShardedDataParallelConfig(
+        **fields,
+        reshard_after_forward={"yes": True, "no": False, "two ranks": 2}[composition.reshard],
+        reshard_overrides=_OVERRIDES[composition.overrides],
+        forward_prefetch=int(composition.forward_prefetch),
+        backward_prefetch=int(composition.backward_prefetch),
+        keep_gathered_between_micro_batches=composition.kept,  # type: ignore[arg-type]
+        collectives=composition.collectives,  # type: ignore[arg-type]
+        cpu_offload=composition.offload == "yes",
+        pin_memory=False,
+        activation_checkpointing=recompute,  # type: ignore[arg-type]
+    )
+
+
+def optimizer_config(composition: Composition) -> OptimizerConfig:
+    """The settings of its optimizer."""
+    fields: dict[str, Any] = {
+        "clip_grad": 0.5 if composition.clip == "yes" else 0.0,
+        "weight_decay": 0.0 if composition.decay == "none" else 0.1,
+    }
+    if composition.optimizer == "adam":
+        # A large epsilon: where a gradient is all rounding, Adam would make a whole step of it.
+        fields |= {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-3}
+    else:
+        momentum = 0.9 if composition.optimizer == "sgd" else 0.0
+        fields |= {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": momentum}
+    if composition.precision == "bf16":
+        fields["bf16"] = True
+    elif composition.precision == "fp16":
+        fields |= {"fp16": True, "initial_loss_scale": 2.0**7, "loss_scale_window": 2, "hysteresis": 1}
+    return OptimizerConfig(**fields)
+
+
+def parameter_groups(composition: Composition) -> dict[str, Any]:
+    """Arguments that make groups of parameters: other rates and other rules of weight decay."""
+    found: dict[str, Any] = {}
+    if composition.decay == "all":
+        found["no_weight_decay_cond"] = lambda name, shape: False
+    if composition.rates == "two":
+        found |= {"scale_lr_cond": lambda name, shape: "layers.1" in name, "lr_mult": 0.5}
+    return found

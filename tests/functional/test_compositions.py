@@ -1,0 +1,109 @@
+"""A fixed sample of compositions, in which every pair of values meets, trains as one process does.
+
+`docs/compositions.md` says how the sample is chosen, and how to draw other compositions: `make fuzz`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from tests.compositions.__main__ import main
+from tests.compositions.check import as_test, check_all
+from tests.compositions.composition import AXES, Composition
+from tests.compositions.cover import allowed_pairs, is_trained, pairs_of, sample
+from tests.compositions.refusals import REFUSALS, refusal_of
+
+REFUSED = (
+    Composition(layout="hybrid", wrapper="ddp"),
+    Composition(layout="dp2", wrapper="fsdp2", kept="all", overrides="first kept"),
+    Composition(layout="dp2", wrapper="zero1", average="in the collective", loss="per token"),
+    Composition(layout="dp2", wrapper="fsdp2", precision="bf16", policy="fp32 accumulation"),
+)
+
+
+def _by_layout(compositions: tuple[Composition, ...]) -> dict[str, list[Composition]]:
+    found: dict[str, list[Composition]] = {}
+    for composition in compositions:
+        found.setdefault(composition.layout, []).append(composition)
+    return found
+
+
+SAMPLE = _by_layout(sample())
+
+
+@functools.cache
+def _problems(layout: str) -> dict[Composition, str]:
+    """Of all compositions of a layout, which share their jobs."""
+    return check_all(SAMPLE[layout])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("composition", list(itertools.chain(*SAMPLE.values())), ids=lambda c: _short(c))
+def test_a_composition_trains_as_one_process_does(composition: Composition):
+    problem = _problems(composition.layout).get(composition)
+    assert problem is None, f"{problem}\n\n{as_test(composition)}"
+
+
+def _short(composition: Composition) -> str:
+    return f"{composition.layout}-{composition.wrapper}"
+
+
+def test_every_refusal_is_met():
+    assert [refusal_of(composition) for composition in REFUSED] == list(REFUSALS)
+    assert not check_all(REFUSED)
+
+
+def test_every_pair_of_values_meets_in_the_sample():
+    met = set().union(*map(pairs_of, filter(is_trained, sample())))
+    missing = allowed_pairs().keys() - met
+    assert not missing, f"{len(missing)} pairs, as {sorted(missing)[:3]}; python -m tests.compositions --write-sample"
+    assert len(sample()) >= 60
+    values = {(axis, value) for axis, values in AXES.items() for value in values}
+    assert {side for pair in met for side in pair} == values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "soon"], "'soon' is no number of minutes"),
+        (["--minutes", "-1"], "'-1' is no number of minutes"),
+        (["--minutes", "nan"], "'nan' is no number of minutes"),
+        (["--seed", "first"], "'first' is no seed"),
+        (["--seed", "-3"], "'-3' is no seed"),
+    ],
+)
+def test_what_is_no_number_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def _fsdp2_clips_wrongly(family: Sequence[Composition]) -> dict[Composition, str]:
+    return {c: "the norm is wrong" for c in family if c.wrapper == "fsdp2" and c.clip == "yes"}
+
+
+def test_a_failure_is_shrunk_and_printed_as_a_test(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("tests.compositions.__main__.check_all", _fsdp2_clips_wrongly)
+    assert main(["--minutes", "1", "--seed", "3"]) == 1
+    output = capsys.readouterr().out
+    assert "the norm is wrong" in output
+    assert output.endswith("    check(Composition(wrapper='fsdp2', clip='yes'))\n")
+
+
+def test_one_core_draws_fewer_ranks_and_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    drawn: list[Composition] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr("tests.compositions.__main__.check_all", lambda family: drawn.extend(family) or {})
+    assert main(["--minutes", "0.02", "--seed", ""]) == 0
+    assert capsys.readouterr().out.startswith(
+        "compositions on up to 2 ranks (one core: layouts of 3 and 4 ranks are left"
+    )
+    assert drawn and max(composition.ranks for composition in drawn) == 2

@@ -1,0 +1,40 @@
+"""What something else writes into parameters in low precision reaches their masters, before anybody reads those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+
+def _trained() -> tuple[nn.Linear, MegatronOptimizer]:
+    model = nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, bf16=True), [model])
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "master",
+    [lambda o: o.state_tensors()["master.weight"], lambda o: o.state_dict()["masters"]["weight"]],
+    ids=["state_tensors", "state_dict"],
+)
+def test_a_checkpoint_has_what_was_written_right_before_it(master: Callable[[MegatronOptimizer], Tensor]):
+    model, optimizer = _trained()
+    with torch.no_grad():
+        model.weight.fill_(0.375)
+    assert torch.equal(master(optimizer), torch.full((2, 3), 0.375))
+
+
+def test_a_checkpoint_has_the_digits_of_masters_whose_parameters_stayed_as_they_are():
+    model, optimizer = _trained()
+    masters = optimizer.state_tensors()["master.weight"].clone()
+    with torch.no_grad():
+        model.weight[0] = 0.375
+    found = optimizer.state_tensors()["master.weight"]
+    assert torch.equal(found[1], masters[1]) and not torch.equal(found[1].bfloat16().float(), found[1])
