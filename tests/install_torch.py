@@ -51,9 +51,7 @@ def _replace_libraries(folder: Path) -> None:
     everything = folder / "libno_device.so"
     with tempfile.TemporaryDirectory() as temporary:
         source, versions = Path(temporary, "functions.c"), Path(temporary, "versions.map")
-        source.write_text(
-            "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for names in functions.values() for name in names)
-        )
+        source.write_text("".join(_answer(name) for names in functions.values() for name in names))
         versions.write_text(
             "".join(f"{version} {{ {'; '.join(names)}; }};\n" for version, names in functions.items() if version)
         )
@@ -62,6 +60,13 @@ def _replace_libraries(folder: Path) -> None:
     for name in libraries:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(everything.name)
+
+
+def _answer(function: str) -> str:
+    """In C. Torch asks for the text of an error that it is given, to raise it."""
+    if function.endswith(("GetErrorString", "GetErrorName")):
+        return f'const char *{function}(void) {{ return "no device"; }}\n'
+    return f"int {function}(void) {{ return {NO_DEVICE}; }}\n"
 
 
 def _undefined() -> str:
