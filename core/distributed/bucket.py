@@ -16,6 +16,9 @@ from .buffer_layout import BucketLayout
 if TYPE_CHECKING:
     from .param_and_grad_buffer import ParamAndGradBuffer
 
+_ALLOCATION_ALIGNMENT = 64
+"""Bytes, of every tensor that torch allocates on the CPU. What is aligned to `PARAM_ALIGNMENT` elements is so too."""
+
 
 @dataclass(eq=False, slots=True)
 class GradSlot:
@@ -165,13 +168,18 @@ class Bucket:
     def lend(self, param: nn.Parameter) -> Tensor | None:
         """``main_grad``, for a layer to compute a gradient in, until `take_back`.
 
-        None where it holds a gradient already, is of another dtype than the layer's, or is lent to another use.
+        None where it holds a gradient already, is of another dtype than the layer's, is lent to another use, or is not
+        aligned as memory of its own would be: the last bits of a matrix product depend on that, and would differ
+        from those under a strategy whose parameters lie elsewhere.
         """
         slot = self._slots[param]
         if slot.lent_to is not None or not slot.is_empty or param.dtype != self.main_grad_dtype(param):
             return None
+        memory = self._memory_of(slot)
+        if memory.data_ptr() % _ALLOCATION_ALIGNMENT:
+            return None
         slot.lent_to = current_backward()
-        return self._memory_of(slot).detach()  # autograd copies a gradient that somebody else holds, so not the view
+        return memory.detach()  # autograd copies a gradient that somebody else holds, so not the view
 
     def take_back(self, param: nn.Parameter) -> None:
         """Ends what `lend` began, as the parameter's gradient of this backward is there to be added.

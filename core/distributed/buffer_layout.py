@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 PARAM_ALIGNMENT = 64
-"""Elements; where buckets are cut a parameter starts at a multiple of it, so that its part of a shard is aligned."""
+"""Elements; where buckets are cut, and where a layer computes its gradient in the buffer, a parameter starts at a
+multiple of it."""
 
 HIGH_BUSBW_ALIGNMENT = 2**16
 """Elements; NCCL's rings reach their full bandwidth where message sizes divide by a large power of two."""
@@ -38,21 +39,24 @@ def lay_out(
     num_buckets: int | None = None,
     for_high_busbw: bool = False,
     alone: Collection[int] = (),
+    aligned: Collection[int] = (),
 ) -> list[BucketLayout]:
     """Cuts parameters of `sizes` elements, in this order, into buckets of whole parameters.
 
     A bucket closes as soon as its parameters have `bucket_size` elements, without padding, so that buckets are the
     same under every strategy; with `num_buckets` as soon as it reaches its equal part of the whole, which gives fewer
     where single parameters are larger than that. Where buckets are cut, the length of each is a multiple of `dp_size`
-    times `PARAM_ALIGNMENT`, so that shards are equal and aligned; else parameters follow each other without gaps.
+    times `PARAM_ALIGNMENT`, so that shards are equal and aligned; else parameters follow without gaps, as in
+    Megatron-LM, up to the next one of `aligned`.
 
     Args:
         sizes: elements of each parameter.
         dp_size: ranks that a bucket may be cut over; None where none is.
         bucket_size: elements; None, without `num_buckets`, means one bucket.
         alone: indices of parameters that have a bucket of their own.
+        aligned: indices of parameters whose gradient a layer computes in the buffer: a matrix product is slower, and
+            rounds differently, in memory that is not aligned.
     """
-    alignment = PARAM_ALIGNMENT if dp_size else 1
     multiple = dp_size * PARAM_ALIGNMENT if dp_size else 1
     if for_high_busbw:
         multiple = math.lcm(multiple, HIGH_BUSBW_ALIGNMENT)
@@ -60,7 +64,9 @@ def lay_out(
     layouts: list[BucketLayout] = []
     start, members, ranges = 0, list[int](), list[tuple[int, int]]()
     for index, size in enumerate(sizes):
-        begin = _round_up(ranges[-1][1], alignment) if ranges else 0
+        begin = ranges[-1][1] if ranges else 0
+        if dp_size or index in aligned:
+            begin = _round_up(start + begin, PARAM_ALIGNMENT) - start
         members.append(index)
         ranges.append((begin, begin + size))
         seen += size

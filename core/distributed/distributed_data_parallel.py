@@ -16,6 +16,7 @@ from ..comm.lane import comm_lane
 from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
 from ..process_groups_config import ProcessGroupCollection
+from ..tensor_parallel.attributes import has_tensor_parallel_attributes
 from .broadcast import broadcast_tensors
 from .bucket import Bucket
 from .bucket_group import BucketGroup, GradientLender, GradReduction
@@ -152,6 +153,7 @@ class DistributedDataParallel(_BaseDataParallel):
                     num_buckets=None if disable_bucketing else self.ddp_config.num_buckets,
                     for_high_busbw=self.ddp_config.pad_buckets_for_high_nccl_busbw,
                     alone=parameters_alone([param for _, param in params]) if self._is_sharded else (),
+                    aligned={i for i, (_, param) in enumerate(params) if has_tensor_parallel_attributes(param)},
                 ),
                 num_shards=shards,
                 shard_index=self.intra_instance_group.rank() if self._is_sharded else 0,

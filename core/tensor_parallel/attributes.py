@@ -24,6 +24,11 @@ def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool
         setattr(tensor, name, value)
 
 
+def has_tensor_parallel_attributes(tensor: torch.Tensor) -> bool:
+    """Whether it has the marks, as every parameter of the layers of `core.tensor_parallel` does."""
+    return hasattr(tensor, "partition_dim")
+
+
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
     """Marks a tensor without marks as held whole by every rank."""
     for name, default in _DEFAULTS.items():

@@ -23,10 +23,11 @@ from core.model_parallel_config import ModelParallelConfig
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from core.tensor_parallel.attributes import set_defaults_if_not_set_tensor_model_parallel_attributes
 from core.transformer.module import Float16Module
 from core.transformer.transformer_config import TransformerConfig
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import BUFFERED, gradients
+from tests.unit.distributed._toys import BUFFERED, build, gradients
 
 VOCAB, LENGTH, WIDTH = 96, 12, 32
 STEPS, MICRO_BATCHES = 2, 4
@@ -223,6 +224,7 @@ def _allocations(fused: bool, micro_batches: int) -> list[str]:
         gradient_accumulation_fusion=fused,
     )
     model = wrap(GPTModel(config, vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"))
+    model.zero_grad_buffer()
     for index in range(micro_batches - 1):
         loss_of(model, index).backward()
     tensors = [*model.parameters(), *(buffer.grad_data for buffer in model.buffers)]
@@ -260,6 +262,7 @@ class Nested(Twice):
 def _nests() -> None:
     for use_reentrant in (False, True):
         model = wrap(Nested(ModelParallelConfig()))
+        model.zero_grad_buffer()
         model.module.use_reentrant = use_reentrant
         if not use_reentrant:
             accumulate(model, 0)
@@ -284,3 +287,19 @@ def _pickles() -> None:
 
 def test_a_pickled_parameter_has_nobody_who_lends():
     run_distributed(_pickles, 1)
+
+
+def _lent_places(of_layers: bool) -> dict[str, bool]:
+    """By parameter whether its memory in the buffer is lent to the layer."""
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 5, bias=False), nn.Linear(5, 16, bias=False))
+    for parameter in module.parameters() if of_layers else ():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    model = build("ddp", module)
+    model.zero_grad_buffer()
+    return {name: parameter.lend_gradient_memory() is not None for name, parameter in module.named_parameters()}
+
+
+def test_a_product_is_computed_in_aligned_memory_alone():
+    # In the order of the buffer: 80 elements, 15, 9. Those of plain modules follow each other without gaps.
+    assert run_distributed(_lent_places, 2, False)[0] == {"0.weight": False, "1.weight": True, "2.weight": True}
+    assert run_distributed(_lent_places, 2, True)[0] == {"0.weight": True, "1.weight": True, "2.weight": True}
