@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from .._torch_compat import current_backward
+
 
 class Prefetcher:
     """Tells each unit, whenever it is about to run, which units FSDP2 shall gather meanwhile.
@@ -105,7 +107,7 @@ def _last_index(order: list[nn.Module], module: nn.Module) -> int:
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:
