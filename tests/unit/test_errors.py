@@ -10,6 +10,7 @@ TREE = {
     "ShardstackError": (Exception,),
     "ConfigError": (errors.ShardstackError, ValueError),
     "ParallelConfigError": (errors.ConfigError,),
+    "GradSyncError": (errors.ConfigError, AssertionError),
     "ParallelStateError": (errors.ShardstackError, RuntimeError),
     "WrapError": (errors.ShardstackError, ValueError),
     "DataError": (errors.ShardstackError, ValueError),
