@@ -168,7 +168,8 @@ def test_recomputation_keeps_no_activations_and_passes_keywords():
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = recompute(fn, x, scale=0.5)
-    assert [tensor is x for tensor in saved] == [True]  # the argument alone
+    # The argument alone; torch 2.11 saves an empty tensor with it.
+    assert [tensor is x for tensor in saved if tensor.numel()] == [True]
     y.sum().backward()
     assert calls == [0.5, 0.5]
 
