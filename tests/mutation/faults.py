@@ -222,8 +222,8 @@ MUTATIONS = (
     Mutation(
         "a parameter begins on the last element of the one before",
         "core/distributed/buffer_layout.py",
-        "begin = _round_up(ranges[-1][1], alignment) if ranges else 0",
-        "begin = ranges[-1][1] - 1 if ranges else 0",
+        "begin = _round_up(start + begin, PARAM_ALIGNMENT) - start",
+        "begin = max(begin - 1, 0)",
         ("tests/unit/distributed/test_buffer_layout.py", _DDP),
     ),
     # ---- optimizer and norms
