@@ -1,4 +1,4 @@
-"""A bucket of a flat buffer: which gradient lies where in it, and which has arrived."""
+"""A bucket of a flat buffer: where each gradient is in it, and which has arrived."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Bucket:
         """`[numel / shards]`, where this rank's part of the reduced gradient is kept.
 
         A part of `grad_data`; or, where whole gradients are released, memory of its own, which is allocated when it
-        is first asked for after `clear_grads`: until gradients are reduced nobody needs both.
+        is first asked for after `clear_grads`: until gradients are reduced one of the two is enough.
         """
         if not self.releases_grads:
             return self._held_grads().chunk(self.buffer.num_shards)[self.buffer.shard_index]
@@ -295,7 +295,7 @@ class Bucket:
                 slot.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
 
     def zero_padding(self, data: Tensor) -> None:
-        """Zeros what lies between parameters in `data` `[numel]`: sums, norms and updates then never notice it."""
+        """Zeros the gaps between parameters in `data` `[numel]`, so that they change no sum, norm or update."""
         if self._gaps:
             torch._foreach_zero_([data[start:end] for start, end in self._gaps])
 

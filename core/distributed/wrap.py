@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from ..process_groups_config import ProcessGroupCollection
+from ..warn import warn_once
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -53,11 +52,9 @@ def wrap_model(
     return DistributedDataParallel(config, ddp_config, module, **common)
 
 
-@functools.cache
 def say_that_fsdp2_stands_in() -> None:
     """Warns, once, of what ``optim_grads_params`` means for now."""
-    warnings.warn(
+    warn_once(
         "the sharding strategy 'optim_grads_params' has no form on our own buffers yet; PyTorch FSDP2 stands in, as a "
-        "TorchFullyShardedDataParallelConfig would ask for without this warning",
-        stacklevel=3,
+        "TorchFullyShardedDataParallelConfig would ask for without this warning"
     )

@@ -53,9 +53,8 @@ class Fuzz:
     def __init__(self, most_ranks: int, log: Path | None) -> None:
         self.most_ranks, self.log = most_ranks, log
         self.drawn = self.refused = 0
-        self.smallest: tuple[Composition, str] | None = (
-            None  # set by a failure; hypothesis then looks for smaller ones
-        )
+        # Set by a failure, and again by each smaller one that hypothesis then finds.
+        self.smallest: tuple[Composition, str] | None = None
         self._until = 0.0  # no composition is trained after it
 
     def run(self, seconds: float, number: int) -> None:

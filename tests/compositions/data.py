@@ -1,4 +1,4 @@
-"""The micro-batches of a composition: the same whole sequences whatever ranks they are dealt to."""
+"""The micro-batches of a composition: the same whole sequences on any number of ranks."""
 
 from __future__ import annotations
 

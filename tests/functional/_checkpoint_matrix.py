@@ -97,12 +97,12 @@ def write_and_read(
     written: dict[Site, Told] = {}
     found: dict[tuple[Site, Site], Told] = {}
     for ranks in sorted({writer.ranks for writer, _ in pairs}):
-        with _world_of(ranks, root) as is_member:
+        with _world_of(ranks, root / f"writers-{ranks}") as is_member:
             for site in dict.fromkeys(writer for writer, _ in pairs if writer.ranks == ranks):
                 if is_member:
                     written[site] = _write(site, tied, root)
     for ranks in sorted({reader.ranks for _, reader in pairs}):
-        with _world_of(ranks, root) as is_member:
+        with _world_of(ranks, root / f"readers-{ranks}") as is_member:
             for site in dict.fromkeys(reader for _, reader in pairs if reader.ranks == ranks):
                 if is_member:
                     writers = [writer for writer, reader in pairs if reader == site]
@@ -111,18 +111,19 @@ def write_and_read(
 
 
 @contextmanager
-def _world_of(ranks: int, root: Path) -> Iterator[bool]:
-    """The first of these processes as a world of their own; whether this one is among them."""
+def _world_of(ranks: int, store: Path) -> Iterator[bool]:
+    """The first of these processes as a world of their own; whether this one is among them.
+
+    They meet in files that no other world has used: one that an earlier world has not yet let go has its addresses.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     if ranks == size:
         yield True
         return
-    name = f"{len(list(root.glob('world*')))}"
-    dist.barrier()
-    _join(root / f"world{name}", rank, ranks)
+    _join(store, rank, ranks)
     yield rank < ranks  # what fails ends these processes anyway
-    _join(root / f"world{name}-whole", rank, size)
+    _join(store.with_suffix(".whole"), rank, size)
 
 
 def _join(store: Path, rank: int, size: int) -> None:

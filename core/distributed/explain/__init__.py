@@ -19,7 +19,8 @@ inside `failures_explained(model)`, which `core.training.train_step` enters::
         finalize_model_grads([model])
         optimizer.step()
 
-Each error is one of `core.errors`, raised from the one that it explains.
+Each error is one of `core.errors`, raised from the one that it explains. Ranks out of step are compared by what
+`core.comm.record` keeps of their collectives, which ``SHARDSTACK_RECORD_COLLECTIVES=0`` switches off.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..._torch_compat import flight_recorder
-from ...comm.record import Collective, ask_other_ranks, explain_failures_with, latest_collective
+from ...comm.record import Collective, ask_other_ranks, explain_failures_with, is_recording, latest_collective
 from ...errors import OutOfStepError, ShardstackError
 from .out_of_memory import is_out_of_memory
 from .words import listed, rank_list, readable_bytes
@@ -54,10 +54,14 @@ def raise_out_of_step(error: BaseException, call: Collective | None = None) -> N
 
 
 def _message_without_record(error: BaseException) -> str:
-    before = latest_collective()
-    after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
+    if is_recording():
+        before = latest_collective()
+        after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
+        which = f"a collective that was not the wrapper's{after}"
+    else:
+        which = "a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record of which"
     return (
-        f"rank {dist.get_rank()} of {dist.get_world_size()} failed in a collective that was not the wrapper's{after}."
+        f"rank {dist.get_rank()} of {dist.get_world_size()} failed in {which}."
         f"{_flight_recorder_says(unfinished=False)} Every rank must make the same calls in the same order; look at "
         f"what the ranks do there. The backend said: {_first_line(error)}"
     )
@@ -85,7 +89,7 @@ def _message(error: BaseException, call: Collective) -> str:
 def _state_of(published: dict[str, Any] | None, call: Collective) -> str:
     """What a rank has published, in the words of a message that its number precedes."""
     if published is None:
-        return "has recorded no collective of this group"
+        return "has not answered: it has called nothing in this group, is paused, or has ended"
     calls = [_Published(entry) for entry in published["calls"]]
     same = next((c for c in calls if c.identity == (call.kind, call.subject, call.occurrence)), None)
     if same is not None:

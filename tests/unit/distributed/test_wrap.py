@@ -7,6 +7,7 @@ import warnings
 import torch.distributed as dist
 
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
+from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import toy
 
@@ -14,6 +15,7 @@ OURS, TORCHS = "DistributedDataParallel", "TorchFullyShardedDataParallel"
 
 
 def _chooses() -> list[tuple[str, int]]:
+    warn_once.cache_clear()  # ranks are reused
     found = []
     for ddp_config in (
         DistributedDataParallelConfig(),

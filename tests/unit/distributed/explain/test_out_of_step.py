@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from core.comm import record
 from core.comm.record import recorded
 from core.distributed import finalize_model_grads
 from core.distributed.explain import failures_explained
@@ -120,6 +124,48 @@ def test_ranks_that_wait_are_told_from_those_that_stay_away():
     for message, others in ((first, "ranks 1, 3"), (second, "ranks 0, 3"), (fourth, "ranks 0, 1")):
         assert f"{others} waited in the same" in message
         assert "; look at rank 2 for a skipped micro-batch" in message
+
+
+def _one_rank_does_not_answer() -> str:
+    group, tensor = _short_group(), torch.ones(4)
+    if dist.get_rank() == 1:
+        with mock.patch.object(record, "_publish_all"):  # as in a process that is paused
+            time.sleep(LIMIT_S + 4)
+        return ""
+
+    def run() -> None:
+        with recorded("all-reduce", "the loss", tensor, group):
+            dist.all_reduce(tensor, group=group)
+
+    return _explained(run)
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    message = run_distributed(_one_rank_does_not_answer, 2)[0]
+    assert "rank 1 has not answered: it has called nothing in this group, is paused, or has ended." in message
+    assert "; look at rank 1 for" in message
+
+
+def _fails_without_records() -> str:
+    group = _short_group()
+    if dist.get_rank() == 1:
+        time.sleep(LIMIT_S + 1)
+        return ""
+    model = nn.Linear(2, 2)
+
+    def run() -> None:
+        with mock.patch.dict(os.environ, SHARDSTACK_RECORD_COLLECTIVES="0"), failures_explained(model):
+            with recorded("all-reduce", "the loss", 16, group):
+                dist.all_reduce(torch.ones(4), group=group)
+
+    return _explained(run)
+
+
+def test_without_records_a_failure_says_that_there_are_none():
+    message = run_distributed(_fails_without_records, 2)[0]
+    assert message.startswith(
+        "rank 0 of 2 failed in a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record"
+    )
 
 
 def _fails_outside_of_any_record() -> str:
