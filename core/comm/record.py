@@ -155,7 +155,7 @@ class CollectiveRecord:
         self._published = state
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """What `rank` of the group has answered last; None where it never did (`ask_other_ranks`) or the store has gone."""
+        """What `rank` of the group answered last; None if it never did (`ask_other_ranks`) or the store has gone."""
         try:
             key = _key(self.group_name, rank)
             found: dict[str, Any] | None = json.loads(_store().get(key)) if _store().check([key]) else None

@@ -36,7 +36,7 @@ class Report:
     def lines(self) -> list[str]:
         """The report as a table in Markdown."""
         rows = [
-            "| fault | times | seconds lost, median (most) | what the user was told |",
+            "| fault | times | seconds lost, median (most) | what the user saw |",
             "| --- | --- | --- | --- |",
         ]
         for name, kind in self.kinds.items():

@@ -154,9 +154,12 @@ def _fails_without_records() -> str:
     model = nn.Linear(2, 2)
 
     def run() -> None:
-        with mock.patch.dict(os.environ, SHARDSTACK_RECORD_COLLECTIVES="0"), failures_explained(model):
-            with recorded("all-reduce", "the loss", 16, group):
-                dist.all_reduce(torch.ones(4), group=group)
+        with (
+            mock.patch.dict(os.environ, SHARDSTACK_RECORD_COLLECTIVES="0"),
+            failures_explained(model),
+            recorded("all-reduce", "the loss", 16, group),
+        ):
+            dist.all_reduce(torch.ones(4), group=group)
 
     return _explained(run)
 
