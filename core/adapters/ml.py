@@ -15,9 +15,9 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from .. import device
 from ..distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel, wrap_model
-from ..distributed.explain.words import choices
 from ..distributed.mesh_axes import whole_group
 from ..errors import ConfigError
+from ..text import choices
 from ..warn import warn_once
 from .meshes import data_parallel_mesh
 from .replicas import Replicas

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..distributed.explain.words import choices
-from ..distributed.parallelizer import import_classes_from_paths
-from ..distributed.parallelizer.class_paths import check_classes_are_in, class_names
 from ..errors import WrapError
+from ..text import choices
+from .nemo import import_classes_from_paths
+from .nemo.class_paths import check_classes_are_in, class_names
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _KEPT_WHOLE = (nn.MultiheadAttention,)

@@ -23,6 +23,6 @@ __getattr__ = absent_names(
     __name__,
     {
         "FullyShardedDataParallel": "use TorchFullyShardedDataParallel, on PyTorch FSDP2",
-        "ParamAndGradBuffer": "it is in core.distributed.param_and_grad_buffer",
+        "ParamAndGradBuffer": "it is in core.distributed.buffers.param_and_grad_buffer",
     },
 )

@@ -13,19 +13,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..absent_names import MODEL_STATE_DICT, absent_method
+from ..diagnostics import raise_explained
+from ..diagnostics.stale_optimizers import watch_optimizers
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
-from .describe import ModelFacts, describe
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .expert_parameters import reject_expert_parameters
-from .explain import raise_explained
-from .explain.rewrapping import reject_wrapped
-from .explain.stale_optimizers import watch_optimizers
-from .explain.structure import reject_different_models
-from .gradient_checks import GradientChecks
 from .gradient_state import GradientState, Phase
+from .model.expert_parameters import reject_expert_parameters
+from .model.gradient_checks import GradientChecks
+from .model.rewrapping import reject_wrapped
+from .model.same_model import reject_different_models
+from .model.units import Unit
 from .parameter_owner import own_parameters, owner_of, shares_gradient
-from .units import Unit
+from .report import ModelFacts, describe
 
 
 class _BaseDataParallel(nn.Module, ABC):

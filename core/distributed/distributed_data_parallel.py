@@ -13,27 +13,27 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.lane import comm_lane
+from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.attributes import has_tensor_parallel_attributes
-from .broadcast import broadcast_tensors
-from .bucket import Bucket
-from .bucket_group import BucketGroup, GradientLender, GradReduction
-from .buffer_layout import FullParamLayout, default_bucket_size, lay_out
+from .buffers.bucket import Bucket
+from .buffers.bucket_group import BucketGroup, GradientLender, GradReduction
+from .buffers.layout import FullParamLayout, default_bucket_size, lay_out
+from .buffers.param_and_grad_buffer import ParamAndGradBuffer, parameters_alone
+from .buffers.param_placement import ParamPlacement
+from .buffers.unreadable_gradient import is_unreadable, make_unreadable_gradient
 from .data_parallel_base import _BaseDataParallel, unwrap_model
-from .describe import ModelFacts, bucket_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .expert_parameters import is_expert_parameter
-from .explain.stale_optimizers import replaced_parameters_marked
 from .gradient_state import Phase
-from .initial_values import start_equal
 from .instance_groups import Ranks, ranks_of, resolve_instance_groups
-from .param_and_grad_buffer import ParamAndGradBuffer, parameters_alone
-from .param_placement import ParamPlacement
+from .model.broadcast import broadcast_tensors
+from .model.expert_parameters import is_expert_parameter
+from .model.initial_values import start_equal
+from .model.unfit_models import reject_unfit
 from .parameter_owner import share_gradient
-from .sharded_gradient import is_unreadable, make_unreadable_gradient
-from .unfit_models import reject_unfit
+from .report import ModelFacts, bucket_facts
 
 
 class DistributedDataParallel(_BaseDataParallel):

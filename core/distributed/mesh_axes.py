@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ParallelConfigError
-from .explain.words import choices
+from ..text import choices
 
 TENSOR_AXES = ("tensor_parallel", "tp")
 CONTEXT_AXES = ("context_parallel", "cp")

@@ -24,11 +24,10 @@ from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
 from ..warn import warn_once
-from .broadcast import broadcast_tensors
 from .data_parallel_base import _BaseDataParallel, local_gradient
-from .describe import ModelFacts, sharded_facts
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .fsdp_state import (
+from .fsdp2.sharded_model import ShardedModel
+from .fsdp2.torch_private import (
     drop_unsharded_gradients,
     gathered_parameters,
     gathered_tensors,
@@ -40,9 +39,10 @@ from .fsdp_state import (
 from .gradient_state import Phase
 from .instance_groups import Ranks, check_instances_of_mesh, ranks_of
 from .mesh_axes import whole_group
-from .sharded_model import ShardedModel
+from .model.broadcast import broadcast_tensors
+from .model.units import UnitChoice, parameter_attributes_kept
+from .report import ModelFacts, sharded_facts
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .units import UnitChoice, parameter_attributes_kept
 
 _NO_BACKWARD = -1
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..dtypes import Dtype, as_dtype
 from ..errors import ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .dtypes import Dtype, as_dtype
 from .resharding import parse_overrides
 
 

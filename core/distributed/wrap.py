@@ -13,9 +13,9 @@ from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .instance_groups import Ranks
+from .model.units import UnitChoice
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .units import UnitChoice
 
 
 def wrap_model(

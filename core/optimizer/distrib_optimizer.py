@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..dist_checkpointing.flat_range import flat_range_view
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
-from ..distributed.bucket import Bucket
-from ..distributed.buffer_layout import FullParamLayout, lay_out
-from ..distributed.expert_parameters import is_expert_parameter
-from ..distributed.param_and_grad_buffer import parameters_alone
+from ..distributed.buffers.bucket import Bucket
+from ..distributed.buffers.layout import FullParamLayout, lay_out
+from ..distributed.buffers.param_and_grad_buffer import parameters_alone
+from ..distributed.model.expert_parameters import is_expert_parameter
 from ..errors import OptimizerError
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer

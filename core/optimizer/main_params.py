@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
+from ..diagnostics.stale_optimizers import name_if_replaced, stale_optimizer_message
 from ..dist_checkpointing.global_view import global_view
 from ..distributed.data_parallel_base import read_gradient
-from ..distributed.explain.stale_optimizers import name_if_replaced, stale_optimizer_message
 from ..errors import OptimizerError
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

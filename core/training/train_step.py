@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from .. import device, parallel_state
 from ..comm.collectives import all_reduce_by_backend
+from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
-from ..distributed.explain import failures_explained
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
 

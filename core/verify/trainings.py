@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
+from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
 from ..dist_checkpointing import FlatRange
 from ..distributed import (
     DistributedDataParallelConfig,
@@ -21,7 +22,6 @@ from ..distributed import (
     wrap_model,
 )
 from ..distributed.data_parallel_base import unwrap_model
-from ..distributed.parallelizer.fsdp2 import ITEMS_OF_CONTAINERS
 from ..optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from .subject import Subject, scalar_loss
 

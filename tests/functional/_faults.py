@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import core.optimizer.optimizer
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
-from core.distributed.bucket_group import BucketGroup, GradReduction
-from core.distributed.explain.recorded_fsdp_collectives import (
+from core.distributed.buffers.bucket_group import BucketGroup, GradReduction
+from core.distributed.fsdp2.recorded_collectives import (
     _RecordedAllGather,
     _RecordedGatherOfEach,
     _RecordedReduceScatter,

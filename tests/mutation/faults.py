@@ -23,9 +23,9 @@ _CONTRACT = "tests/unit/distributed/test_data_parallel_base.py"
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _COLLECTIVES = "tests/unit/comm/test_collectives.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
-_UNITS = ("tests/unit/distributed/test_units.py", "tests/unit/distributed/test_unit_cases.py")
-_STARTS = "tests/unit/distributed/test_initial_values.py"
-_PRECISION = ("tests/unit/distributed/test_precision.py", "tests/unit/distributed/test_fsdp_precision.py")
+_UNITS = ("tests/unit/distributed/model/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
+_STARTS = "tests/unit/distributed/model/test_initial_values.py"
+_PRECISION = ("tests/unit/distributed/fsdp2/test_precision.py", "tests/unit/distributed/fsdp2/test_fsdp_precision.py")
 _OPTIMIZER = "tests/unit/optimizer/test_optimizer.py"
 _NORM = "tests/unit/optimizer/test_clip_grads.py"
 _RULES = "tests/unit/optimizer/test_update_rules.py"
@@ -44,7 +44,7 @@ MUTATIONS = (
     # ---- outside the loop that is prescribed
     Mutation(
         "parameters that are being gathered are read at once",
-        "core/distributed/bucket_group.py",
+        "core/distributed/buffers/bucket_group.py",
         "            make_pending(bucket.params, self.finish_param_sync)\n",
         "",
         (f"{_OUTSIDE}[an_average_of_weights_is_kept_by_references-zero1_overlap]",),
@@ -58,21 +58,21 @@ MUTATIONS = (
     ),
     Mutation(
         "a frozen parameter is updated with zeros",
-        "core/distributed/bucket.py",
+        "core/distributed/buffers/bucket.py",
         "        return param.requires_grad or self._slots[param].has_arrived",
         "        return True",
         (f"{_OUTSIDE}[frozen_parameters_do_not_decay-zero1]",),
     ),
     Mutation(
         "gathered parameters survive a step",
-        "core/distributed/sharded_model.py",
+        "core/distributed/fsdp2/sharded_model.py",
         "        if self._values.are_stale():\n",
         "        if self._values.are_stale() and not self._has_allocated:\n",
-        ("tests/unit/distributed/test_sharded_model.py",),
+        ("tests/unit/distributed/fsdp2/test_sharded_model.py",),
     ),
     Mutation(
         "a backward that raised is forgotten",
-        "core/distributed/sharded_model.py",
+        "core/distributed/fsdp2/sharded_model.py",
         "            self._has_failed = True\n",
         "",
         (f"{_OUTSIDE}[a_step_goes_on_after_a_backward_that_raised_and_is_made_again-fsdp2]",),
@@ -87,28 +87,28 @@ MUTATIONS = (
     # ---- wrappers
     Mutation(
         "gradients are summed and not averaged",
-        "core/distributed/bucket_group.py",
+        "core/distributed/buffers/bucket_group.py",
         "scale = 1.0 / self.group.size()",
         "scale = 1.0",
         (_DDP,),
     ),
     Mutation(
         "the first bucket is not reduced",
-        "core/distributed/bucket_group.py",
+        "core/distributed/buffers/bucket_group.py",
         "        else:\n            self._lane.run(run)\n",
         "        elif self.bucket.offset:\n            self._lane.run(run)\n",
         (_DDP, _CONTRACT),
     ),
     Mutation(
         "only the first bucket's parameters are gathered",
-        "core/distributed/bucket_group.py",
+        "core/distributed/buffers/bucket_group.py",
         "        else:\n            self._lane.run(gather)\n",
         "        elif not bucket.offset:\n            self._lane.run(gather)\n",
         (_DDP, _SHARDED[0], _EQUALITY),
     ),
     Mutation(
         "replicas of a hybrid are summed over the wrong group",
-        "core/distributed/bucket_group.py",
+        "core/distributed/buffers/bucket_group.py",
         "reduce(part, self.replica_group, what=what)",
         "reduce(part, self.shard_group, what=what)",
         (_DDP, _CONTRACT, _EQUALITY),
@@ -136,7 +136,7 @@ MUTATIONS = (
     ),
     Mutation(
         "FSDP2 reduces every micro-batch",
-        "core/distributed/sharded_model.py",
+        "core/distributed/fsdp2/sharded_model.py",
         "module.set_requires_gradient_sync(enabled, recurse=False)",
         "module.set_requires_gradient_sync(True, recurse=False)",
         (_CONTRACT, _FSDP2),
@@ -157,21 +157,21 @@ MUTATIONS = (
     ),
     Mutation(
         "units that share a weight are not united",
-        "core/distributed/units.py",
+        "core/distributed/model/units.py",
         "    for holders in owners.values():\n",
         "    for holders in ():\n",
         _UNITS,
     ),
     Mutation(
         "the first tensor of replicas is not made equal",
-        "core/distributed/initial_values.py",
+        "core/distributed/model/initial_values.py",
         "broadcast_tensors(self._equalized, self._group)",
         "broadcast_tensors(self._equalized[1:], self._group)",
         (_STARTS, _CONTRACT),
     ),
     Mutation(
         "gradients are reduced in the dtype of computation, whatever was asked",
-        "core/distributed/precision.py",
+        "core/distributed/fsdp2/precision.py",
         "MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype,",
         "MixedPrecisionPolicy(param_dtype, param_dtype,",
         _PRECISION,
@@ -200,31 +200,31 @@ MUTATIONS = (
     # ---- buffers
     Mutation(
         "a shard ends one element early",
-        "core/distributed/bucket.py",
+        "core/distributed/buffers/bucket.py",
         "min(max(end - begin, 0), length)",
         "min(max(end - begin - 1, 0), length)",
         (_DDP, *_SHARDED),
     ),
     Mutation(
         "gradients of the step before are not cleared",
-        "core/distributed/bucket.py",
+        "core/distributed/buffers/bucket.py",
         "            if not slot.is_empty:  # else",
         "            if slot.is_written_by_layer and not slot.is_empty:  # else",
         (_DDP, _CONTRACT),
     ),
     Mutation(
         "a gradient that has not arrived is what lay in memory",
-        "core/distributed/bucket.py",
+        "core/distributed/buffers/bucket.py",
         "            if slot.is_empty:\n                view.zero_()\n                slot.is_empty = False\n",
         "            if slot.is_empty:\n                view.add_(1)\n                slot.is_empty = False\n",
         (_DDP, _CONTRACT),
     ),
     Mutation(
         "a parameter begins on the last element of the one before",
-        "core/distributed/buffer_layout.py",
+        "core/distributed/buffers/layout.py",
         "begin = _round_up(start + begin, PARAM_ALIGNMENT) - start",
         "begin = max(begin - 1, 0)",
-        ("tests/unit/distributed/test_buffer_layout.py", _DDP),
+        ("tests/unit/distributed/buffers/test_layout.py", _DDP),
     ),
     # ---- optimizer and norms
     Mutation(

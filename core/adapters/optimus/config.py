@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...distributed.dtypes import DTYPE_NAMES, as_dtype
-from ...distributed.explain.words import choices
+from ...dtypes import DTYPE_NAMES, as_dtype
 from ...errors import ConfigError, ParallelConfigError
+from ...text import choices
 
 _OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ..._torch_compat import fsdp_param_groups
 from ...distributed import TorchFullyShardedDataParallelConfig
+from ...distributed.fsdp2.sharded_model import ShardedModel
 from ...distributed.mesh_axes import whole_group
-from ...distributed.parallelizer.fsdp2 import ITEMS_OF_CONTAINERS
+from ...distributed.model.units import UnitChoice
 from ...distributed.resharding import Reshard
-from ...distributed.sharded_model import ShardedModel
-from ...distributed.units import UnitChoice
 from ...errors import ParallelConfigError
 from ...warn import warn_once
+from ..nemo.fsdp2 import ITEMS_OF_CONTAINERS
 from ..replicas import Replicas
 from .collective import Collective
 from .config import DDPTransformConfig, FullyShardTransformConfig, dtype_of

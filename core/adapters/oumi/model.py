@@ -21,9 +21,9 @@ from ...distributed import (
     wrap_model,
 )
 from ...distributed.data_parallel_base import unwrap_model
-from ...distributed.dtypes import as_dtype
 from ...distributed.mesh_axes import whole_group
-from ...distributed.units import UnitChoice
+from ...distributed.model.units import UnitChoice
+from ...dtypes import as_dtype
 from ...errors import CheckpointError
 from ...warn import warn_once
 from ..meshes import data_parallel_mesh, fully_replicated

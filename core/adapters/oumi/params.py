@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
 
-from ...distributed.dtypes import as_dtype
-from ...distributed.explain.words import choices
+from ...dtypes import as_dtype
 from ...errors import ConfigError, MissingExtraError
+from ...text import choices
 
 
 class ShardingStrategy(str, Enum):

@@ -16,13 +16,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from core.adapters import ml, optimus, oumi
+from core.adapters.nemo import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 from core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
     wrap_model,
 )
-from core.distributed.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit.distributed._toys import Block
 

@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp as torch_fsdp
 
-from core.adapters import ml, optimus, oumi
-from core.distributed import parallelizer
+from core.adapters import ml, nemo, optimus, oumi
 
 NO_DEFAULT = inspect.Parameter.empty
 
 FUNCTIONS: dict[Any, dict[str, Any]] = {
-    parallelizer.fsdp2_strategy_parallelize: {
+    nemo.fsdp2_strategy_parallelize: {
         "model": NO_DEFAULT,
         "device_mesh": NO_DEFAULT,
         "mp_policy": None,
         "tp_shard_plan": None,
         "offload_policy": None,
     },
-    parallelizer.nvfsdp_strategy_parallelize: {
+    nemo.nvfsdp_strategy_parallelize: {
         "model": NO_DEFAULT,
         "device_mesh": NO_DEFAULT,
         "nvfsdp_unit_modules": None,
@@ -41,11 +40,11 @@ FUNCTIONS: dict[Any, dict[str, Any]] = {
         "nccl_ub": False,
         "fsdp_double_buffer": False,
     },
-    parallelizer.import_classes_from_paths: {"class_paths": NO_DEFAULT},
-    parallelizer.get_hf_tp_shard_plan: {"model": NO_DEFAULT},
-    inspect.unwrap(parallelizer.translate_to_torch_parallel_style): {"style": NO_DEFAULT},
-    parallelizer.to_cpu: {"v": NO_DEFAULT},
-    parallelizer._destroy_dist_connection: {},
+    nemo.import_classes_from_paths: {"class_paths": NO_DEFAULT},
+    nemo.get_hf_tp_shard_plan: {"model": NO_DEFAULT},
+    inspect.unwrap(nemo.translate_to_torch_parallel_style): {"style": NO_DEFAULT},
+    nemo.to_cpu: {"v": NO_DEFAULT},
+    nemo._destroy_dist_connection: {},
     oumi.prepare_model: {"model": NO_DEFAULT, "params": NO_DEFAULT},
     ml.ddp: {"model": NO_DEFAULT, "cfg": NO_DEFAULT},
     ml.fsdp: {"model": NO_DEFAULT, "cfg": NO_DEFAULT},
@@ -127,10 +126,10 @@ def test_fields_and_defaults(config):
 
 
 def test_further_options_of_fsdp2_are_keywords():
-    options = inspect.signature(parallelizer.fsdp2_strategy_parallelize).parameters
+    options = inspect.signature(nemo.fsdp2_strategy_parallelize).parameters
     assert options["activation_checkpointing"].kind is inspect.Parameter.KEYWORD_ONLY
     assert options["activation_checkpointing"].default is False
-    assert isinstance(parallelizer.HAVE_NVFSDP, bool)
+    assert isinstance(nemo.HAVE_NVFSDP, bool)
 
 
 def test_members_of_oumis_enums_in_order_and_as_torchs():

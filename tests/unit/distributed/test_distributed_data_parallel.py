@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.bucket_group import BucketGroup
+from core.distributed.buffers.bucket_group import BucketGroup
 from core.errors import ParallelConfigError, ShardstackError, WrapError
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import RankFailure, run_distributed

@@ -1,0 +1,181 @@
+"""Plans of tensor parallelism: what a Hugging Face model says of itself, and a plan's application to a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from ...distributed.mesh_axes import TENSOR_AXES, MeshAxes, axis_sizes
+from ...distributed.model.broadcast import broadcast_tensors
+from ...distributed.model.units import parameter_attributes_kept
+from ...errors import ParallelConfigError, WrapError
+from ...text import choices
+from ...warn import warn_once
+from .styles import translate_to_torch_parallel_style
+
+Plan = Mapping[str, ParallelStyle]
+"""By module name, in which ``*`` stands for any one part of it."""
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The plan that a Hugging Face model brings, for `fsdp2_strategy_parallelize`, as ``{module: ParallelStyle}``.
+
+    It is joined from the plans of the model's class, of the instance, and of the model inside it (``model.``), each
+    overriding those before. What names no module of this model, as an entry for another of its variants, is left out.
+
+    Raises:
+        ParallelConfigError: the model brings no plan, or one with a style that torch has no means for.
+    """
+    inner = getattr(model, "model", None)
+    named: dict[str, Any] = {}
+    named.update(getattr(type(model), "_tp_plan", None) or {})
+    named.update(getattr(model, "_tp_plan", None) or {})
+    for plan in (getattr(type(inner), "_tp_plan", None), getattr(inner, "_tp_plan", None)):
+        named.update({f"model.{name}": style for name, style in (plan or {}).items()})
+    if not named:
+        raise ParallelConfigError(
+            f"{type(model).__name__} brings no tensor-parallel plan (_tp_plan); write one, {{module name: "
+            "ParallelStyle}, or shard it without tensor parallelism"
+        )
+    names = [name for name, _ in model.named_modules()]
+    return {
+        pattern: style if isinstance(style, ParallelStyle) else translate_to_torch_parallel_style(style)
+        for pattern, style in named.items()
+        if any(_matches(pattern, name) for name in names)
+    }
+
+
+def cut_as_planned(model: nn.Module, axes: MeshAxes, plan: Plan | None, device_mesh: DeviceMesh) -> None:
+    """Makes a model tensor parallel, in place, where its mesh has several ranks for it; see `apply_plan`.
+
+    Warns once of a plan for a mesh that has no such axis at all.
+    """
+    if axes.tensor is not None:
+        _check_heads(model, axes.tensor.size())
+        apply_plan(model, axes.tensor, plan, device_mesh)
+    elif plan and not any(name in (device_mesh.mesh_dim_names or ()) for name in TENSOR_AXES):
+        warn_once(
+            f"tp_shard_plan has no effect on a mesh ({axis_sizes(device_mesh)}) without one of the axes "
+            f"{', '.join(TENSOR_AXES)}"
+        )
+
+
+def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, device_mesh: DeviceMesh) -> None:
+    """Cuts the model's parameters over `tensor_mesh` in place; parameters that were one stay one.
+
+    All its ranks begin with what the first of them holds. Where the plan names one of two modules that share a
+    weight, the other is cut in the way that fits.
+
+    Raises:
+        ParallelConfigError: no plan; or one with an entry that matches no module, or for a module of which torch
+            cannot cut the kind.
+        WrapError: a plan that cuts a shared weight in two ways.
+    """
+    if not plan:
+        raise ParallelConfigError(
+            f"the mesh ({axis_sizes(device_mesh)}) has {tensor_mesh.size()} tensor-parallel ranks, but there is no "
+            "tp_shard_plan; give one, as get_hf_tp_shard_plan(model) does, or a mesh without tensor parallelism"
+        )
+    _check_plan(model, plan)
+    broadcast_tensors([*model.parameters(), *model.buffers()], tensor_mesh.get_group())
+    ties = _tied_names(model)
+    whole_plan = {**plan, **_plan_of_partners(model, plan, ties)}
+    with parameter_attributes_kept(model):
+        for pattern, style in whole_plan.items():
+            try:
+                parallelize_module(model, tensor_mesh, {pattern: style})
+            except NotImplementedError as error:
+                raise ParallelConfigError(
+                    f"tp_shard_plan has {pattern!r} as {type(style).__name__}, and torch cannot cut what it names: "
+                    f"{error}"
+                ) from error
+    for names in ties:
+        _tie(model, names)
+
+
+def _check_heads(model: nn.Module, tp_size: int) -> None:
+    """Raises where attention heads, by the names of Hugging Face's configs, cannot be dealt out evenly.
+
+    Raises:
+        ParallelConfigError: naming the number of heads.
+    """
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(getattr(model, "config", None), name, None)
+        if isinstance(heads, int) and heads % tp_size:
+            raise ParallelConfigError(
+                f"{tp_size} tensor-parallel ranks do not divide the model's {name} {heads}; choose a divisor of it"
+            )
+
+
+def _check_plan(model: nn.Module, plan: Plan) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise ParallelConfigError(
+                f"tp_shard_plan has {style!r} for {pattern!r}; it takes a ParallelStyle of torch, as "
+                "translate_to_torch_parallel_style gives"
+            )
+        if not any(_matches(pattern, name) for name in names):
+            raise ParallelConfigError(
+                f"tp_shard_plan names {pattern!r}, which matches no module of {type(model).__name__}; "
+                f"{choices(pattern, _patterns(names))}"
+            )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    parts, named = pattern.split("."), name.split(".")
+    return len(parts) == len(named) and all(map(fnmatchcase, named, parts))
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Module names with a ``*`` for each number, which says the same of all layers."""
+    return list(
+        dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names if name)
+    )
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> dict[str, ParallelStyle]:
+    """Styles for embeddings and linear layers that share a weight with one that the plan cuts by vocabulary."""
+    found = {}
+    for names in ties:
+        modules = [name.rpartition(".")[0] for name in names]
+        planned = [name for name in modules if any(_matches(pattern, name) for pattern in plan)]
+        for name in set(modules) - set(planned) if planned else ():
+            module = model.get_submodule(name)
+            if isinstance(module, nn.Embedding):
+                found[name] = translate_to_torch_parallel_style("embedding_rowwise")
+            elif isinstance(module, nn.Linear):
+                found[name] = translate_to_torch_parallel_style("colwise_gather_output")
+    return found
+
+
+def _tie(model: nn.Module, names: list[str]) -> None:
+    """`parallelize_module` cuts each module's own copy: all get the first one's again."""
+    first, *others = (model.get_parameter(name) for name in names)
+    for name, other in zip(names[1:], others, strict=True):
+        if _layout(other) != _layout(first):
+            raise WrapError(
+                f"{names[0]} and {name} are one parameter, and tp_shard_plan cuts them differently ({_layout(first)} "
+                f"and {_layout(other)}); give their modules styles that cut the weight alike, as embedding_rowwise "
+                "and colwise_gather_output"
+            )
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, first)
+
+
+def _layout(parameter: nn.Parameter) -> str:
+    return str(parameter.placements) if isinstance(parameter, DTensor) else "whole"

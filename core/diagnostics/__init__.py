@@ -1,0 +1,72 @@
+"""What goes wrong with a wrapped model, explained: what was done, what was found, and what to do.
+
+| what | where it is seen | file |
+| --- | --- | --- |
+| a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `rewrapping` |
+| ranks that wrap different models | a wrapper's constructor | `structure` |
+| an optimizer built before the model was wrapped | its step | `stale_optimizers` |
+| a plain state dict for a sharded module | `module.load_state_dict` | `plain_state_dicts` |
+| a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
+| ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
+| memory that did not suffice | forward, `failures_explained` | `out_of_memory`, `memory_table` |
+
+The last three surface wherever the model runs. A wrapper's forward explains them by itself. What comes after it,
+backward, `finalize_model_grads` and the optimizer's step, as well as calls that go past the wrapper, are explained
+inside `failures_explained(model)`, which `core.training.train_step` enters::
+
+    with failures_explained(model):
+        model(batch).backward()
+        finalize_model_grads([model])
+        optimizer.step()
+
+Each error is one of `core.errors`, raised from the one that it explains. Ranks out of step are compared by what
+`core.comm.record` keeps of their collectives, which ``SHARDSTACK_RECORD_COLLECTIVES=0`` switches off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ..errors import ShardstackError
+from ..transformer.module import Float16Module
+from .misplaced_parameters import raise_misplaced
+from .out_of_memory import raise_out_of_memory
+from .out_of_step import raise_out_of_step
+
+
+@contextmanager
+def failures_explained(wrapper: nn.Module) -> Iterator[None]:
+    """Explains what fails inside it, in whatever part of a step of the wrapped model.
+
+    Raises:
+        UnitError: a sharded parameter was used outside its unit.
+        OutOfStepError: other ranks did not join a collective.
+        MemoryLimitError: an allocation failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise_explained(error, wrapper)
+        raise
+
+
+def raise_explained(error: Exception, wrapper: nn.Module) -> None:
+    """Raises, from `error`, the error that explains it; returns where there is nothing to explain."""
+    if isinstance(error, ShardstackError):
+        return
+    raise_out_of_memory(error, wrapper)
+    raise_misplaced(error, _model_inside(wrapper))
+    raise_out_of_step(error)
+
+
+def _model_inside(wrapper: nn.Module) -> nn.Module:
+    """The model whose names of parameters users know: without the wrapper, and without `Float16Module`."""
+    module = getattr(wrapper, "module", wrapper)
+    found: nn.Module = module.module if isinstance(module, Float16Module) else module
+    return found
+
+
+__all__ = ["failures_explained", "raise_explained"]

@@ -1,0 +1,124 @@
+"""A sharded parameter that is used outside the forward of its unit, where the module holds only this rank's shard.
+
+Torch then says "got mixed torch.Tensor and DTensor" and names neither. The parameter is found through the traceback:
+in the line of code that failed, or else among the variables of its frame, by its storage, which views of it share.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ..errors import UnitError
+
+_SAYS_MIXED = "mixed torch.Tensor and DTensor"
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
+
+
+def raise_misplaced(error: BaseException, root: nn.Module) -> None:
+    """Raises what a mixture of tensors and DTensors means; returns where `error` is something else.
+
+    Args:
+        root: the model inside its wrapper.
+
+    Raises:
+        UnitError: from `error`, with the parameter, its unit, the line, and the ways out.
+    """
+    if not isinstance(error, RuntimeError) or _SAYS_MIXED not in str(error):
+        return
+    name = _parameter_in(_frames(error.__traceback__), root)
+    what = f"parameter {name}" if name else "a sharded parameter"
+    unit = f"its unit, {_unit_of(name, root)}," if name else "its unit"
+    raise UnitError(
+        f"{what} was used outside the forward of {unit} where a rank holds only its shard{_place(error)}. Call that "
+        "unit's forward instead of reading its weight; or put both modules into one unit, or leave them to the root, "
+        "through sub_modules_to_wrap; or, if it is used in a method other than forward, name the method in "
+        "forward_methods of TorchFullyShardedDataParallelConfig"
+    ) from error
+
+
+def _parameter_in(frames: list[tuple[FrameType, int]], root: nn.Module) -> str | None:
+    """The name of the sharded parameter that the innermost frame names, or holds; None where no frame does."""
+    named = dict(root.named_parameters())
+    by_identity = {id(parameter): name for name, parameter in named.items()}
+    by_storage = {
+        _storage(parameter): name
+        for name, parameter in named.items()
+        if isinstance(parameter, DTensor) and parameter.to_local().numel()
+    }
+    for frame, line in reversed(frames):
+        for value in (*_values_in_line(frame, line), *frame.f_locals.values()):
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(item, DTensor):
+                    name = by_identity.get(id(item), by_storage.get(_storage(item)))
+                    if name is not None:
+                        return name
+    return None
+
+
+def _values_in_line(frame: FrameType, line: int) -> Iterator[Any]:
+    """What the line reads through modules, as ``self.blocks[0].weight``: parameters are looked up, nothing is run."""
+    for path in _PATH.findall(linecache.getline(frame.f_code.co_filename, line)):
+        steps = [step.strip("[]") for step in _STEP.findall(path)]
+        value = frame.f_locals.get(steps[0])
+        for step in steps[1:]:
+            step = str(frame.f_locals.get(step, step)) if isinstance(value, (nn.ModuleList, nn.Sequential)) else step
+            value = _child(value, step)
+        yield value
+
+
+def _child(module: Any, name: str) -> Any:
+    if not isinstance(module, nn.Module):
+        return None
+    return module._parameters.get(name, module._modules.get(name))
+
+
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\w+\])*")
+_STEP = re.compile(r"\w+|\[\w+\]")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage().data_ptr())
+
+
+def _unit_of(parameter: str, root: nn.Module) -> str:
+    path = parameter.split(".")[:-1]
+    for length in range(len(path), 0, -1):
+        name = ".".join(path[:length])
+        if isinstance(root.get_submodule(name), FSDPModule):
+            return name
+    return "the root"
+
+
+def _place(error: BaseException) -> str:
+    """The line of the caller's own code that failed."""
+    own = [
+        (frame, line)
+        for frame, line in _frames(error.__traceback__)
+        if not frame.f_code.co_filename.startswith((_TORCH, _OWN, "<"))
+    ]
+    if not own:
+        return ""
+    frame, line = own[-1]
+    path = frame.f_code.co_filename
+    code = linecache.getline(path, line).strip()
+    return f" ({path}:{line}, in {frame.f_code.co_name}" + (f": {code})" if code else ")")
+
+
+def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found

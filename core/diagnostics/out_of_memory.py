@@ -1,0 +1,147 @@
+"""Memory that did not suffice: where this rank's bytes are, and which settings would save most of them here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import MemoryLimitError, ShardstackError
+from ..text import readable_bytes
+from .memory_table import (
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    REST,
+    WHOLE_GRADIENTS,
+    memory_by_category,
+    table_lines,
+)
+
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+_ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGTP]iB)", re.IGNORECASE)
+_POWERS = {unit: 1024**power for power, unit in enumerate(("bytes", "kib", "mib", "gib", "tib", "pib"))}
+_NUM_SETTINGS = 3
+
+
+class _DeviceMemoryError(MemoryLimitError, torch.OutOfMemoryError):
+    """As what torch raises for an accelerator."""
+
+
+class _HostMemoryError(MemoryLimitError, MemoryError):
+    """As what Python raises for the host."""
+
+
+def raise_out_of_memory(error: BaseException, wrapper: nn.Module) -> None:
+    """Raises the failure of an allocation again, with a table of this rank's memory; else returns.
+
+    Raises:
+        MemoryLimitError: from `error`; it is a `torch.OutOfMemoryError` or a `MemoryError` too, for the accelerator's
+            memory and the host's.
+    """
+    if not is_out_of_memory(error):
+        return
+    on_device = isinstance(error, torch.OutOfMemoryError) or "cuda" in str(error).lower()
+    message = _message(error, wrapper, "cuda" if on_device else "cpu")
+    raise (_DeviceMemoryError if on_device else _HostMemoryError)(message) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be allocated, on the host or on an accelerator."""
+    if isinstance(error, ShardstackError):
+        return False
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
+    asked = asked_bytes(str(error))
+    table = memory_by_category(wrapper, device_type)
+    settings = sorted(savings(wrapper, table, asked, device_type), key=lambda item: -item[1])[:_NUM_SETTINGS]
+    what = f"could not allocate {readable_bytes(asked)} more" if asked else "could not allocate more"
+    lines = [
+        f"rank {dist.get_rank()} {what} of {'the accelerator' if device_type == 'cuda' else 'the host'}'s memory. "
+        "Where it is on this rank:",
+        *table_lines(table),
+        "What would save most here:",
+        *(f"  {index}. {setting}: about {readable_bytes(size)}" for index, (setting, size) in enumerate(settings, 1)),
+        f"The allocator said: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
+    ]
+    return "\n".join(lines)
+
+
+def asked_bytes(message: str) -> int:
+    """The size of the allocation that failed, out of an allocator's message; 0 where it does not say."""
+    found = _ASKED.search(message)
+    return int(float(found[1]) * _POWERS[found[2].lower()]) if found else 0
+
+
+def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -> Iterator[tuple[str, int]]:
+    """Settings that the model does not have yet, with the bytes that each would spare this rank, estimated.
+
+    What is sharded over `n` ranks leaves a rank ``1 / n``; a gathered model leaves two units at a time, the one that
+    runs and the one that comes next; recomputation leaves the activations of one layer; half a micro-batch leaves
+    half of the activations; and bf16 half of what is computed with.
+    """
+    ddp_config, config = wrapper.ddp_config, wrapper.config
+    spared = 1.0 - 1.0 / wrapper.process_group.size()
+    num_units, num_layers = max(1, len(getattr(wrapper, "units", ()))), _num_layers(wrapper.module)
+    is_fully_sharded = hasattr(wrapper, "units")
+    recomputes = getattr(config, "recompute_granularity", None) == "full" or (
+        getattr(ddp_config, "activation_checkpointing", "none") != "none"
+    )
+    computes_in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16"))
+    candidates: list[tuple[str, float]] = [
+        ("half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
+    ]
+    if not recomputes:
+        how = "activation_checkpointing='full'" if is_fully_sharded else "recompute_granularity='full'"
+        candidates.append((f"recomputation of activations ({how})", table[REST] * (1 - 1 / num_layers)))
+    if computes_in_fp32 and getattr(ddp_config, "param_dtype", None) is None:
+        candidates.append(("computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2))
+    if not is_fully_sharded:
+        sharded = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
+        candidates.append(
+            (
+                "full sharding (TorchFullyShardedDataParallelConfig)",
+                spared * sum(table[name] for name in sharded.get(ddp_config.sharding_strategy, (PARAMETERS,))),
+            )
+        )
+    elif (
+        getattr(ddp_config, "reshard_after_forward", True) is not True
+        or getattr(ddp_config, "keep_gathered_between_micro_batches", "") == "all"
+    ):
+        candidates.append(
+            (
+                "freeing gathered parameters after forward (reshard_after_forward=True, "
+                "keep_gathered_between_micro_batches='none')",
+                table[GATHERED] * max(0.0, 1 - 2 / num_units),
+            )
+        )
+    if table[WHOLE_GRADIENTS] and not ddp_config.reduce_every_micro_batch:
+        candidates.append(
+            ("reducing each micro-batch (reduce_every_micro_batch=True)", spared * table[WHOLE_GRADIENTS])
+        )
+    if is_fully_sharded and getattr(ddp_config, "forward_prefetch", 1) + getattr(ddp_config, "backward_prefetch", 1):
+        candidates.append(
+            (
+                "no unit gathered ahead (forward_prefetch=0, backward_prefetch=0)",
+                table[PARAMETERS] * wrapper.process_group.size() / num_units,
+            )
+        )
+    if is_fully_sharded and device_type == "cuda" and not getattr(ddp_config, "cpu_offload", False):
+        kept = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
+        candidates.append(("shards on the host (cpu_offload=True)", kept))
+    yield from ((setting, int(size)) for setting, size in candidates if size >= 1)
+
+
+def _num_layers(module: nn.Module) -> int:
+    """The length of the model's longest list of modules, which are the layers of a transformer; at least 1."""
+    lists = (submodule for submodule in module.modules() if isinstance(submodule, (nn.ModuleList, nn.Sequential)))
+    return max((len(layers) for layers in lists), default=1) or 1

@@ -1,0 +1,337 @@
+"""The collectives of one bucket: when its gradient leaves, how it is reduced, and how its parameters come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+
+from ...comm import collectives
+from ...comm.lane import CommLane, Handle
+from ...errors import GradSyncError, ShardstackError
+from .bucket import Bucket
+from .pending_parameters import can_be_pending, end_pending, make_pending
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradReduction:
+    """How the gradients of ranks become one.
+
+    Averages are taken once: by the collective (``average_in_collective``), or by multiplying the sum that a rank
+    keeps, which is less than what it sent; in fp16, where a sum could overflow, by multiplying before.
+    """
+
+    group: ProcessGroup
+    """All ranks that hold replicas."""
+
+    shard_group: ProcessGroup | None = None
+    """The ranks of this optimizer instance, among which gradients are cut; None leaves every rank the whole."""
+
+    replica_group: ProcessGroup | None = None
+    """The ranks that keep the same shard in each optimizer instance, where there is more than one."""
+
+    averages: bool = True
+    average_in_collective: bool = False
+    fp32_accumulation: bool = False
+
+    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
+        """Reduces `whole` `[n]` into `kept`, this rank's part of it; without shards both are the same tensor.
+
+        Args:
+            accumulate: add to what `kept` holds; then it is no part of `whole`.
+            what: its name for messages.
+        """
+        op, scale = ReduceOp.SUM, 1.0
+        if self.averages and self.average_in_collective:
+            op = ReduceOp.AVG
+        elif self.averages and whole.dtype == torch.float16:
+            whole.mul_(1.0 / self.group.size())
+        elif self.averages:
+            scale = 1.0 / self.group.size()
+        scatter = partial(collectives.reduce_scatter, op=op, fp32_accumulation=self.fp32_accumulation)
+        reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=self.fp32_accumulation)
+        if self.shard_group is None:
+            reduce(whole, self.group, what=what)
+        elif self.replica_group is None:
+            scatter(kept, whole, self.shard_group, what=what, scale=scale, accumulate=accumulate)
+        else:
+            part = torch.empty_like(kept) if accumulate else kept
+            scatter(part, whole, self.shard_group, what=what)
+            reduce(part, self.replica_group, what=what)
+            if accumulate:
+                kept.add_(part)
+
+
+class GradientLender:
+    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
+
+    (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
+    """
+
+    def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:
+        self._group, self._param = group, param
+
+    def __call__(self) -> Tensor | None:
+        return self._group.lend(self._param)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class BucketGroup:
+    """One bucket and its way through a step.
+
+    Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
+    optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
+    `finish_param_sync`). Megatron-LM's class of this name may hold several buckets; here it is always one.
+
+    Args:
+        inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
+        lane: where collectives run.
+        overlaps_grads: reductions run during backward, instead of before `start_grad_sync` returns.
+        overlaps_params: parameters are gathered during forward, instead of before `start_param_sync` returns.
+        reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
+
+    Attributes:
+        has_reduced: whether a gradient has left in this step; until then the bucket's shard holds what an earlier
+            step left there, and counts as zeros.
+        param_gather_handle: a gather of parameters that is under way, set by `start_param_sync` until
+            `finish_param_sync`.
+        param_gather_dispatched: whether `start_param_sync` was called since gradients were last reduced.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        reduction: GradReduction,
+        inspect: Callable[[Bucket], None],
+        lane: CommLane,
+        *,
+        overlaps_grads: bool = False,
+        overlaps_params: bool = False,
+        reduces_every_micro_batch: bool = False,
+    ) -> None:
+        self.bucket = bucket
+        self._reduction = reduction
+        self._inspect = inspect
+        self._lane, self._overlaps_grads, self._overlaps_params = lane, overlaps_grads, overlaps_params
+        self._reduces_every_micro_batch = reduces_every_micro_batch
+        first, last = bucket.slots[0].name, bucket.slots[-1].name
+        self._name = f"bucket {first}" + (f" to {last}" if last != first else "")
+        self._ready: set[nn.Parameter] = set()  # whose gradient of the running backward is in
+        self._num_awaited = len(bucket.params)  # trainable ones, when the running backward brought its first gradient
+        self._may_be_pending = all(map(can_be_pending, bucket.params))
+        self._grad_handle: Handle | None = None
+        self.param_gather_handle: Handle | None = None
+        self.param_gather_dispatched = False
+        self.has_reduced = False
+        self._late: str | None = None
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The bucket, in the list of Megatron-LM's interface."""
+        return [self.bucket]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The bucket's parameters."""
+        return self.bucket.params
+
+    @property
+    def intra_distributed_optimizer_instance_size(self) -> int:
+        """Ranks of an optimizer instance, by Megatron-LM's name: those that share the gradient, or all."""
+        return (self._reduction.shard_group or self._reduction.group).size()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether there is nothing more to send in this step."""
+        is_open = self._reduces_every_micro_batch and self.bucket.grad_data is not None
+        return self.has_reduced and not is_open
+
+    def lend(self, param: nn.Parameter) -> Tensor | None:
+        """Memory in which a layer may compute the parameter's gradient (`Bucket.lend`), unless that comes too late."""
+        return None if self._is_closed else self.bucket.lend(param)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self.has_reduced and not self._reduces_every_micro_batch
+
+    def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> None:
+        """Adds a gradient, or with None notes that a layer has added it itself.
+
+        One that comes after the bucket has left can no longer be reduced with it: it is dropped, and unless
+        `clear_grads` comes first, `finish_grad_sync` raises.
+        """
+        self.bucket.take_back(param)
+        if self._is_closed:
+            self._late = next(slot.name for slot in self.bucket.slots if slot.param is param)
+            return
+        if gradient is None:
+            self.bucket.note_written_by_layer(param)
+        else:
+            self.bucket.add_gradient(param, gradient)
+
+    def note_grad_ready(self, param: nn.Parameter) -> None:
+        """Notes that this backward has finished the parameter's gradient."""
+        if not self._ready:
+            self._count_awaited()
+        self._ready.add(param)
+
+    def register_grad_ready(self, param: nn.Parameter) -> None:
+        """Megatron-LM's, for code that runs backward without the wrapper's hooks: the last gradient sends the bucket.
+
+        The wrapper itself calls `note_grad_ready`, and lets buckets leave in an order that is equal on all ranks.
+
+        Raises:
+            GradSyncError: gradients are not reduced during backward, or the parameter is not in the bucket.
+        """
+        if not self._overlaps_grads:
+            raise GradSyncError(
+                "register_grad_ready was called without overlap_grad_reduce, where finish_grad_sync sends all "
+                "gradients; drop the call, or set overlap_grad_reduce"
+            )
+        if param not in self.bucket.param_to_index:
+            raise GradSyncError(f"register_grad_ready was given a parameter that is not in {self._name}")
+        self.note_grad_ready(param)
+        if self.is_complete and not self.has_left:
+            self.start_grad_sync()
+
+    def _count_awaited(self) -> None:
+        self._num_awaited = sum(param.requires_grad for param in self.bucket.params)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of this backward are in, of all parameters that are trainable now."""
+        return len(self._ready) >= self._num_awaited
+
+    def replace_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Makes a gradient that the user has written this rank's gradient of the parameter, before it is reduced.
+
+        Raises:
+            ShardstackError: a gradient of the bucket has been reduced already.
+        """
+        if self.has_reduced:
+            name = next(slot.name for slot in self.bucket.slots if slot.param is param)
+            raise ShardstackError(
+                f"parameter {name} was given a .grad before finalize_model_grads, when a part of the step's gradients "
+                "had been reduced; set it after finalize_model_grads, or switch overlap_grad_reduce off"
+            )
+        self.bucket.replace_gradient(param, gradient)
+
+    def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
+        """Lets further gradients be added to reduced ones, but for those of `dropped`, which begin anew."""
+        if len(dropped) == len(self.bucket.params):
+            self.clear_grads()
+            return
+        self.has_reduced = False
+        for param in dropped:
+            self.bucket.zero_gradient(param)
+
+    def start_grad_sync(self) -> None:
+        """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero."""
+        self.wait_for_grads()
+        whole = self.bucket.complete_grads()
+        self._inspect(self.bucket)
+        if self.bucket.releases_grads:
+            self.bucket.release_grads()
+        what = f"the gradients of {self._name}"
+        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced, what)
+        del whole  # from here on only the reduction holds it
+        if self._overlaps_grads:
+            self._grad_handle = self._lane.submit(run)
+        else:
+            self._lane.run(run)
+        self.has_reduced = True
+        self._ready.clear()
+
+    def wait_for_grads(self) -> None:
+        """Waits for a reduction that is under way."""
+        if self._grad_handle is not None:
+            handle, self._grad_handle = self._grad_handle, None
+            handle.wait()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """After it, this rank's shard of the gradient is global; with `force_all_reduce` the whole gradient is.
+
+        Where the bucket leaves during backward, it has to have left: the wrapper's `finish_grad_sync` sends first what
+        is incomplete, with zeros for what has not arrived.
+
+        Raises:
+            ShardstackError: a gradient came after the bucket had left.
+            GradSyncError: the bucket has not left, with ``overlap_grad_reduce``.
+        """
+        if self._late is not None:
+            raise ShardstackError(
+                f"parameter {self._late} got a gradient after the gradients of its bucket had been reduced; put every "
+                "backward of a step but the last inside no_sync, and call zero_grad_buffer before the next step"
+            )
+        if not self.has_left and self._overlaps_grads:
+            raise GradSyncError(
+                f"finish_grad_sync of {self._name} was called when {len(self._ready)} of {len(self.params)} gradients "
+                "were ready, and none had been sent; call start_grad_sync, or the wrapper's finish_grad_sync"
+            )
+        if not self.has_left:
+            self.start_grad_sync()
+        self.wait_for_grads()
+        self.param_gather_dispatched = False
+        if force_all_reduce and self._reduction.shard_group is not None and self.bucket.grad_data is not None:
+            whole, kept = self.bucket.grad_data, self.bucket.local_grad_shard
+            self._lane.run(partial(self._gather, whole, kept, "gradients"))
+        self.bucket.update_accumulators()
+
+    def reset(self) -> None:
+        """Forgets which gradients are ready and reduced, before the next step; their values stay."""
+        self.wait_for_grads()
+        self._ready.clear()
+        self._count_awaited()
+        self.has_reduced = False
+        self._late = None
+
+    def clear_grads(self) -> None:
+        """Makes every gradient zero, before the first backward of a step."""
+        self.reset()
+        if self.bucket.releases_grads:
+            self.bucket.release_grads()
+        self.bucket.clear_grads()
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Gathers the shards of the bucket's parameters; with `force_sync` they are there on return in any case."""
+        self.finish_param_sync()
+        self.param_gather_dispatched = True
+        bucket = self.bucket
+        if bucket.param_data is None or bucket.local_param_shard is None or self._reduction.shard_group is None:
+            return
+        gather = partial(self._gather, bucket.param_data, bucket.local_param_shard, "parameters")
+        if self._overlaps_params and not force_sync and self._may_be_pending:
+            self.param_gather_handle = self._lane.submit(gather)
+            make_pending(bucket.params, self.finish_param_sync)
+        else:
+            self._lane.run(gather)
+
+    def finish_param_sync(self) -> None:
+        """Waits until the bucket's parameters may be read."""
+        if self.param_gather_handle is not None:
+            handle, self.param_gather_handle = self.param_gather_handle, None
+            try:
+                handle.wait()
+            finally:
+                end_pending(self.bucket.params)
+
+    def free_overlap_buffers(self) -> None:
+        """Megatron-LM's, before a checkpoint is saved while training goes on: waits for gathers.
+
+        No memory is kept for a gather, which writes into the buffer; what a caller has left in a bucket's
+        ``layerwise_gather_list`` is dropped.
+        """
+        self.finish_param_sync()
+        self.bucket.layerwise_gather_list = None
+
+    def _gather(self, whole: Tensor, kept: Tensor, what: str) -> None:
+        group = self._reduction.shard_group
+        if group is not None:
+            collectives.all_gather(whole, kept, group, what=f"the {what} of {self._name}")

@@ -1,0 +1,124 @@
+"""Contiguous memory for gradients, and where something is sharded for parameters: collectives work in place on it.
+
+A `ParamAndGradBuffer` holds all trainable parameters of one dtype, device and gradient dtype, in reverse order of
+construction, which is roughly the order in which backward finishes their gradients. It is cut into `Bucket`s, each
+the subject of one collective. Nothing here talks to another rank; `bucket_group` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..model.expert_parameters import is_expert_parameter
+from .bucket import Bucket
+from .layout import BucketLayout
+
+
+class ParamAndGradBuffer:
+    """Flat memory for parameters of one dtype and their gradients.
+
+    Args:
+        params: names and parameters, in reverse order of construction.
+        grad_dtype: of the gradients.
+        layouts: how to cut it, from `buffer_layout.lay_out`.
+        num_shards: ranks among which each bucket is cut, 1 where nothing is sharded.
+        shard_index: this rank's place among them.
+        holds_params: make the parameters views of one buffer; their values are kept, their old memory is freed.
+        releases_grads: allocate whole gradients by the bucket, when they arrive, and free them when they are reduced.
+        accumulated_in_fp32: names of parameters whose gradient adds up over micro-batches in fp32 memory of its own,
+            and is rounded to `grad_dtype` when it is reduced.
+
+    Attributes:
+        param_data: `[numel]`, or None without `holds_params`.
+        grad_data: `[numel]`, or None with `releases_grads`.
+        buckets: in the order in which backward is expected to finish them.
+        ranges: ``[start, end)`` of each parameter in the buffer.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        grad_dtype: torch.dtype,
+        layouts: Sequence[BucketLayout],
+        *,
+        num_shards: int = 1,
+        shard_index: int = 0,
+        holds_params: bool = False,
+        releases_grads: bool = False,
+        accumulated_in_fp32: Collection[str] = (),
+    ) -> None:
+        self.names = [name for name, _ in params]
+        self.params = [param for _, param in params]
+        self.param_dtype, self.device = self.params[0].dtype, self.params[0].device
+        self.grad_dtype, self.accumulated_in_fp32 = grad_dtype, frozenset(accumulated_in_fp32)
+        self.num_shards, self.shard_index = num_shards, shard_index
+        self.numel = layouts[-1].end
+        self.param_data: Tensor | None = None
+        if holds_params:
+            self.param_data = torch.empty(self.numel, dtype=self.param_dtype, device=self.device)
+        self.grad_data: Tensor | None = None
+        if not releases_grads:
+            self.grad_data = torch.zeros(self.numel, dtype=grad_dtype, device=self.device)
+        self.buckets = [Bucket(self, layout) for layout in layouts]
+        self.ranges = {
+            param: (bucket.offset + start, bucket.offset + end)
+            for bucket in self.buckets
+            for param in bucket.params
+            for start, end in [bucket.range_of(param)]
+        }
+        if self.param_data is not None:
+            self._adopt_params(self.param_data)
+
+    @property
+    def param_index_map(self) -> dict[nn.Parameter, tuple[int, int, int]]:
+        """``(start, end, number of the bucket)`` of each parameter in the buffer."""
+        return {
+            param: (*self.ranges[param], number)
+            for number, bucket in enumerate(self.buckets)
+            for param in bucket.params
+        }
+
+    @property
+    def holds_experts(self) -> bool:
+        """Whether its parameters carry Megatron-LM's mark of experts; those with and without share no buffer."""
+        return is_expert_parameter(self.params[0])
+
+    @property
+    def extra_main_grads(self) -> list[Tensor]:
+        """Every fp32 ``main_grad`` that has memory of its own, by Megatron-LM's name."""
+        return [gradient for bucket in self.buckets for gradient in bucket.extra_main_grads]
+
+    def reset(self) -> None:
+        """Makes gradients zero in the memory that they have; a wrapper's `zero_grad_buffer` does not write."""
+        for gradient in self._held_grads():
+            gradient.zero_()
+
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiplies all gradients that are held, reduced or not; a wrapper's method of this name, what is reduced."""
+        for gradient in self._held_grads():
+            gradient.mul_(scaling_factor)
+
+    def _held_grads(self) -> list[Tensor]:
+        whole = [bucket.grad_data for bucket in self.buckets if bucket.grad_data is not None]
+        shards = [bucket.separate_shard for bucket in self.buckets if bucket.separate_shard is not None]
+        return [*whole, *shards, *self.extra_main_grads]
+
+    def _adopt_params(self, data: Tensor) -> None:
+        """Moves values over one parameter at a time, so that no second copy of the model exists at any moment."""
+        for bucket in self.buckets:
+            bucket.zero_padding(data[bucket.offset : bucket.offset + bucket.numel])
+        for param, (start, end) in self.ranges.items():
+            view = data[start:end].view(param.shape)
+            view.copy_(param.detach())
+            param.data = view
+
+
+def parameters_alone(params: Sequence[nn.Parameter]) -> list[int]:
+    """Indices of those that have a bucket of their own where buckets are sharded.
+
+    As in Megatron-LM, weights that carry ``shared_embedding``: those are read outside their module too.
+    """
+    return [index for index, param in enumerate(params) if getattr(param, "shared_embedding", False)]

@@ -1,0 +1,42 @@
+"""Notices when a module no longer computes with the parameters that its wrapper's buffers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ...errors import WrapError
+
+
+class ParamPlacement:
+    """Where each of the parameters `params`, by name, was when the model was wrapped."""
+
+    def __init__(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._places: dict[nn.Parameter, tuple[str, int, torch.dtype]] = {
+            param: (name, param.data_ptr(), param.dtype) for name, param in params
+        }
+
+    def check(self, module: nn.Module) -> None:
+        """Compares with what the module holds now.
+
+        Raises:
+            WrapError: naming a parameter that was moved, replaced, added, removed or made trainable since.
+        """
+        missing = dict(self._places)
+        for name, param in module.named_parameters():
+            place = missing.pop(param, None)
+            if place is None:
+                if param.requires_grad:
+                    raise WrapError(
+                        f"parameter {name} was replaced, added or made trainable after the model was wrapped, so that "
+                        "its gradient is never reduced; wrap the finished model"
+                    )
+            elif place[1:] != (param.data_ptr(), param.dtype):
+                raise WrapError(
+                    f"the storage of parameter {name} was replaced after the model was wrapped (a move to another "
+                    "device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
+                )
+        for name, _, _ in missing.values():
+            raise WrapError(f"parameter {name} was removed after the model was wrapped; wrap the finished model")

@@ -1,0 +1,48 @@
+"""What ``param.grad`` is where gradients are sharded over flat buffers: something that says so to whoever uses it.
+
+None would tell `torch.nn.utils.clip_grad_norm_` and loops over gradients that there is nothing to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ShardstackError
+
+_MESSAGE = (
+    "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank; clip by "
+    "OptimizerConfig(clip_grad=...), read this rank's part with wrapper.local_gradient(param), or use the sharding "
+    "strategy 'no_shard'"
+)
+
+
+def make_unreadable_gradient(param: nn.Parameter) -> Tensor:
+    """A tensor without memory that can be assigned to ``param.grad``, and raises whenever it is used."""
+    return _UnreadableGradient(param)
+
+
+def is_unreadable(gradient: Any) -> bool:
+    """Whether `make_unreadable_gradient` made it."""
+    return type(gradient) is _UnreadableGradient
+
+
+class _UnreadableGradient(Tensor):
+    @staticmethod
+    def __new__(cls, param: nn.Parameter) -> _UnreadableGradient:
+        return Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ShardstackError(_MESSAGE)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # A backward adds to what is in `grad`, below Python: that is dropped, and the wrapper's hook sees it.
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and is_unreadable(args[0]):
+            return args[0]
+        raise ShardstackError(_MESSAGE)

@@ -1,0 +1,151 @@
+"""What FSDP2 gathers and reduces with under gloo: direct exchanges between ranks, in place of gloo's own collectives.
+
+See `comm.gloo` for the exchange; here it is fitted to the interfaces that FSDP2 takes. `recorded_fsdp_collectives`
+records the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from ...comm import collectives, gloo
+from ...comm.collectives import What
+from ...comm.lane import Handle, comm_lane
+from ...comm.record import recorded_collective
+
+_LEAST_BYTES_ALONE = 64 * 2**10
+"""Smaller shards, such as those of norms, share a message: what each costs is then more than a copy."""
+
+
+class _Allocation:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class DirectAllGather(_Allocation, AllGather):
+    """`gloo.start_all_gather`, without waiting for it where FSDP2 asks for that."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        work = self.gather_each([output_tensor], [input_tensor], group)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def gather_each(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> dist.Work:
+        """`gloo.start_all_gather` of several tensors, the small ones in one message."""
+        messages: list[dist.Work] = []
+        small: list[int] = []
+        for index, (output, input_) in enumerate(zip(outputs, inputs, strict=True)):
+            if input_.nbytes < _LEAST_BYTES_ALONE and len(outputs) > 1:
+                small.append(index)
+            else:
+                messages += gloo.start_all_gather(output, input_, group)
+        if not small:
+            return _Messages(messages, inputs)
+        own = torch.cat([inputs[index].view(torch.uint8) for index in small])
+        together = own.new_empty(group.size(), len(own))
+        messages += gloo.start_all_gather(together.view(-1), own, group)
+        parts = [outputs[index].view(torch.uint8).view(group.size(), -1) for index in small]
+        return _Messages(messages, inputs, together, parts)
+
+
+class DirectReduceScatter(_Allocation, ReduceScatter):
+    """`collectives.reduce_scatter`; gradients are there when it returns, but within `reductions_may_end_later`."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        what = recorded_collective() or "gradients"
+        pending = _pending_reductions.get()
+        if pending is None:
+            collectives.reduce_scatter(output_tensor, input_tensor, group, what=what, op=op)
+            return None
+        if len(pending) >= _MOST_REDUCTIONS_UNDER_WAY:
+            pending[-_MOST_REDUCTIONS_UNDER_WAY].wait()  # what they reduce is memory
+        reduce = partial(_reduce, output_tensor, input_tensor, group, what, op)
+        pending.append(comm_lane(input_tensor.device).submit(reduce))
+        return None
+
+
+_MOST_REDUCTIONS_UNDER_WAY = 2
+
+_pending_reductions: ContextVar[list[Handle] | None] = ContextVar("pending reductions", default=None)
+
+
+@contextmanager
+def reductions_may_end_later(pending: list[Handle]) -> Iterator[None]:
+    """Lets direct reductions run while the backward computes; each adds its handle to `pending`, to be waited for."""
+    token = _pending_reductions.set(pending)
+    try:
+        yield
+    finally:
+        _pending_reductions.reset(token)
+
+
+def _reduce(
+    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, what: What, op: dist.ReduceOp.RedOpType
+) -> None:
+    collectives.reduce_scatter(output, input_, group, what=what, op=op)
+
+
+@contextmanager
+def writing_beneath_autograd(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Writes that bring back what the tensors held when a backward's operations saved them."""
+    counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):  # type: ignore[attr-defined]
+        yield
+
+
+class _Messages(dist.Work):
+    """Messages under way, as one piece of work.
+
+    Args:
+        messages: what is waited for.
+        sent: tensors that live as long.
+        together: `[ranks, bytes]`, into which small tensors arrive side by side.
+        parts: `[ranks, bytes of one]` each, where they go then.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[dist.Work],
+        sent: Sequence[torch.Tensor],
+        together: torch.Tensor | None = None,
+        parts: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self._messages, self._sent, self._together, self._parts = messages, sent, together, parts
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for message in self._messages:
+            message.wait()
+        if self._together is not None:
+            sizes = [part.shape[1] for part in self._parts]
+            with writing_beneath_autograd(self._parts):
+                torch.split_with_sizes_copy(self._together, sizes, dim=1, out=list(self._parts))
+        self._messages, self._sent, self._together, self._parts = (), (), None, ()
+        return True

@@ -1,0 +1,49 @@
+"""What is gathered always has the values of its shards: neither outlives a change of the other in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...errors import UnitError
+from .torch_private import gathered_versions, name_of_parameter, shard_versions
+
+_UNWRITTEN = 0
+"""The version of what torch has gathered into and nothing else has written."""
+
+
+class GatheredValues:
+    """Compares versions of shards and of gathered parameters from one forward of a sharded model to the next.
+
+    A version is torch's count of in-place writes to a tensor, an integer that costs nothing to read.
+
+    Args:
+        root: the sharded model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        # As they were at the last call; a parameter joins the second when it is first gathered.
+        self._of_shards = shard_versions(root)
+        self._of_gathered: dict[Any, int] = {}
+
+    def are_stale(self) -> bool:
+        """Whether a shard was written (an optimizer's step, a load) since the last call."""
+        before, self._of_shards = self._of_shards, shard_versions(self._root)
+        return before != self._of_shards
+
+    def check_unwritten(self) -> None:
+        """Raises where a parameter was written while it was gathered: the write would be lost with the gathered copy.
+
+        Raises:
+            UnitError: names the parameter.
+        """
+        before, self._of_gathered = self._of_gathered, gathered_versions(self._root)
+        for parameter, version in self._of_gathered.items():
+            if version != before.get(parameter, _UNWRITTEN):
+                raise UnitError(
+                    f"parameter {name_of_parameter(parameter)} was written while its unit was gathered, between a "
+                    "forward and the end of its step, and the write would be lost; write parameters after "
+                    "optimizer.step() and before the next forward, when the module shows its shards"
+                )

@@ -1,0 +1,54 @@
+"""In which dtypes FSDP2 gathers, computes and reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ...dtypes import as_dtype
+from ...errors import ParallelConfigError
+from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+
+
+def mixed_precision_policy(
+    parameters: Iterable[torch.Tensor], compute_dtype: torch.dtype, settings: TorchFullyShardedDataParallelConfig
+) -> MixedPrecisionPolicy:
+    """In which dtypes a model computes, reduces and answers.
+
+    Parameters that all arrived in fp32 are cast for the all-gather, and inputs and outputs too, as `Float16Module`
+    does for others: the fp32 shard is the master copy. Where some arrived in lower precision, every parameter keeps
+    the dtype in which it came, fp32 norms and routers among them.
+
+    Args:
+        compute_dtype: what the model's config says; ``param_dtype`` overrides it, for every parameter.
+
+    Raises:
+        ParallelConfigError: fp16 in a model whose config does not know of it.
+    """
+    arrived = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+    asked = as_dtype(settings.param_dtype)
+    param_dtype = asked or compute_dtype
+    is_cast = asked is not None or (arrived == {torch.float32} and param_dtype != torch.float32)
+    reduce_dtype = as_dtype(settings.reduce_dtype) or (torch.float32 if settings.grad_reduce_in_fp32 else None)
+    if torch.float16 in (asked, reduce_dtype) and compute_dtype != torch.float16:
+        raise ParallelConfigError(
+            f"param_dtype is {settings.param_dtype} and reduce_dtype {settings.reduce_dtype}, but the model's config "
+            "has fp16=False, so that no loss scale would keep small gradients from vanishing; set fp16=True there"
+        )
+    output_dtype = as_dtype(settings.output_dtype)
+    if not is_cast:
+        return MixedPrecisionPolicy(None, reduce_dtype, output_dtype, cast_forward_inputs=False)
+    if output_dtype is None and param_dtype in (torch.float16, torch.bfloat16):
+        output_dtype = torch.float32
+    return MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype, output_dtype, settings.cast_forward_inputs)
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts every floating-point buffer of the model, in place; parameters stay."""
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(submodule, name, buffer.to(dtype))

@@ -1,0 +1,118 @@
+"""Gathers units ahead of their use, in the order in which the model really uses them.
+
+What comes next in a forward is what came next in the last one; what comes next in a backward is what came before in
+the forward that it belongs to. Modules called out of order, several times or not at all therefore change what is
+gathered ahead and never what is computed: a unit that was not gathered ahead is gathered when it is reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from ..._torch_compat import current_backward
+
+
+class Prefetcher:
+    """Tells each unit, whenever it is about to run, which units FSDP2 shall gather meanwhile.
+
+    Args:
+        root: the sharded model, whose forward begins a new order.
+        units: one FSDP module of each unit; the root is none of them.
+        gathered_in_backward: those of `units` whose backward reads their weights.
+        forward_depth: units that are gathered ahead in forward.
+        backward_depth: units that are gathered ahead in backward, and in what it recomputes.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[nn.Module],
+        gathered_in_backward: Sequence[nn.Module],
+        forward_depth: int,
+        backward_depth: int,
+    ) -> None:
+        self._forward_depth, self._backward_depth = forward_depth, backward_depth
+        self._gathered_in_backward = set(gathered_in_backward)
+        self._last_order: list[nn.Module] = []  # of the last complete forward; what a forward expects to come next
+        self._order: list[nn.Module] = []  # of the forward under way or just done, until the next one or `end_order`
+        self._reached_by_backward: set[nn.Module] = set()
+        # Before FSDP2's own hooks, which read what is set here.
+        root.register_forward_pre_hook(self._begin, prepend=True)
+        root.register_forward_hook(self._end)
+        for unit in units:
+            unit.register_forward_pre_hook(self._enter, prepend=True)
+            unit.register_forward_hook(self._leave)
+
+    def end_order(self) -> None:
+        """Ends the order of the last forward: what runs next, the root or a unit by itself, begins a new one."""
+        self._last_order, self._order = self._order or self._last_order, []
+
+    def _begin(self, root: nn.Module, args: Any) -> None:
+        if not _is_in_backward():
+            self.end_order()
+            self._reached_by_backward.clear()
+            _as_fsdp(root).set_modules_to_forward_prefetch(_as_fsdps(self._last_order[: self._forward_depth]))
+
+    def _end(self, root: nn.Module, args: Any, output: Any) -> None:
+        if not _is_in_backward():
+            self._set_backward(root, len(self._order))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if _is_in_backward():  # recomputation of a checkpointed module: on the way back
+            self._set_forward(module, self._used_before(module, _last_index(self._order, module)))
+            return
+        position = len(self._order)
+        self._order.append(module)
+        self._set_forward(module, self._expected_after(module, position))
+        self._set_backward(module, position)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Below the first trained weight, as under adapters, nothing needs a gradient. A checkpoint that is to be
+        # recomputed may run without: there nobody knows yet.
+        needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        if needs_gradient or not torch.is_grad_enabled():
+            self._reached_by_backward.add(module)
+
+    def _set_forward(self, module: nn.Module, ahead: list[nn.Module]) -> None:
+        _as_fsdp(module).set_modules_to_forward_prefetch(_as_fsdps(ahead))
+
+    def _set_backward(self, module: nn.Module, position: int) -> None:
+        # An empty list would mean FSDP2's default, the unit before; a unit that is gathered already means none.
+        ahead = self._used_before(module, position) or [module]
+        _as_fsdp(module).set_modules_to_backward_prefetch(_as_fsdps(ahead))
+
+    def _expected_after(self, module: nn.Module, position: int) -> list[nn.Module]:
+        last = self._last_order
+        if not (position < len(last) and last[position] is module):
+            position = _last_index(last, module)
+        return last[position + 1 : position + 1 + self._forward_depth]
+
+    def _used_before(self, module: nn.Module, position: int) -> list[nn.Module]:
+        """The units that backward reaches after `module`, nearest first."""
+        gathered = self._gathered_in_backward & self._reached_by_backward - {module}
+        before = (unit for unit in reversed(self._order[:position]) if unit in gathered)
+        return list(islice(before, self._backward_depth))
+
+
+def _last_index(order: list[nn.Module], module: nn.Module) -> int:
+    """Where `module` stands in `order` last; its length where it does not."""
+    return next((index for index in reversed(range(len(order))) if order[index] is module), len(order))
+
+
+def _is_in_backward() -> bool:
+    return current_backward() != -1
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
+    return module  # type: ignore[return-value]
+
+
+def _as_fsdps(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    return list(modules)  # type: ignore[arg-type]

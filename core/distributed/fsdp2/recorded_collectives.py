@@ -1,0 +1,97 @@
+"""FSDP2's collectives, each with a record of its unit, whichever implementation carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from ...comm.record import Collective, recorded
+from .torch_private import communication_of
+
+
+def record_fsdp_collectives(root: nn.Module) -> None:
+    """Puts a record around what each FSDP module of a model gathers and reduces with; once all of that is set."""
+    for name, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        communication = communication_of(module)
+        if communication is None or isinstance(communication[0], _RecordedAllGather):
+            continue  # without parameters of its own, or in one unit with a module before it
+        subject = f"unit {name}" if name else "the root unit"
+        gather, reduce = communication
+        with_record = _RecordedGatherOfEach if hasattr(gather, "gather_each") else _RecordedAllGather
+        module.set_custom_all_gather(with_record(gather, subject))
+        module.set_custom_reduce_scatter(_RecordedReduceScatter(reduce, subject))
+
+
+class _Recorded:
+    def __init__(self, inner: Any, subject: str) -> None:
+        self._inner, self._subject = inner, subject
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        allocated: torch.Tensor = self._inner.allocate(size, dtype=dtype, device=device)
+        return allocated
+
+
+class _RecordedAllGather(_Recorded, AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        call = recorded("all-gather", f"the parameters of {self._subject}", output_tensor, group)
+        with call:
+            work = self._inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        return work if work is None else _RecordedWork(work, call)
+
+
+class _RecordedGatherOfEach(_RecordedAllGather):
+    def gather_each(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> dist.Work:
+        num_bytes = sum(output.nbytes for output in outputs)
+        call = recorded("all-gather", f"the parameters of {self._subject}", num_bytes, group)
+        with call:
+            work: dist.Work = self._inner.gather_each(outputs, inputs, group)
+        return _RecordedWork(work, call)
+
+
+class _RecordedReduceScatter(_Recorded, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        call = recorded("reduce-scatter", f"the gradients of {self._subject}", input_tensor, group)
+        with call:
+            work: dist.Work | None = self._inner(
+                output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
+            )
+        return work if work is None else _RecordedWork(work, call)
+
+
+class _RecordedWork(dist.Work):
+    """Work of which the end is recorded where it is waited for, and its failure explained."""
+
+    def __init__(self, inner: dist.Work, call: Collective) -> None:
+        super().__init__()
+        self._inner, self._call = inner, call
+        call.ended_at = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        with self._call:
+            return bool(self._inner.wait())

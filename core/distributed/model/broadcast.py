@@ -1,0 +1,45 @@
+"""Makes replicas equal: what the group's first rank holds, or will draw its initial values from, sent to all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ... import device
+from ...transformer.module import root_seed
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrites tensors, in place, with those of the group's first rank; the order must agree on all ranks.
+
+    Of a DTensor its local shard is sent: the group must then be one whose ranks hold the same shard. Tensors on the
+    meta device have nothing to send. One that lies elsewhere than this process computes travels by way of there, so
+    that every rank sends from the same kind of device.
+    """
+    if group.size() == 1:
+        return
+    source = dist.get_process_group_ranks(group)[0]
+    for tensor in tensors:
+        if not tensor.is_meta:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            sent = local.to(device.current_device())
+            dist.broadcast(sent, source, group=group)
+            if sent is not local:
+                local.copy_(sent)
+
+
+def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
+    """Gives every module that keeps an `init_seed` that of the group's first rank; returns the whole model's."""
+    owners = [owner for owner in module.modules() if isinstance(getattr(owner, "init_seed", None), int)]
+    seeds = [root_seed(module), *(owner.init_seed for owner in owners)]
+    shared = torch.tensor(seeds, dtype=torch.int64, device=device.current_device())
+    broadcast_tensors([shared], group)
+    first, *others = shared.tolist()
+    for owner, seed in zip(owners, others, strict=True):
+        owner.init_seed = seed
+    return int(first)

@@ -1,0 +1,45 @@
+"""Parameters of experts, which Megatron-LM marks by ``allreduce = False``, until there are experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ... import parallel_state
+from ...errors import ParallelConfigError
+
+
+def is_expert_parameter(parameter: nn.Parameter) -> bool:
+    """Whether the parameter carries Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def reject_expert_parameters(module: nn.Module, config: Any) -> None:
+    """Raises if a parameter is replicated over other ranks than those that its wrapper reduces gradients over.
+
+    A parameter with the mark belongs to the experts' data-parallel group. That is the data-parallel group itself as
+    long as experts are cut as dense layers are; else a wrapper would overwrite one expert by another.
+
+    Args:
+        config: the model's; its ``expert_model_parallel_size`` counts where there are no process groups.
+
+    Raises:
+        ParallelConfigError: a parameter with the mark, where experts have a cut of their own.
+    """
+    expert = max(
+        parallel_state.get_expert_model_parallel_world_size(), getattr(config, "expert_model_parallel_size", 1) or 1
+    )
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    expert_tensor = (
+        parallel_state.get_expert_tensor_parallel_world_size() if parallel_state.is_initialized() else tensor
+    )
+    if expert == 1 and expert_tensor == tensor:
+        return
+    for name, parameter in module.named_parameters():
+        if is_expert_parameter(parameter):
+            raise ParallelConfigError(
+                f"parameter {name} is marked allreduce=False, as an expert's, with expert_model_parallel_size "
+                f"{expert} and expert_tensor_parallel_size {expert_tensor}; no wrapper keeps experts apart yet: "
+                f"initialise with expert_model_parallel_size 1 and expert_tensor_parallel_size {tensor}"
+            )

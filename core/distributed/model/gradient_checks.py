@@ -1,0 +1,67 @@
+"""Looks at gradients before they are mixed with those of other ranks, so that an error can name the rank at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ShardstackError
+
+LARGE_FACTOR = 10.0
+"""How many times the largest norm of its first steps a gradient's norm must reach to count as large."""
+
+OBSERVED_STEPS = 100
+"""Steps in which the largest norm of each gradient is learned, before any is called large."""
+
+
+class GradientChecks:
+    """Raises on gradients that are not finite, or far larger than they were.
+
+    Large means `LARGE_FACTOR` times the largest L2 norm that this rank has seen of the same parameter's gradient in
+    its first `OBSERVED_STEPS` steps, the rule of Megatron-LM's option of this name.
+    """
+
+    def __init__(self, for_nan: bool, for_large: bool) -> None:
+        self._for_nan, self._for_large = for_nan, for_large
+        self._largest: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
+
+    def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:
+        """Checks this rank's gradients of step `step`, counted from 0, by name.
+
+        Args:
+            are_reduced: they are those of all ranks already, so that the rank which sees it need not be at fault.
+
+        Raises:
+            ShardstackError: naming rank, step and parameter.
+        """
+        if not (self._for_nan or self._for_large):
+            return
+        for name, gradient in gradients:
+            if self._for_nan and not torch.isfinite(gradient).all():
+                raise ShardstackError(
+                    f"{_place(name, step, are_reduced)} is not finite; lower the learning rate, look at the batch, or "
+                    "drop check_for_nan_in_grad to go on"
+                )
+            if self._for_large and gradient.numel():
+                self._check_norm(
+                    name, torch.linalg.vector_norm(gradient, dtype=torch.float64).item(), step, are_reduced
+                )
+
+    def _check_norm(self, name: str, norm: float, step: int, is_reduced: bool) -> None:
+        largest, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
+        if seen < OBSERVED_STEPS:
+            self._largest[name], self._seen[name] = max(largest, norm), seen + 1
+        elif norm >= LARGE_FACTOR * largest and norm > 0.0:
+            raise ShardstackError(
+                f"{_place(name, step, is_reduced)} has the norm {norm:.3g}, {LARGE_FACTOR:g} times or more that "
+                f"of its first {OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads"
+                " to go on"
+            )
+
+
+def _place(name: str, step: int, is_reduced: bool) -> str:
+    of = f"{name}, reduced over ranks of which any may be at fault," if is_reduced else name
+    return f"rank {dist.get_rank()}, step {step}: the gradient of {of}"

@@ -1,0 +1,146 @@
+"""Ranks that wrap different models, or one model with different settings.
+
+Without a look at construction the first collective of which sizes differ would hang, fail in terms of bytes, or mix
+up tensors. Every rank describes what it wraps, the ranks compare one hash in one small collective, and only if it
+differs do they exchange what they have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ... import device
+from ...comm.collectives import all_reduce_by_backend
+from ...errors import WrapError
+from ...text import listed, rank_list
+
+Description = dict[str, str]
+"""What a rank wraps: what a message calls each thing, and what it is, in the model's order."""
+
+_MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})
+_FIELDS_OF_MODEL_CONFIG = ("bf16", "fp16", "calculate_per_token_loss", "gradient_accumulation_fusion")
+
+
+def reject_different_models(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    wrapper: str,
+    config: Any,
+    ddp_config: Any,
+    units: Sequence[Sequence[str]] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises, on every rank of the group, unless all of them wrap the same model with the same settings.
+
+    Args:
+        module: the model, before it is wrapped; its parameters may be on the meta device.
+        wrapper: the name of the wrapper's class.
+        config: the model's config; what a wrapper reads of it must agree.
+        ddp_config: the wrapper's settings, a dataclass; all must agree but those that concern a rank alone.
+        units: names of the modules of each unit.
+        settings: others that must agree.
+
+    Raises:
+        WrapError: names the first difference, and which ranks have what.
+    """
+    if group.size() == 1:
+        return
+    mine = describe_structure(module, wrapper=wrapper, config=config, ddp_config=ddp_config, units=units)
+    mine |= {f"the setting {name}": repr(value) for name, value in (settings or {}).items()}
+    if _is_equal_over_ranks(mine, group):
+        return
+    everyone = _gather(mine, group)
+    subject, values = _first_difference(everyone)
+    by_value: dict[str, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        by_value[value].append(rank)
+    told = listed([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
+    raise WrapError(
+        f"the ranks of a data-parallel group wrap different models, first in {subject}: {told}. Build the same model "
+        "from the same settings on every rank (ranks are counted within the group)"
+    )
+
+
+def describe_structure(
+    module: nn.Module, *, wrapper: str, config: Any, ddp_config: Any, units: Sequence[Sequence[str]] = ()
+) -> Description:
+    """All that must agree, which values of parameters are not."""
+    described = {"the wrapper": wrapper}
+    for field in dataclasses.fields(ddp_config):
+        if field.name not in _MAY_DIFFER:
+            described[f"the setting {field.name}"] = repr(getattr(ddp_config, field.name))
+    for name in _FIELDS_OF_MODEL_CONFIG:
+        described[f"the model's setting {name}"] = repr(bool(getattr(config, name, False)))
+    described["the model's class"] = type(module).__name__
+    unit_of = {name: ", ".join(unit) for unit in units for name in unit}
+    first_name: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tie = first_name.setdefault(parameter, name)
+        kind = "" if parameter.requires_grad else ", frozen"
+        unit = f", unit {_innermost(name, unit_of)}" if units else ""
+        described[f"parameter {name}"] = f"{list(parameter.shape)} {_short(parameter.dtype)}{kind}{unit}"
+        if tie != name:
+            described[f"parameter {name}"] += f", tied to {tie}"
+    for name, buffer in module.named_buffers():
+        described[f"buffer {name}"] = f"{list(buffer.shape)} {_short(buffer.dtype)}"
+    described["the units' order"] = "; ".join(", ".join(unit) for unit in units) or "none"
+    return described
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _innermost(parameter: str, unit_of: Mapping[str, str]) -> str:
+    path = parameter.split(".")[:-1]
+    for length in range(len(path), 0, -1):
+        if (unit := unit_of.get(".".join(path[:length]))) is not None:
+            return unit
+    return "root"
+
+
+def _is_equal_over_ranks(description: Description, group: dist.ProcessGroup) -> bool:
+    digest = hashlib.sha256(json.dumps(list(description.items())).encode()).digest()
+    pieces = [int.from_bytes(digest[i : i + 4], "big") for i in range(0, 16, 4)]
+    # The smallest is also the largest only if all are equal. One all-reduce, which also a simulated group answers.
+    extremes = torch.tensor(
+        [*pieces, *(-piece for piece in pieces)], dtype=torch.int64, device=device.current_device()
+    )
+    all_reduce_by_backend(extremes, group, what="the hash of the model's structure", op=dist.ReduceOp.MIN)
+    smallest, largest = extremes.view(2, -1).tolist()
+    return bool(smallest == [-piece for piece in largest])
+
+
+def _gather(description: Description, group: dist.ProcessGroup) -> list[Description]:
+    """Every rank's description; as JSON in plain tensors, so that nothing is unpickled."""
+    here = device.current_device()
+    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(here)
+    length = torch.tensor([len(text)], dtype=torch.int64, device=here)
+    lengths = [torch.empty_like(length) for _ in range(group.size())]
+    dist.all_gather(lengths, length, group=group)
+    longest = max(int(each) for each in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=here)
+    padded[: len(text)] = text
+    texts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(bytes(each[: int(size)].tolist()).decode()) for each, size in zip(texts, lengths, strict=True)]
+
+
+def _first_difference(everyone: list[Description]) -> tuple[str, list[str]]:
+    """What differs first, and each rank's version of it."""
+    subjects = dict.fromkeys(subject for description in everyone for subject in description)
+    for subject in subjects:
+        values = [description.get(subject, "absent") for description in everyone]
+        if len(set(values)) > 1:
+            return subject, values
+    return "the order of its parameters", [", ".join(list(d)[-3:]) for d in everyone]

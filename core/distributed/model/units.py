@@ -1,0 +1,225 @@
+"""Which modules become a unit, that is, a set of parameters that is gathered and reduced together.
+
+Nothing here talks to another rank: these functions read a module tree and return a plan for `shard_model`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import WrapError
+from ..resharding import Reshard
+
+_Owners = dict[nn.Parameter, set["nn.Module | None"]]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters travel together, innermost first in a plan; usually one module.
+
+    Attributes:
+        modules: the modules; a module in several places stands here once.
+        names: of each module, below the root.
+        reshard_after_forward: what becomes of its gathered parameters between forward and backward.
+    """
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    reshard_after_forward: Reshard = True
+    is_minority: bool = False
+    """Split off another unit, or the root, for its dtype."""
+
+    @property
+    def is_needed_in_backward(self) -> bool:
+        """False where no backward of the unit reads a weight, as in an embedding: then it is gathered once only."""
+        return any(getattr(module, "weights_used_in_backward", True) for module in self.modules)
+
+
+UnitChoice = type[nn.Module] | nn.Module
+"""What makes units: a class, for its outermost instances, or one module."""
+
+
+def plan_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
+    """The units of a model, children before parents, each parameter in one unit or else left to the root.
+
+    A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
+    attribute ``_fsdp_modules`` of the root or of any module below it (Megatron-LM's way for a model to name its own
+    units). A module that stands in ``classes`` itself is a unit, nested too. A module without parameters is no unit.
+    In place of a container without a forward of its own (`nn.ModuleList`, `nn.ModuleDict`) its items become units,
+    those of containers in it too; an `nn.Sequential` is a unit. A module that holds a weight which others read, that
+    is, one that is marked ``shared_embedding`` (Megatron's mark) or registered outside the unit too, is left to the
+    root, which is gathered for the whole forward; units that share a weight among themselves only are united into one.
+
+    FSDP2 takes one dtype of trainable parameters in a unit. Where a unit, or what is left to the root, has several,
+    the modules that hold those of a rarer one (fp32 norms in a bf16 layer) are a unit of their own before it.
+
+    Raises:
+        WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class, or a module that itself
+            holds trainable parameters of two dtypes.
+    """
+    choices = list(classes)
+    singled_out = {choice for choice in choices if isinstance(choice, nn.Module)}.intersection(root.modules())
+    is_module = [isinstance(choice, nn.Module) and choice in singled_out for choice in choices]
+    outermost = _as_classes(itertools.compress(choices, map(operator.not_, is_module)), "sub_modules_to_wrap")
+    chosen = list(_matching_modules(root, outermost, _declared_by_modules(root), singled_out))
+    owners = _owners_of_parameters(root, chosen)
+    while any(_is_read_outside(module, owners) for module in chosen):  # a parent may inherit the weight: look again
+        chosen = [module for module in chosen if not _is_read_outside(module, owners)]
+        owners = _owners_of_parameters(root, chosen)
+    names = {module: name for name, module in root.named_modules()}
+    units = [_named(modules, names) for modules in _unite_sharers(chosen, owners)]
+    return [
+        part
+        for unit in (*units, _named((root,), names))
+        for part in (*_minority_units(unit, owners, names), unit)
+        if part.modules != (root,)
+    ]
+
+
+def _named(modules: tuple[nn.Module, ...], names: dict[nn.Module, str]) -> Unit:
+    return Unit(modules, tuple(names[module] for module in modules))
+
+
+def _minority_units(unit: Unit, owners: _Owners, names: dict[nn.Module, str]) -> Iterator[Unit]:
+    """For each dtype of the unit's own trainable parameters but the commonest, the modules that hold those."""
+    holders: dict[torch.dtype, list[nn.Module]] = defaultdict(list)
+    elements: Counter[torch.dtype] = Counter()
+    is_root = not unit.names[0]
+    for module in (submodule for member in unit.modules for submodule in member.modules()):
+        own = [
+            parameter
+            for parameter in module.parameters(recurse=False)
+            if parameter.requires_grad and owners[parameter] & {None if is_root else m for m in unit.modules}
+        ]
+        if len(dtypes := {parameter.dtype for parameter in own}) > 1:
+            raise WrapError(
+                f"module {names[module] or 'root'!r} holds trainable parameters of {len(dtypes)} dtypes, "
+                f"{', '.join(sorted(map(str, dtypes)))}, and FSDP2 reduces one dtype at a time; give them one dtype, "
+                "or put them into modules of their own"
+            )
+        for dtype in dtypes:
+            if module not in holders[dtype]:
+                holders[dtype].append(module)
+                elements[dtype] += sum(parameter.numel() for parameter in own)
+    # FSDP2 takes a module with all below it: the dtype that has others inside is the one that stays.
+    outer = [dtype for dtype in holders if _has_others_inside(dtype, holders)]
+    if len(outer) > 1:
+        raise WrapError(
+            f"trainable parameters of {', '.join(sorted(map(str, outer)))} lie inside modules of each other in "
+            f"{unit.names[0] or 'the root'!r}, and FSDP2 reduces one dtype at a time; give them one dtype, or name "
+            "the inner modules in sub_modules_to_wrap"
+        )
+    stays = outer or [dtype for dtype, _ in elements.most_common(1)]
+    for dtype, modules in holders.items():
+        if dtype not in stays:
+            yield replace(_named(tuple(modules), names), is_minority=True)
+
+
+def _has_others_inside(dtype: torch.dtype, holders: dict[torch.dtype, list[nn.Module]]) -> bool:
+    others = {module for other, modules in holders.items() if other != dtype for module in modules}
+    return any(below in others for holder in holders[dtype] for below in holder.modules() if below is not holder)
+
+
+def _as_classes(classes: Iterable[Any], origin: str) -> tuple[type[nn.Module], ...]:
+    found = tuple(classes)
+    for entry in found:
+        if not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise WrapError(f"{origin} holds {entry!r}, which is not a module class; give classes such as nn.Linear")
+    return found
+
+
+def _declared_by_modules(root: nn.Module) -> tuple[type[nn.Module], ...]:
+    declared = (entry for module in root.modules() for entry in getattr(module, "_fsdp_modules", ()))
+    return tuple(dict.fromkeys(_as_classes(declared, "_fsdp_modules")))
+
+
+def _matching_modules(
+    root: nn.Module,
+    outermost: tuple[type[nn.Module], ...],
+    always: tuple[type[nn.Module], ...],
+    singled_out: set[nn.Module],
+) -> Iterator[nn.Module]:
+    """Modules below the root that match, children before parents, each once; items in place of a container."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, is_inside_match: bool, stands_for_items: bool) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child in seen:
+                continue
+            seen.add(child)
+            matches = isinstance(child, always) or (not is_inside_match and isinstance(child, outermost))
+            matches = matches or stands_for_items or child in singled_out
+            is_container = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(child)
+            yield from visit(child, is_inside_match or (matches and not is_container), matches and is_container)
+            if matches and not is_container and any(True for _ in child.parameters()):
+                yield child
+
+    yield from visit(root, False, False)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _owners_of_parameters(root: nn.Module, chosen: list[nn.Module]) -> _Owners:
+    """For each parameter the chosen modules that hold it most closely; None stands for the root."""
+    owners: _Owners = defaultdict(set)
+    chosen_set = set(chosen)
+
+    def visit(module: nn.Module, owner: nn.Module | None) -> None:
+        owner = module if module in chosen_set else owner
+        for parameter in module.parameters(recurse=False):
+            owners[parameter].add(owner)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(root, None)
+    return owners
+
+
+def _is_read_outside(module: nn.Module, owners: _Owners) -> bool:
+    return any(
+        getattr(parameter, "shared_embedding", False) or None in owners[parameter]
+        for parameter in module.parameters()
+        if module in owners[parameter]
+    )
+
+
+def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.Module, ...]]:
+    """Groups modules that share a parameter; a group stands where its last member stood, after all its children."""
+    group_of = {module: {module} for module in modules}
+    for holders in owners.values():
+        sharers = [module for module in modules if module in holders]
+        united = set().union(*(group_of[module] for module in sharers)) if len(sharers) > 1 else set()
+        for module in united:
+            group_of[module] = united
+    units = []
+    for index, module in enumerate(modules):
+        group = group_of[module]
+        if group.isdisjoint(modules[index + 1 :]):
+            units.append(tuple(member for member in modules if member in group))
+    return units
+
+
+@contextmanager
+def parameter_attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Puts back, by name, the custom attributes that parameters lose when something replaces them inside.
+
+    FSDP2 builds new parameters, as do ``to_empty``, ``.to(dtype)`` of sharded modules and ``assign=True``; torch drops
+    Megatron's ``tensor_model_parallel``, ``partition_dim``, ``sequence_parallel`` and the like on the way.
+    """
+    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    yield
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        for key, value in attributes.get(name, {}).items():
+            if key not in vars(parameter):
+                setattr(parameter, key, value)

@@ -1,0 +1,25 @@
+"""The path of `core.adapters.nemo` in NeMo Automodel, where these functions are in ``distributed.parallelizer``."""
+
+from __future__ import annotations
+
+from ..adapters.nemo import (
+    HAVE_NVFSDP,
+    _destroy_dist_connection,
+    fsdp2_strategy_parallelize,
+    get_hf_tp_shard_plan,
+    import_classes_from_paths,
+    nvfsdp_strategy_parallelize,
+    to_cpu,
+    translate_to_torch_parallel_style,
+)
+
+__all__ = [
+    "HAVE_NVFSDP",
+    "_destroy_dist_connection",
+    "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
+    "import_classes_from_paths",
+    "nvfsdp_strategy_parallelize",
+    "to_cpu",
+    "translate_to_torch_parallel_style",
+]

@@ -1,0 +1,21 @@
+"""The facts in the form that was asked for."""
+
+from __future__ import annotations
+
+from ...errors import ConfigError
+from .facts import ModelFacts
+from .page import as_html
+from .table import as_text
+
+
+def describe(facts: ModelFacts, format: str) -> str:
+    """The facts as ``text`` or as ``html``.
+
+    Raises:
+        ConfigError: another format.
+    """
+    if format == "text":
+        return as_text(facts)
+    if format == "html":
+        return as_html(facts)
+    raise ConfigError(f"format is {format!r}; it takes 'text' or 'html'")

@@ -1,0 +1,95 @@
+"""A parameter that is used outside its unit is named, with the unit, the line, and the three ways out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from core.diagnostics import failures_explained
+from core.errors import UnitError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import Block, build, toy
+
+WAYS_OUT = (
+    "Call that unit's forward instead of reading its weight",
+    "through sub_modules_to_wrap",
+    "forward_methods of TorchFullyShardedDataParallelConfig",
+)
+
+
+class _Reads(nn.Module):
+    """A root whose forward takes a weight of a unit."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.blocks[1].up.weight
+        if self.how == "whole":
+            return F.linear(x, weight)
+        if self.how == "view":
+            return x @ weight.t()
+        if self.how == "inner":
+            return self.blocks[1].up(x)
+        return self.blocks[0](x) + x * self.blocks[0].gain
+
+
+def _message(model: Any, *args: Any) -> str:
+    with pytest.raises(UnitError) as caught:
+        model(*args)
+    assert "mixed torch.Tensor and DTensor" in str(caught.value.__cause__)
+    return str(caught.value)
+
+
+def _reads_outside(how: str) -> str:
+    return _message(build("fsdp2", _Reads(how), unit_classes=(Block,)), torch.ones(2, 7))
+
+
+@pytest.mark.parametrize(
+    ("how", "parameter", "unit", "code"),
+    [
+        ("whole", "blocks.1.up.weight", "blocks.1", "return F.linear(x, weight)"),
+        ("view", "blocks.1.up.weight", "blocks.1", "return x @ weight.t()"),
+        ("inner", "blocks.1.up.weight", "blocks.1", "return self.blocks[1].up(x)"),
+        ("gain", "blocks.0.gain", "blocks.0", "return self.blocks[0](x) + x * self.blocks[0].gain"),
+    ],
+)
+def test_a_forward_that_reads_another_units_weight_is_told_which(how, parameter, unit, code):
+    for message in run_distributed(_reads_outside, 2, how):
+        assert message.startswith(f"parameter {parameter} was used outside the forward of its unit, {unit}, where")
+        assert f"in forward: {code})" in message
+        assert all(way in message for way in WAYS_OUT)
+
+
+def _calls_a_method_of_a_module_inside() -> str:
+    model = build("fsdp2", toy(), config=SimpleNamespace())
+    with pytest.raises(RuntimeError, match="mixed"):
+        model.module.blocks[0].up(torch.ones(2, 7))  # past the wrapper nobody watches
+    with pytest.raises(UnitError) as caught, failures_explained(model):
+        model.module.blocks[0].up(torch.ones(2, 7))
+    return str(caught.value)
+
+
+def test_a_call_that_goes_past_the_wrapper_is_explained_inside_the_context():
+    message = run_distributed(_calls_a_method_of_a_module_inside, 1)[0]
+    assert message.startswith("parameter blocks.0.up.weight was used outside the forward of its unit, blocks.0, where")
+
+
+def _raises_something_else() -> None:
+    model = build("fsdp2", toy())
+    with pytest.raises(IndexError):
+        model(torch.full((1, 2), 99))
+    with pytest.raises(RuntimeError, match="size of tensor") as caught, failures_explained(model):
+        torch.ones(2) + torch.ones(3)
+    assert type(caught.value) is RuntimeError
+
+
+def test_other_errors_pass_as_they_are():
+    run_distributed(_raises_something_else, 1)

@@ -1,0 +1,131 @@
+"""A failed allocation says where the bytes are and which settings would save most of them."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.diagnostics import failures_explained
+from core.diagnostics.memory_table import CATEGORIES, GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, REST
+from core.diagnostics.out_of_memory import asked_bytes, is_out_of_memory, savings
+from core.errors import MemoryLimitError
+from tests.unit._ranks import fake_world
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import batches, build, loss_of, settings, toy
+
+ON_A_GPU = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which ..."
+
+
+class _Fails(nn.Module):
+    def __init__(self, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        self.error = error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.error is not None:
+            raise self.error
+        return x + torch.empty(2**60)  # more than any machine has
+
+
+def _runs_out_on_the_host(kind: str) -> str:
+    model = build(kind, _Fails(), unit_classes=(nn.Linear,))
+    with pytest.raises(MemoryError) as caught:
+        model(torch.ones(1, 64))
+    assert isinstance(caught.value, MemoryLimitError)
+    assert "can't allocate memory" in str(caught.value.__cause__)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp2"])
+def test_an_allocation_that_fails_in_forward_is_raised_with_a_table(kind):
+    for rank, message in enumerate(run_distributed(_runs_out_on_the_host, 2, kind)):
+        lines = message.splitlines()
+        assert lines[0] == (
+            f"rank {rank} could not allocate 4 EiB more of the host's memory. Where it is on this rank:"
+        )
+        rows = dict(re.findall(r"^  (\w[\w ]*?)  +([\d.]+ \w+)$", message, re.MULTILINE))
+        assert rows["parameters"] == {"fsdp2": "16.2 KiB", "ddp": "32.5 KiB", "zero1": "33 KiB"}[kind]
+        assert {"activations and other", "together"} <= set(rows)
+        first, second, third = (line for line in lines if re.match(r"  \d\. ", line))
+        assert all("about 2 EiB" in line for line in (first, second))
+        assert "half the micro-batch" in first + second and "config.bf16=True" in first + second
+        assert {"fsdp2": "activation_checkpointing"}.get(kind, "recompute_granularity") in third and "MiB" in third
+        assert lines[-1].startswith("The allocator said: ") and "4611686018427387904 bytes" in lines[-1]
+
+
+def _runs_out_on_an_accelerator() -> None:
+    model = build("fsdp2", _Fails(torch.OutOfMemoryError(ON_A_GPU)), unit_classes=(nn.Linear,))
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"rank 0 could not allocate 20 MiB more of the accelerator's"
+    ) as e:
+        model(torch.ones(1, 64))
+    assert isinstance(e.value, MemoryLimitError) and "1. half the micro-batch" in str(e.value)
+    assert not isinstance(e.value, MemoryError)
+
+    model = build("fsdp2", toy())
+    with (
+        pytest.raises(MemoryLimitError, match="could not allocate more of the host's memory"),
+        failures_explained(model),
+    ):
+        loss_of(model, batches(0)[0]).backward()
+        raise MemoryError  # as in backward or in the optimizer's step
+
+
+def test_code_that_catches_torchs_or_pythons_error_still_does():
+    run_distributed(_runs_out_on_an_accelerator, 1)
+
+
+def test_the_allocators_are_understood():
+    assert asked_bytes(ON_A_GPU) == 20 * 2**20
+    assert (
+        asked_bytes("DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes. Error code 12")
+        == 123
+    )
+    assert asked_bytes("no number") == 0
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"))
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(MemoryLimitError("explained already"))
+
+
+TABLE = dict.fromkeys(CATEGORIES, 0) | {PARAMETERS: 100, GATHERED: 400, GRADIENTS: 100, OPTIMIZER_STATE: 200, REST: 80}
+
+
+def _savings(kind: str, device_type: str = "cuda", bf16: bool = True, **fields: object) -> dict[str, int]:
+    group = SimpleNamespace(size=lambda: 4)
+    config = SimpleNamespace(bf16=bf16, recompute_granularity=None)
+    model: dict[str, object] = {"module": nn.ModuleList(nn.Identity() for _ in range(8))}
+    if kind == "fsdp2":
+        model["units"] = [0] * 8
+    wrapper = SimpleNamespace(**model, ddp_config=settings(kind, **fields), config=config, process_group=group)
+    found = savings(wrapper, TABLE, asked=20, device_type=device_type)
+    return {(re.search(r"\((\w+)", setting) or re.search(r"(half)", setting))[1]: size for setting, size in found}
+
+
+def test_savings_are_computed_from_the_table():
+    common = {"half": 50, "activation_checkpointing": 70, "forward_prefetch": 50}
+    assert _savings("fsdp2") == common | {"cpu_offload": 400}
+    assert _savings("fsdp2", device_type="cpu") == common
+    assert _savings("fsdp2", cpu_offload=True) == common
+    assert _savings("fsdp2", reshard_after_forward=False)["reshard_after_forward"] == 300
+    assert _savings("fsdp2", bf16=False)["config"] == 250
+    assert "config" not in _savings("fsdp2", bf16=False, param_dtype="bf16")
+    assert "activation_checkpointing" not in _savings("fsdp2", activation_checkpointing="selective")
+    assert "forward_prefetch" not in _savings("fsdp2", forward_prefetch=0, backward_prefetch=0)
+    common = {"half": 50, "recompute_granularity": 70}
+    assert _savings("ddp") == common | {"TorchFullyShardedDataParallelConfig": 300}
+    assert _savings("zero1") == common | {"TorchFullyShardedDataParallelConfig": 150}
+
+
+def test_one_rank_alone_has_nothing_to_shard():
+    with fake_world(rank=0, world_size=1):
+        model = build("ddp", toy())
+        assert "sharding" not in " ".join(name for name, _ in savings(model, TABLE, 0, "cpu"))
+        assert dist.get_world_size() == 1

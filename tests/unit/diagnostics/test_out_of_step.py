@@ -1,0 +1,206 @@
+"""A rank that the others left waiting says in which collective, of what, and where the others are."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.comm import record
+from core.comm.record import recorded
+from core.diagnostics import failures_explained
+from core.diagnostics.out_of_step import is_failure_of_backend
+from core.distributed import finalize_model_grads
+from core.errors import OutOfStepError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import batches, build, loss_of, toy
+
+LIMIT_S = 1.0
+"""The time limit of the groups that are used here."""
+
+
+def _short_group() -> dist.ProcessGroup:
+    return dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+
+
+def _explained(run: Any) -> str:
+    with pytest.raises(OutOfStepError) as caught:
+        run()
+    # Whoever waits second in a group of which the time is up hears that the connection was closed for the first.
+    assert re.search("Timed out|closed|pair closure", str(caught.value))
+    return str(caught.value)
+
+
+def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
+    model = build(kind, toy(tied=False), group=_short_group(), **fields)
+    rank = dist.get_rank()
+
+    def step() -> None:
+        with failures_explained(model):
+            if rank == 0:
+                loss_of(model, batches(0)[0]).backward()
+                finalize_model_grads([model])
+            else:  # this rank takes its step to be over, and measures its gradients
+                norm = torch.ones(1)
+                with recorded("all-reduce", "the gradient norm", norm, model.process_group):
+                    dist.all_reduce(norm, group=model.process_group)
+
+    return _explained(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "collective", "subject"),
+    [
+        ("ddp", {}, "all-reduce", "the gradients of bucket head.weight to embedding.weight"),
+        ("zero1_overlap", {}, "reduce-scatter", "the gradients of bucket head.weight to blocks.1.down.weight"),
+        ("zero2", {}, "reduce-scatter", "the gradients of bucket head.weight to embedding.weight"),
+        ("fsdp2", {}, "all-gather", "the parameters of the root unit"),
+    ],
+)
+def test_a_rank_that_was_left_names_the_collective_and_where_the_other_is(kind, fields, collective, subject):
+    left, skipped = run_distributed(_one_rank_skips_a_micro_batch, 2, kind, fields)
+    assert re.search(
+        rf"^rank 0 of 2 waited \d+ s in vain in {collective} 1 of {subject} \([\d.]+ \w+\), its call", left
+    )
+    assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call" in left
+    assert "look at rank 1 for a skipped micro-batch" in left
+    assert re.search(r"^rank 1 of 2 waited \d+ s in vain in all-reduce 1 of the gradient norm \(4 B\)", skipped)
+    assert f"rank 0 waited in {collective} 1 of {subject} (" in skipped
+
+
+def _one_rank_leaves_in_backward(seconds: float) -> str:
+    model = build("fsdp2", toy(tied=False), group=_short_group())
+    loss = loss_of(model, batches(dist.get_rank())[0])
+    if dist.get_rank() == 1:
+        time.sleep(seconds)  # as a loader that waits for its data
+        return ""
+
+    def step() -> None:
+        with failures_explained(model):
+            loss.backward()
+
+    return _explained(step)
+
+
+def test_a_rank_that_is_busy_elsewhere_is_known_by_its_last_collective():
+    message = run_distributed(_one_rank_leaves_in_backward, 2, LIMIT_S + 6)[0]
+    assert re.search(r"^rank 0 of 2 waited \d+ s in vain in \S+ \d of the \w+ of unit [\w.]+ \(", message)
+    assert re.search(
+        r"rank 1 never came: it was in no collective, the last was all-gather 1 of the parameters of unit head \(.*\),"
+        r" its call \d+, [123] fewer than this rank",
+        message,
+    )
+
+
+def _one_of_four_stays_away() -> str:
+    group = _short_group()
+    tensor = torch.ones(4)
+    with recorded("all-reduce", "the loss", tensor, group):
+        dist.all_reduce(tensor, group=group)
+    if dist.get_rank() == 2:
+        time.sleep(LIMIT_S + 4)
+        return ""
+
+    def run() -> None:
+        with recorded("all-reduce", "the gradient norm", tensor, group):
+            dist.all_reduce(tensor, group=group)
+
+    return _explained(run)
+
+
+def test_ranks_that_wait_are_told_from_those_that_stay_away():
+    first, second, _, fourth = run_distributed(_one_of_four_stays_away, 4)
+    assert (
+        "rank 2 never came: it was in no collective, the last was all-reduce 1 of the loss (16 B), its call 1" in first
+    )
+    for message, others in ((first, "ranks 1, 3"), (second, "ranks 0, 3"), (fourth, "ranks 0, 1")):
+        assert f"{others} waited in the same" in message
+        assert "; look at rank 2 for a skipped micro-batch" in message
+
+
+def _one_rank_does_not_answer() -> str:
+    group, tensor = _short_group(), torch.ones(4)
+    if dist.get_rank() == 1:
+        with mock.patch.object(record, "_publish_all"):  # as in a process that is paused
+            time.sleep(LIMIT_S + 4)
+        return ""
+
+    def run() -> None:
+        with recorded("all-reduce", "the loss", tensor, group):
+            dist.all_reduce(tensor, group=group)
+
+    return _explained(run)
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    message = run_distributed(_one_rank_does_not_answer, 2)[0]
+    assert "rank 1 has not answered: it has called nothing in this group, is paused, or has ended." in message
+    assert "; look at rank 1 for" in message
+
+
+def _fails_without_records() -> str:
+    group = _short_group()
+    if dist.get_rank() == 1:
+        time.sleep(LIMIT_S + 1)
+        return ""
+    model = nn.Linear(2, 2)
+
+    def run() -> None:
+        with (
+            mock.patch.dict(os.environ, SHARDSTACK_RECORD_COLLECTIVES="0"),
+            failures_explained(model),
+            recorded("all-reduce", "the loss", 16, group),
+        ):
+            dist.all_reduce(torch.ones(4), group=group)
+
+    return _explained(run)
+
+
+def test_without_records_a_failure_says_that_there_are_none():
+    message = run_distributed(_fails_without_records, 2)[0]
+    assert message.startswith(
+        "rank 0 of 2 failed in a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record"
+    )
+
+
+def _fails_outside_of_any_record() -> str:
+    model = build("ddp", toy(), group=_short_group())
+    if dist.get_rank() == 1:
+        time.sleep(LIMIT_S + 1)
+        return ""
+
+    def step() -> None:
+        with failures_explained(model):
+            dist.all_reduce(torch.ones(1), group=model.process_group)
+
+    return _explained(step)
+
+
+def test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder():
+    message = run_distributed(_fails_outside_of_any_record, 2)[0]
+    assert message.startswith(
+        "rank 0 of 2 failed in a collective that was not the wrapper's, after all-reduce 1 of the hash of the model's "
+        "structure (64 B) in one of 2 ranks. "
+    )
+    assert "Torch's flight recorder stands here at gloo:all_reduce, number" in message
+
+
+def test_only_failures_of_a_backend_are_taken_for_ranks_out_of_step():
+    assert is_failure_of_backend(
+        RuntimeError("[x/gloo/unbound_buffer.cc:78] Timed out waiting 10ms for recv operation")
+    )
+    assert is_failure_of_backend(RuntimeError("[...] Connection closed by peer [127.0.0.1]:1234"))
+    assert is_failure_of_backend(RuntimeError("Application timeout caused pair closure"))
+    assert is_failure_of_backend(dist.DistBackendError("anything"))
+    assert not is_failure_of_backend(RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"))
+    assert not is_failure_of_backend(RuntimeError("DataLoader timed out after 5 seconds"))
+    assert not is_failure_of_backend(TimeoutError("timed out"))
+    assert not is_failure_of_backend(OutOfStepError("timed out"))

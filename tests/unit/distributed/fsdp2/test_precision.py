@@ -1,0 +1,77 @@
+"""The policy that a model's parameters and the settings make together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from core.distributed import TorchFullyShardedDataParallelConfig
+from core.distributed.fsdp2.precision import cast_buffers, mixed_precision_policy
+from core.errors import ParallelConfigError
+
+FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("arrived", "compute", "settings", "expected"),
+    [
+        # (param_dtype, reduce_dtype, output_dtype, cast_forward_inputs)
+        ([FP32], FP32, {}, (None, None, None, False)),
+        ([FP32], BF16, {}, (BF16, BF16, FP32, True)),
+        ([FP32], BF16, {"grad_reduce_in_fp32": True}, (BF16, FP32, FP32, True)),
+        ([FP32], FP32, {"param_dtype": "bf16", "cast_forward_inputs": False}, (BF16, BF16, FP32, False)),
+        ([FP32], FP16, {"param_dtype": FP16, "reduce_dtype": "bf16"}, (FP16, BF16, FP32, True)),
+        ([BF16], FP32, {"param_dtype": "bf16"}, (BF16, BF16, FP32, True)),
+        ([BF16, FP32], FP32, {"param_dtype": "bf16", "reduce_dtype": FP32}, (BF16, FP32, FP32, True)),
+        ([FP32], BF16, {"output_dtype": "bf16"}, (BF16, BF16, BF16, True)),
+        ([FP32], FP32, {"output_dtype": "bf16"}, (None, None, BF16, False)),
+        ([BF16], BF16, {}, (None, None, None, False)),
+        ([BF16], BF16, {"grad_reduce_in_fp32": True}, (None, FP32, None, False)),
+        ([BF16, FP32], BF16, {}, (None, None, None, False)),  # fp32 norms stay fp32
+        ([FP64], FP32, {}, (None, None, None, False)),
+    ],
+)
+def test_only_what_arrives_in_fp32_is_cast(arrived, compute, settings, expected):
+    config = TorchFullyShardedDataParallelConfig(**settings)
+    policy = mixed_precision_policy([torch.zeros(1, dtype=dtype) for dtype in arrived], compute, config)
+    assert policy == MixedPrecisionPolicy(*expected)
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype"])
+def test_fp16_needs_a_loss_scale(field):
+    config = TorchFullyShardedDataParallelConfig(**{field: "fp16"})
+    with pytest.raises(ParallelConfigError, match=rf"{field} (is )?fp16.*fp16=False"):
+        mixed_precision_policy([torch.zeros(1)], BF16, config)
+
+
+def test_buffers_are_cast_and_integers_stay():
+    module = nn.BatchNorm1d(3)
+    cast_buffers(module, BF16)
+    assert module.running_mean.dtype == BF16 and module.num_batches_tracked.dtype == torch.int64
+    assert module.weight.dtype == FP32
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"param_dtype": "int8"}, ("param_dtype is 'int8'",)),
+        ({"forward_prefetch": -1}, ("forward_prefetch is -1",)),
+        ({"grad_reduce_in_fp32": True, "reduce_dtype": "bf16"}, ("grad_reduce_in_fp32", "reduce_dtype is bf16")),
+        (
+            {"keep_gathered_between_micro_batches": "all", "reshard_after_forward": 2},
+            ("keep_gathered_between_micro_batches", "reshard_after_forward is 2"),
+        ),
+        (
+            {"keep_gathered_between_micro_batches": "all", "reshard_overrides": ("head=True",)},
+            ("keep_gathered_between_micro_batches", "reshard_overrides ['head=True']"),
+        ),
+        ({"reshard_overrides": ("head",)}, ("reshard_overrides holds 'head'",)),
+        ({"keep_gathered_between_micro_batches": "some"}, ("keep_gathered_between_micro_batches is 'some'", "ends")),
+    ],
+)
+def test_contradictory_settings_name_both(settings, said):
+    with pytest.raises(ParallelConfigError) as caught:
+        TorchFullyShardedDataParallelConfig(**settings)
+    assert all(part in str(caught.value) for part in said)

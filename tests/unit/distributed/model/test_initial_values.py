@@ -1,0 +1,193 @@
+"""What a wrapped model starts from: the first rank's values, held by it alone or drawn alike by all."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import parallel_state
+from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
+from core.distributed.model.initial_values import start_equal
+from core.errors import ConfigError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed import _toys
+from tests.unit.distributed._toys import Toy, batches, build, full, loss_of, toy
+
+KINDS = ("ddp", "zero1", "fsdp2")
+
+
+class Start(Toy):
+    """With what torch's own modules keep in buffers, and a buffer that is not in the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(7)
+        self.own = Own()
+        self.offset = torch.linspace(0, 1, 7, device="cpu")
+        self.frozen = nn.Parameter(torch.full((3,), 0.5, device="cpu"), requires_grad=False)
+        for block in self.blocks:
+            block.gain = nn.Parameter(torch.ones(1, device="cpu"))
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(5, 7))
+        self.register_buffer("table", torch.empty(3), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, mean=4.0)
+        nn.init.uniform_(self.table)
+
+
+def values(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: full(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def on_meta() -> Start:
+    with torch.device("meta"):
+        return Start()
+
+
+def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def _starts_on_meta(kind: str) -> dict[str, torch.Tensor]:
+    module = on_meta()
+    torch.manual_seed(40 + dist.get_rank())  # the first rank's stream counts
+    model = build(kind, module)
+    assert module.head.weight is module.embedding.weight
+    assert module.embedding.weight.partition_dim == 0
+    assert not module.frozen.requires_grad
+    loss_of(model, batches(0)[0]).backward()
+    model.finish_grad_sync()
+    return values(module)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_foreign_model_on_meta_starts_alike_at_every_world_size(kind):
+    module = on_meta()
+    torch.manual_seed(40)
+    run = [run_distributed(_starts_on_meta, world_size, kind) for world_size in (1, 2)]
+    expected = run[0][0]
+    assert all(not different(found, expected) for found in run[1])
+    assert expected["own.weight"].mean().item() == pytest.approx(4.0, abs=0.6)
+    assert torch.equal(expected["frozen"], module.frozen)
+
+
+def _first_rank_alone_holds_it(kind: str) -> dict[str, torch.Tensor]:
+    first = dist.get_rank() == 0
+    torch.manual_seed(7)
+    direct = Start()
+    module = Start() if first else on_meta()
+    if first:
+        module.load_state_dict(direct.state_dict())
+        module.own.table = direct.own.table.clone()
+    expected = values(direct)
+    if not first:
+        with torch.no_grad():  # what a rank has of its own is the first one's, too
+            module.frozen.add_(1.0)
+    model = build(kind, module)
+    assert not different(values(module), expected)
+    assert module.head.weight is module.embedding.weight
+    if kind == "fsdp2":
+        for parameter in module.parameters():
+            assert parameter.to_local().untyped_storage().nbytes() <= 4 * parameter.numel() // 2 + 4 * 11
+    loss_of(model, batches(dist.get_rank())[0]).backward()
+    model.finish_grad_sync()
+    return expected
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("zero1", 2), ("fsdp2", 2), ("fsdp2", 3)])
+def test_others_receive_what_the_first_rank_alone_holds(kind, world_size):
+    run_distributed(_first_rank_alone_holds_it, world_size, kind)
+
+
+def _first_rank_on_meta() -> None:
+    module = on_meta() if dist.get_rank() == 0 else Start()
+    torch.manual_seed(40)
+    build("fsdp2", module)
+    everywhere: list = [None, None]
+    dist.all_gather_object(everywhere, values(module))
+    assert not different(*everywhere)
+
+
+def test_what_the_first_rank_has_on_meta_all_draw():
+    run_distributed(_first_rank_on_meta, 2)
+
+
+def _each_its_own() -> None:
+    module = on_meta()
+    torch.manual_seed(40 + dist.get_rank())
+    build("fsdp2", module, sync_module_states=False)
+    everywhere: list = [None, None]
+    dist.all_gather_object(everywhere, module.own.table)
+    assert not torch.equal(*everywhere)
+
+
+def test_without_sync_module_states_each_rank_draws_from_its_own_seed():
+    run_distributed(_each_its_own, 2)
+
+
+def _instances_agree() -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    ddp_config = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2)
+    module = Start() if dist.get_rank() == 0 else on_meta()
+    expected: list = [values(module) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(expected)
+    TorchFullyShardedDataParallel(SimpleNamespace(), ddp_config, module, _toys.UNITS)
+    assert not different(values(module), expected[0])
+
+
+@pytest.mark.long
+def test_hybrid_sharding_receives_the_same():
+    run_distributed(_instances_agree, 4)
+
+
+def _nobody_fills() -> None:
+    module = toy().to("meta")  # `offset` and the gains have no owner that could fill them
+    with pytest.raises(ConfigError, match="nothing says how to"):
+        build("fsdp2", module)
+    module = nn.BatchNorm1d(3).to("meta")
+    start_equal(module, dist.group.WORLD)
+    assert torch.equal(module.running_var, torch.ones(3))
+
+
+def test_what_nobody_fills_is_named():
+    run_distributed(_nobody_fills, 2)
+
+
+def _wraps_a_model_of_transformers() -> dict[str, torch.Tensor]:
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes)
+        )
+    torch.manual_seed(6)
+    model = build("fsdp2", module, unit_classes=(LlamaDecoderLayer,), activation_checkpointing="full")
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    found = values(module)
+    tokens = torch.arange(12).view(2, 6)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    model.finish_grad_sync()
+    return found | {f"grad {name}": full(p.grad) for name, p in module.named_parameters()}
+
+
+@pytest.mark.long
+def test_a_model_of_transformers_starts_on_meta_and_trains():
+    pytest.importorskip("transformers")
+    alone, *others = (found for size in (1, 2) for found in run_distributed(_wraps_a_model_of_transformers, size))
+    for found in others:
+        assert found.keys() == alone.keys()
+        for name, expected in alone.items():
+            assert torch.equal(found[name], expected) or (name.startswith("grad") and found[name].allclose(expected))

@@ -1,0 +1,210 @@
+"""Activation checkpointing and compilation of units change what is kept and how it is computed, and no number."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
+from core.distributed.model.unit_transforms import prepare_units
+from core.distributed.model.units import plan_units
+from core.errors import ParallelConfigError
+from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
+from tests.functional._runs import build_gpt, micro_batches
+from tests.unit._rounding import assert_same_sums
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import Block, Toy, batches, build, gradients, loss_of, toy
+
+
+class Layer(nn.Module):
+    """Two linear layers around attention, with dropout from both random streams."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.runs += 1
+        query, key, value = self.qkv(x).unsqueeze(1).chunk(3, -1)  # [b, 1, s, h]: one head
+        x = x + F.dropout(self.out(F.scaled_dot_product_attention(query, key, value).squeeze(1)), 0.25)
+        with get_rng_tracker().fork():
+            return F.dropout(torch.tanh(x * scale), 0.25)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, scale=1.5)
+        return self.head(x)
+
+
+def _run(**options: object) -> tuple[list[torch.Tensor], list[int], list[int], list[str]]:
+    """Loss and gradients, how often each layer ran, elements that autograd kept, names."""
+    torch.manual_seed(3)
+    model = Stack()
+    x = torch.randn(2, 5, 6)
+    model_parallel_manual_seed(11, tp_rank=0)
+    prepare_units(plan_units(model, (nn.ModuleList, nn.Linear)), **options)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+        loss = model(x).square().sum()
+    loss.backward()
+    get_rng_tracker().reset()
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    return found, [layer.runs for layer in model.layers], kept, list(model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_checkpointing_changes_no_bit_and_no_name(kind):
+    plain, once, kept, names = _run()
+    found, runs, kept_now, names_now = _run(activation_checkpointing=kind)
+    assert all(map(torch.equal, found, plain))
+    assert (once, runs) == ([1, 1, 1], [2, 2, 2])
+    assert names_now == names
+    assert sum(kept_now) < 0.5 * sum(kept)
+
+
+def test_every_nth_unit_is_checkpointed_and_single_layers_do_not_count():
+    plain = _run()[0]
+    found, runs, _, _ = _run(activation_checkpointing="full", every_nth=2)
+    assert all(map(torch.equal, found, plain))
+    assert runs == [2, 1, 2]
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _operations_of_backward(kind: str) -> list[str]:
+    torch.manual_seed(3)
+    model, x = nn.Sequential(Layer()), torch.randn(2, 5, 6)
+    prepare_units(plan_units(model, (Layer,)), activation_checkpointing=kind)
+    loss = model(x).sum()
+    with Operations() as operations:
+        loss.backward()
+    return operations.seen
+
+
+def test_selective_computes_neither_attention_nor_every_other_product_again():
+    plain, full, selective = map(_operations_of_backward, ("none", "full", "selective"))
+    attention = [name for name in full if name.startswith("_scaled_dot_product") and "backward" not in name]
+    assert len(attention) == 1
+    assert not any(name in attention for name in plain + selective)
+
+    def products(seen: list[str]) -> int:
+        return sum(name in ("mm", "addmm") for name in seen)
+
+    assert products(full) - products(plain) == 2
+    assert products(selective) - products(plain) == 1
+    assert selective.count("tanh") == full.count("tanh") == plain.count("tanh") + 1
+
+
+def test_nothing_is_recomputed_without_gradients():
+    model = Stack()
+    prepare_units(plan_units(model, (Layer,)), activation_checkpointing="full")
+    with torch.no_grad():
+        model(torch.randn(2, 5, 6))
+    assert [layer.runs for layer in model.layers] == [1, 1, 1]
+
+
+def test_what_cannot_be_done_is_refused_by_name():
+    model = Stack()
+    with pytest.raises(ParallelConfigError, match="activation_checkpointing is 'some'"):
+        prepare_units(plan_units(model, (Layer,)), activation_checkpointing="some")
+    with pytest.raises(ParallelConfigError, match="activation_checkpointing_interval is 0"):
+        prepare_units(plan_units(model, (Layer,)), activation_checkpointing="full", every_nth=0)
+    with pytest.raises(ParallelConfigError, match="no unit has more than one layer of weights"):
+        prepare_units(plan_units(model, (nn.Linear,)), activation_checkpointing="full")
+    model.layers[1].config = SimpleNamespace(recompute_granularity="selective")
+    with pytest.raises(
+        ParallelConfigError, match=r"activation_checkpointing is 'full'.*recompute_granularity is 'sel"
+    ):
+        prepare_units(plan_units(model, (Layer,)), activation_checkpointing="full")
+    for fields in (
+        {"activation_checkpointing": "some"},
+        {"activation_checkpointing": "full", "activation_checkpointing_interval": 0},
+        {"activation_checkpointing_interval": 2},
+    ):
+        with pytest.raises(ParallelConfigError, match="activation_checkpointing"):
+            TorchFullyShardedDataParallelConfig(**fields)
+
+
+def _same_with_and_without(fields: dict[str, object], is_exact: bool) -> None:
+    found = []
+    for options in ({}, fields):
+        model = build("fsdp2", toy(), unit_classes=(Block, nn.Embedding), **options)
+        assert list(model.state_dict()) == list(Toy().state_dict())
+        for _ in range(2):
+            model.zero_grad_buffer()
+            for tokens in batches(dist.get_rank(), 2):
+                loss_of(model, tokens).backward()
+            model.finish_grad_sync()
+        found.append(gradients(model))
+    plain, changed = found
+    if not is_exact:  # compiled kernels add 8 tokens of two micro-batches of two ranks in an order of their own
+        assert_same_sums(changed, plain, additions=31)
+        return
+    for name, expected in plain.items():
+        assert torch.equal(changed[name], expected), name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective", "activation_checkpointing_interval": 2},
+    ],
+)
+def test_sharded_units_are_checkpointed_bit_for_bit(fields):
+    run_distributed(_same_with_and_without, 2, fields, True)
+
+
+def _compiles() -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    _same_with_and_without({"compile_units": True, "activation_checkpointing": "selective"}, is_exact=False)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"], counters["graph_break"]
+
+
+@pytest.mark.long
+def test_compiled_units_agree():
+    run_distributed(_compiles, 2, limit_s=240)
+
+
+def _gpt_losses(fields: dict[str, object]) -> list[torch.Tensor]:
+    module = build_gpt(True)
+    settings = TorchFullyShardedDataParallelConfig(**fields)
+    model = wrap_model(module, module.config, settings, process_group=dist.group.WORLD)
+    tokens, labels = micro_batches(0, dist.get_rank())[0]
+    model(tokens, labels=labels).mean().backward()
+    model.finish_grad_sync()
+    return [g for _, g in sorted(gradients(model).items())]
+
+
+def _gpt_is_the_same() -> None:
+    plain = _gpt_losses({})
+    for kind in ("full", "selective"):
+        assert all(map(torch.equal, _gpt_losses({"activation_checkpointing": kind}), plain))
+
+
+def test_a_gpts_layers_are_checkpointed_bit_for_bit():
+    run_distributed(_gpt_is_the_same, 2)

@@ -1,0 +1,100 @@
+"""Units that are alike become one line, and numbers are in units that one reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from core.distributed.report.facts import Held, ModelFacts, UnitFacts
+from core.distributed.report.rows import amount, cells, count, fold, notes, shorten, size
+from core.distributed.report.wire import StepPlan, Traffic
+
+LAYER = UnitFacts(
+    name="decoder.layers.0",
+    kind="TransformerLayer",
+    place=1,
+    num_parameters=12_345_678,
+    num_trainable=12_345_678,
+    kept=Held(3 * 2**20, (torch.float32,)),
+    gathered=Held(6 * 2**20, (torch.bfloat16,)),
+    gradient=Held(3 * 2**20, (torch.float32,)),
+    after_forward="freed",
+    traffic=(Traffic("all-gather", 8, 6 * 2**20, 4), Traffic("reduce-scatter", 1, 2**20, 4)),
+)
+
+
+def _layer(name: str, **changes: object) -> UnitFacts:
+    return replace(LAYER, name=name, **changes)
+
+
+def test_equal_units_numbered_one_after_the_other_are_folded():
+    units = [
+        _layer("embedding"),
+        *(_layer(f"decoder.layers.{i}", place=i) for i in range(12)),
+        _layer("decoder.layers.12", after_forward="stays"),
+        _layer("decoder.layers.14", after_forward="stays"),
+        _layer("a.1.b.0"),
+        _layer("a.2.b.0"),
+        _layer("a.2.b.1"),
+    ]
+    assert [run.name for run in fold(units)] == [
+        "embedding",
+        "decoder.layers.0-11 (12 x)",
+        "decoder.layers.12",
+        "decoder.layers.14",
+        "a.1-2.b.0 (2 x)",
+        "a.2.b.1",
+    ]
+
+
+def test_a_line_holds_the_numbers_of_one_unit():
+    (run,) = fold([LAYER, _layer("decoder.layers.1")])
+    assert cells(run) == (
+        "decoder.layers.0-1 (2 x)",
+        "TransformerLayer",
+        "12.3 M",
+        "3.0 MiB fp32",
+        "6.0 MiB bf16",
+        "freed",
+        "3.0 MiB",
+        "8",
+        "1",
+        "36.8 MiB",  # (8 * 6 + 1) MiB * 3 / 4
+    )
+    (offloaded,) = fold([_layer("", num_trainable=0, is_offloaded=True, gathered=None)])
+    assert cells(offloaded)[:5] == ("(the rest)", "TransformerLayer", "12.3 M frozen", "3.0 MiB fp32 host", "-")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(0, "-"), (999, "999 B"), (1000, "1.0 KiB"), (300 * 2**20, "300 MiB"), (5 * 2**40, "5.0 TiB")],
+)
+def test_sizes(nbytes, expected):
+    assert size(nbytes) == expected
+
+
+def test_counts_and_amounts():
+    assert [count(n) for n in (83, 10_000, 58_700_000, 7_000_000_000)] == ["83", "10.0 k", "58.7 M", "7.0 B"]
+    assert amount(Held(2**20, (torch.bfloat16, torch.float32))) == "1.0 MiB bf16+fp32"
+    assert amount(Held(0, ())) == amount(None) == "-"
+
+
+def test_long_names_lose_their_middle():
+    assert shorten("decoder.layers.0", 20) == "decoder.layers.0"
+    assert shorten("decoder.layers.0-31 (32 x)", 19) == "decode….0-31 (32 x)"
+    assert shorten("decoder.a.weight … decoder.b.weight", 23) == "….a.weight … ….b.weight"
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "said"),
+    [
+        (2, 1, "one tensor-parallel part of the model; what layers send among 2 tensor-parallel ranks is not counted"),
+        (1, 2, "what layers send among 2 context-parallel ranks is not counted"),
+        (1, 1, None),
+    ],
+)
+def test_what_lies_under_a_wrapper_is_said_not_to_be_counted(tp, cp, said):
+    facts = ModelFacts("X", 1, 1, 1, StepPlan(2, False), (LAYER,), (), (), 0, 0, "", tp, cp)
+    assert [note for note in notes(facts) if "not counted" in note] == ([] if said is None else [said])

@@ -1,0 +1,210 @@
+"""What a step is said to put on the wire is what its collectives carry, counted call by call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core import parallel_state
+from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
+from core.distributed.report.wire import StepPlan, Traffic, bucket_traffic, sharded_traffic
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import UNITS, GradientTraffic, Toy, batches, build, loss_of, toy
+
+MICRO_BATCHES = 3
+_KINDS = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter", "allreduce_": "all-reduce"}
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """Calls and bytes of the whole tensors of torch's own collectives, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _KINDS.get(func._schema.name.removeprefix("c10d::")) if func.namespace == "c10d" else None
+        if kind is not None:
+            tensors = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, torch.Tensor)]
+            self.counted[kind, "calls"] += 1
+            self.counted[kind, "bytes"] += max(t.numel() * t.element_size() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def _said(model: Any) -> dict[tuple[str, str], int]:
+    said: Counter[tuple[str, str]] = Counter()
+    for entry in (entry for unit in model._facts(MICRO_BATCHES).units for entry in unit.traffic):
+        said[entry.kind, "calls"] += entry.calls
+        said[entry.kind, "bytes"] += entry.calls * entry.nbytes
+    return dict(said)
+
+
+def _step(model: Any) -> None:
+    model.zero_grad_buffer()
+    for index, tokens in enumerate(batches(dist.get_rank(), MICRO_BATCHES)):
+        with nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
+            loss_of(model, tokens).backward()
+    model.finish_grad_sync()
+
+
+def _frozen_below(module: Toy) -> Toy:
+    module.embedding.requires_grad_(False)
+    module.blocks[0].requires_grad_(False)
+    return module
+
+
+MODELS = {
+    "tied": lambda: toy(),
+    "untied": lambda: toy(tied=False),
+    "frozen below": lambda: _frozen_below(toy(tied=False)),
+    "adapters": lambda: _adapted(),
+}
+
+
+def _adapted() -> nn.Module:
+    """Frozen but for the gains of the blocks, so that backward runs through weights that get no gradient."""
+    module = toy(tied=False).requires_grad_(False)
+    for block in module.blocks:
+        block.gain.requires_grad_(True)
+    return module
+
+
+def _counts_sharded(kind: str, fields: dict[str, Any], config: dict[str, Any], spared: bool) -> None:
+    module = MODELS[kind]()
+    if spared:
+        module.embedding.weights_used_in_backward = False
+    model = build("fsdp2", module, config=SimpleNamespace(**config), collectives="torch", **fields)
+    for _ in range(2):  # FSDP2 sets itself up in the first
+        with CollectiveBytes() as counter:
+            _step(model)
+        assert dict(counter.counted) == _said(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "config", "spared"),
+    [
+        ("tied", {}, {}, False),
+        ("untied", {}, {}, True),
+        ("untied", {"reshard_after_forward": False}, {}, False),
+        ("untied", {"grad_reduce_in_fp32": True}, {"bf16": True}, False),
+        ("untied", {}, {"bf16": True}, True),
+        ("frozen below", {}, {}, False),
+        ("adapters", {}, {}, False),
+        ("frozen below", {"backward_prefetch": 0}, {}, False),
+        ("untied", {"keep_gathered_between_micro_batches": "all"}, {}, False),
+        ("untied", {"keep_gathered_between_micro_batches": "all"}, {}, True),
+        ("untied", {"keep_gathered_between_micro_batches": "none"}, {}, True),
+        ("untied", {"keep_gathered_between_micro_batches": "none"}, {}, False),
+        ("untied", {"reduce_every_micro_batch": True}, {}, True),
+        ("untied", {"reshard_overrides": ("blocks.0=False", "head=True", "=True")}, {}, False),
+    ],
+)
+def test_sharded_units_send_what_is_said(kind, fields, config, spared):
+    run_distributed(_counts_sharded, 2, kind, fields, config, spared)
+
+
+def _counts_reshard_to_two() -> None:
+    model = build("fsdp2", toy(tied=False), reshard_after_forward=2, collectives="torch")
+    for _ in range(2):
+        with CollectiveBytes() as counter:
+            _step(model)
+        assert dict(counter.counted) == _said(model)
+    within = [e for unit in model._facts(MICRO_BATCHES).units for e in unit.traffic if e.ranks == 2]
+    assert sum(entry.calls for entry in within) == 3 * MICRO_BATCHES  # embedding and both blocks
+    assert "1/2" in model.describe()
+
+
+def test_parameters_kept_whole_among_two_of_four_ranks_are_gathered_from_these():
+    run_distributed(_counts_reshard_to_two, 4)
+
+
+def _counts_hybrid() -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    settings = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2, collectives="torch")
+    model = TorchFullyShardedDataParallel(SimpleNamespace(), settings, toy(), UNITS)
+    for _ in range(2):
+        with CollectiveBytes() as counter:
+            _step(model)
+        said = _said(model)
+        assert dict(counter.counted) == said
+        assert said["all-reduce", "calls"] == said["reduce-scatter", "calls"] == 3
+    assert "everything sharded over 2, 2 replicas of each shard" in model.describe()
+
+
+def test_hybrid_units_send_what_is_said():
+    run_distributed(_counts_hybrid, 4)
+
+
+def _counts_messages(kind: str, fields: dict[str, Any]) -> None:
+    model = build(kind, toy(), **fields)
+    sent = sum(entry.sent_bytes for unit in model._facts(MICRO_BATCHES).units for entry in unit.traffic)
+    with GradientTraffic() as traffic:  # between gloo's ranks every piece is a message of ours
+        _step(model)
+        if kind.startswith("zero"):
+            model.start_param_sync(force_sync=True)
+    assert traffic.sent_bytes == sent > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("ddp", {}),
+        ("zero1", {}),
+        ("zero2", {"bucket_size": 50}),
+        ("zero2", {"bucket_size": 50, "reduce_every_micro_batch": True}),
+        ("fsdp2", {}),
+        ("fsdp2", {"reduce_every_micro_batch": True}),
+    ],
+)
+def test_a_rank_sends_what_is_said(kind, fields):
+    run_distributed(_counts_messages, 2, kind, fields)
+
+
+UNIT = {"gathered_bytes": 800, "reduced_bytes": 1600, "shard_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("step", "unit", "expected"),
+    [
+        (StepPlan(), {}, [("all-gather", 2, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
+        (StepPlan(4), {}, [("all-gather", 8, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
+        (
+            StepPlan(4),
+            {"reshard_after_forward": 2},
+            [("all-gather", 4, 800, 8), ("all-gather", 4, 800, 2), ("reduce-scatter", 1, 1600, 8)],
+        ),
+        (StepPlan(4), {"is_kept": True}, [("all-gather", 5, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
+        (
+            StepPlan(4),
+            {"is_kept": True, "reshard_after_forward": False},
+            [("all-gather", 1, 800, 8), ("reduce-scatter", 1, 1600, 8)],
+        ),
+        (
+            StepPlan(4, reduces_every_micro_batch=True),
+            {"num_replicas": 3, "reshard_after_forward": False},
+            [("all-gather", 4, 800, 8), ("reduce-scatter", 4, 1600, 8), ("all-reduce", 4, 200, 3)],
+        ),
+        (StepPlan(4), {"reduced_bytes": 0, "is_gathered_in_backward": False}, [("all-gather", 4, 800, 8)]),
+        (StepPlan(4), {"shard_size": 1}, []),
+    ],
+)
+def test_the_traffic_of_a_sharded_unit_follows_from_its_settings(step, unit, expected):
+    assert sharded_traffic(step, **{**UNIT, **unit}) == tuple(Traffic(*entry) for entry in expected)
+
+
+def test_a_hybrid_bucket_scatters_within_and_reduces_across():
+    found = bucket_traffic(StepPlan(2), param_bytes=400, grad_bytes=800, shard_size=4, num_replicas=2)
+    assert found == (
+        Traffic("all-gather", 1, 400, 4),
+        Traffic("reduce-scatter", 1, 800, 4),
+        Traffic("all-reduce", 1, 200, 2),
+    )
+    assert [entry.sent_bytes for entry in found] == [300, 600, 200]

@@ -1,0 +1,27 @@
+"""Bytes and ranks as messages put them."""
+
+import pytest
+
+from core.text import choices, rank_list, readable_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (1536, "1.5 KiB"), (3 * 2**20, "3 MiB"), (2**62, "4 EiB")],
+)
+def test_bytes_have_three_digits_and_the_unit_that_fits(num_bytes, text):
+    assert readable_bytes(num_bytes) == text
+
+
+def test_many_ranks_are_counted():
+    assert rank_list([3]) == "rank 3"
+    assert rank_list([0, 2]) == "ranks 0, 2"
+    assert rank_list(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_choices_name_the_nearest_first():
+    assert choices("otpim", ["optim", "no_shard"]) == "did you mean 'optim'? it takes one of optim, no_shard"
+    assert choices("FULL", ["full"]).startswith("did you mean 'full'?")
+    assert choices("zzz", ["a", "b"]) == "it takes one of a, b"
+    assert choices("x", [str(n) for n in range(30)]).endswith(" 19 and 10 more")
+    assert choices("x", []) == "there is none to choose from"
