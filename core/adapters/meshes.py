@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import device, parallel_state
-from ..distributed.mesh_axes import mesh_axes
 from ..errors import ParallelConfigError
+from .mesh_axes import mesh_axes
 
 
 def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> DeviceMesh:

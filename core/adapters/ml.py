@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from .. import device
 from ..distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel, wrap_model
-from ..distributed.mesh_axes import whole_group
+from ..distributed.groups import whole_group
 from ..errors import ConfigError
 from ..text import choices
 from ..warn import warn_once

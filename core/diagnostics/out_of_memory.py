@@ -89,34 +89,33 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     runs and the one that comes next; recomputation leaves the activations of one layer; half a micro-batch leaves
     half of the activations; and bf16 half of what is computed with.
     """
-    ddp_config, config = wrapper.ddp_config, wrapper.config
+    plan, config = wrapper.plan, wrapper.config
     spared = 1.0 - 1.0 / wrapper.process_group.size()
-    num_units, num_layers = max(1, len(getattr(wrapper, "units", ()))), _num_layers(wrapper.module)
-    is_fully_sharded = hasattr(wrapper, "units")
-    recomputes = getattr(config, "recompute_granularity", None) == "full" or (
-        getattr(ddp_config, "activation_checkpointing", "none") != "none"
+    is_fully_sharded = plan.strategy == "optim_grads_params"
+    units = plan.units if is_fully_sharded else ()
+    num_units, num_layers = max(1, len(units)), _num_layers(wrapper.module)
+    recomputes = getattr(config, "recompute_granularity", None) == "full" or any(
+        unit.recomputes != "none" for unit in units
     )
     computes_in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16"))
+    is_cast = is_fully_sharded and plan.root.precision.param_dtype is not None
     candidates: list[tuple[str, float]] = [
         ("half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
     ]
     if not recomputes:
         how = "activation_checkpointing='full'" if is_fully_sharded else "recompute_granularity='full'"
         candidates.append((f"recomputation of activations ({how})", table[REST] * (1 - 1 / num_layers)))
-    if computes_in_fp32 and getattr(ddp_config, "param_dtype", None) is None:
+    if computes_in_fp32 and not is_cast:
         candidates.append(("computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2))
     if not is_fully_sharded:
         sharded = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
         candidates.append(
             (
                 "full sharding (TorchFullyShardedDataParallelConfig)",
-                spared * sum(table[name] for name in sharded.get(ddp_config.sharding_strategy, (PARAMETERS,))),
+                spared * sum(table[name] for name in sharded.get(plan.strategy, (PARAMETERS,))),
             )
         )
-    elif (
-        getattr(ddp_config, "reshard_after_forward", True) is not True
-        or getattr(ddp_config, "keep_gathered_between_micro_batches", "") == "all"
-    ):
+    elif sum(unit.reshard_after_forward is True for unit in units) < num_units - 1:  # the last one stays in any case
         candidates.append(
             (
                 "freeing gathered parameters after forward (reshard_after_forward=True, "
@@ -124,18 +123,18 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
                 table[GATHERED] * max(0.0, 1 - 2 / num_units),
             )
         )
-    if table[WHOLE_GRADIENTS] and not ddp_config.reduce_every_micro_batch:
+    if table[WHOLE_GRADIENTS] and not plan.reduces_every_micro_batch:
         candidates.append(
             ("reducing each micro-batch (reduce_every_micro_batch=True)", spared * table[WHOLE_GRADIENTS])
         )
-    if is_fully_sharded and getattr(ddp_config, "forward_prefetch", 1) + getattr(ddp_config, "backward_prefetch", 1):
+    if is_fully_sharded and plan.forward_prefetch + plan.backward_prefetch > 0:
         candidates.append(
             (
                 "no unit gathered ahead (forward_prefetch=0, backward_prefetch=0)",
                 table[PARAMETERS] * wrapper.process_group.size() / num_units,
             )
         )
-    if is_fully_sharded and device_type == "cuda" and not getattr(ddp_config, "cpu_offload", False):
+    if is_fully_sharded and device_type == "cuda" and not plan.offloads:
         kept = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
         candidates.append(("shards on the host (cpu_offload=True)", kept))
     yield from ((setting, int(size)) for setting, size in candidates if size >= 1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,10 +21,9 @@ from .gradient_state import GradientState, Phase
 from .model.expert_parameters import reject_expert_parameters
 from .model.gradient_checks import GradientChecks
 from .model.rewrapping import reject_wrapped
-from .model.same_model import reject_different_models
-from .model.units import Unit
 from .parameter_owner import own_parameters, owner_of, shares_gradient
-from .report import ModelFacts, describe
+from .plan import GradientReduction, ShardingPlan
+from .report import describe, model_facts
 
 
 class _BaseDataParallel(nn.Module, ABC):
@@ -51,49 +49,38 @@ class _BaseDataParallel(nn.Module, ABC):
         config: the model's config. Any object will do: an absent field takes its default.
         module: the model, wrapped in place.
         ddp_config: the wrapper's settings.
+        plan: what `ddp_config` means for this model on these ranks.
+
+    Attributes:
+        plan: as given; all but users read this in place of `ddp_config`.
         process_group: the ranks that hold replicas; data parallel times context parallel.
     """
 
     def __init__(
-        self,
-        config: Any,
-        module: nn.Module,
-        ddp_config: DistributedDataParallelConfig,
-        process_group: dist.ProcessGroup,
+        self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: ShardingPlan
     ) -> None:
         super().__init__()
-        reject_wrapped(module, (_BaseDataParallel,))
-        reject_expert_parameters(module, config)
         watch_optimizers()
         self.config = config
         self.module = module
         self.ddp_config = ddp_config
-        self.process_group = process_group
+        self.plan = plan
+        self.process_group = plan.groups.whole
         self._syncs_gradients = True
-        self._gradient_checks = GradientChecks(ddp_config.check_for_nan_in_grad, ddp_config.check_for_large_grads)
+        self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
         self._step = 0  # steps whose gradients were reduced
         self.gradient_state = GradientState()
 
-    def _reject_different_models(self, units: Sequence[Unit] = (), **settings: Any) -> None:
-        """Raises WrapError, on every rank, unless all of the group are about to wrap the same model alike.
-
-        Args:
-            settings: what the constructor was given beside the config that has to agree too.
-        """
-        reject_different_models(
-            self.module,
-            self.process_group,
-            wrapper=type(self).__name__,
-            config=self.config,
-            ddp_config=self.ddp_config,
-            units=[unit.names for unit in units],
-            settings=settings,
-        )
+    @staticmethod
+    def _reject_unwrappable(module: nn.Module, config: Any) -> None:
+        """Raises on a model that is wrapped already, or has experts; to be called before it is planned."""
+        reject_wrapped(module, (_BaseDataParallel,))
+        reject_expert_parameters(module, config)
 
     @property
     def sums_gradients(self) -> bool:
         """Whether gradients are summed over ranks, for `finalize_model_grads` to divide by the token count."""
-        return bool(getattr(self.config, "calculate_per_token_loss", False))
+        return self.plan.reduction is GradientReduction.SUM
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward; `explain` says what fails in it."""
@@ -274,10 +261,7 @@ class _BaseDataParallel(nn.Module, ABC):
         Raises:
             ConfigError: another format.
         """
-        return describe(self._facts(num_microbatches), format)
-
-    @abstractmethod
-    def _facts(self, num_microbatches: int) -> ModelFacts: ...
+        return describe(model_facts(self.plan, self.module, num_microbatches), format)
 
     @abstractmethod
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:

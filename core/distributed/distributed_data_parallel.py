@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatch
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..comm.lane import comm_lane
 from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
 from ..process_groups_config import ProcessGroupCollection
-from ..tensor_parallel.attributes import has_tensor_parallel_attributes
 from .buffers.bucket import Bucket
 from .buffers.bucket_group import BucketGroup, GradientLender, GradReduction
-from .buffers.layout import FullParamLayout, default_bucket_size, lay_out
-from .buffers.param_and_grad_buffer import ParamAndGradBuffer, parameters_alone
+from .buffers.param_and_grad_buffer import ParamAndGradBuffer
 from .buffers.param_placement import ParamPlacement
 from .buffers.unreadable_gradient import is_unreadable, make_unreadable_gradient
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import Phase
-from .instance_groups import Ranks, ranks_of, resolve_instance_groups
+from .groups import Ranks, find_groups
 from .model.broadcast import broadcast_tensors
-from .model.expert_parameters import is_expert_parameter
 from .model.initial_values import start_equal
+from .model.same_model import reject_different_models
 from .model.unfit_models import reject_unfit
 from .parameter_owner import share_gradient
-from .report import ModelFacts, bucket_facts
+from .plan import FlatPlan, GradientReduction, plan_buffers
+from .plan.layout import FullParamLayout
 
 
 class DistributedDataParallel(_BaseDataParallel):
@@ -82,31 +78,26 @@ class DistributedDataParallel(_BaseDataParallel):
         *,
         process_group: Ranks | None = None,
     ) -> None:
-        process_group = ranks_of("DistributedDataParallel", ddp_config, pg_collection, process_group)
-        strategy = ddp_config.sharding_strategy
-        if strategy == "optim_grads_params":
-            raise ParallelConfigError(
-                "DistributedDataParallel keeps whole parameters, but the sharding strategy is 'optim_grads_params'; "
-                "use wrap_model, or TorchFullyShardedDataParallel"
-            )
-        groups = resolve_instance_groups(ddp_config, process_group)
-        super().__init__(config, module, ddp_config, groups[0])
-        self.intra_instance_group, self.inter_instance_group = groups[1:]
-        _check_per_token_loss(self.sums_gradients, ddp_config)
-        _check_precision(config, module)
+        caller = type(self).__name__
+        self._reject_unwrappable(module, config)
+        groups = find_groups(caller, ddp_config.num_distributed_optimizer_instances, process_group, pg_collection)
+        model = unwrap_model(module)
         reject_unfit(module)
-        self._reject_different_models(disable_bucketing=disable_bucketing)
-        with replaced_parameters_marked(module):
-            start_equal(module, self.process_group)  # replicas that start different would stay different
-        self._is_sharded = strategy != "no_shard"
-        self._reduces_every_micro_batch = ddp_config.reduce_every_micro_batch and self.intra_instance_group.size() > 1
-        self._reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"
-        self._grad_buffers = self._build_buffers(disable_bucketing)
-        if full_param_layout is not None and full_param_layout != self._layout():
+        plan = plan_buffers(model, config, ddp_config, groups, caller=caller, disable_bucketing=disable_bucketing)
+        if full_param_layout is not None and full_param_layout != plan.layout:
             raise ParallelConfigError(
                 "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
                 "bucket_size, number of ranks and ddp_config, or leave it out"
             )
+        super().__init__(config, module, ddp_config, plan)
+        self.plan: FlatPlan = plan
+        self._is_sharded = plan.strategy != "no_shard"
+        self.intra_instance_group = groups.shard if self._is_sharded else groups.whole
+        self.inter_instance_group = groups.replicate if self._is_sharded else None
+        reject_different_models(module, plan)
+        with replaced_parameters_marked(module):
+            start_equal(module, self.process_group)  # replicas that start different would stay different
+        self._grad_buffers = self._build_buffers(model)
         self._bucket_groups = self._build_bucket_groups()
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
         self._placement = ParamPlacement(
@@ -126,85 +117,47 @@ class DistributedDataParallel(_BaseDataParallel):
             if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
                 self._group_of[param].bucket.note_written_by_layer(param)
         self._own_parameters()
-        if ddp_config.overlap_param_gather:
+        if plan.overlaps_params:
             self.enable_forward_pre_hook()
 
-    def _build_buffers(self, disable_bucketing: bool) -> list[ParamAndGradBuffer]:
-        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-        for name, param in reversed(list(unwrap_model(self).named_parameters())):
-            if isinstance(param, DTensor):
-                raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
-            if hasattr(param, "has_buffer"):
-                raise WrapError(f"parameter {name} lies in the buffers of a wrapper already; wrap the plain model")
-            if param.requires_grad:
-                kinds[is_expert_parameter(param), param.dtype, self._grad_dtype(param), param.device].append(
-                    (name, param)
-                )
-        size = self.process_group.size()
-        shards = self.intra_instance_group.size() if self._is_sharded else 1
+    def _build_buffers(self, model: nn.Module) -> list[ParamAndGradBuffer]:
+        named = dict(model.named_parameters())
         return [
             ParamAndGradBuffer(
-                params,
-                grad_dtype,
-                lay_out(
-                    [param.numel() for _, param in params],
-                    dp_size=size if self._is_sharded else None,
-                    bucket_size=None if disable_bucketing else self._bucket_size(size),
-                    num_buckets=None if disable_bucketing else self.ddp_config.num_buckets,
-                    for_high_busbw=self.ddp_config.pad_buckets_for_high_nccl_busbw,
-                    alone=parameters_alone([param for _, param in params]) if self._is_sharded else (),
-                    aligned={i for i, (_, param) in enumerate(params) if has_tensor_parallel_attributes(param)},
-                ),
-                num_shards=shards,
+                [(param.name, named[param.name]) for bucket in buffer.buckets for param in bucket.params],
+                buffer.grad_dtype,
+                [bucket.layout for bucket in buffer.buckets],
+                num_shards=self.plan.num_shards,
                 shard_index=self.intra_instance_group.rank() if self._is_sharded else 0,
-                holds_params=self._is_sharded,
-                releases_grads=self.ddp_config.sharding_strategy == "optim_grads" and shards > 1,
-                accumulated_in_fp32=self._accumulated_in_fp32([name for name, _ in params], grad_dtype),
+                holds_params=buffer.holds_params,
+                releases_grads=buffer.releases_grads,
+                accumulated_in_fp32=buffer.accumulated_in_fp32,
             )
-            for (_, _, grad_dtype, _), params in kinds.items()
+            for buffer in self.plan.buffers
         ]
 
-    def _accumulated_in_fp32(self, names: Sequence[str], grad_dtype: torch.dtype) -> list[str]:
-        if torch.promote_types(grad_dtype, torch.float32) == grad_dtype:
-            return []
-        patterns = self.ddp_config.param_name_patterns_for_fp32_local_accumulation
-        return [name for name in names if any(pattern == "all" or fnmatch(name, pattern) for pattern in patterns)]
-
-    def _layout(self) -> FullParamLayout:
-        return FullParamLayout(tuple(tuple(bucket.layout for bucket in b.buckets) for b in self._grad_buffers))
-
-    def _grad_dtype(self, param: nn.Parameter) -> torch.dtype:
-        # Double precision stays: reducing in fp32 is about adding more exactly, not less.
-        return torch.promote_types(param.dtype, torch.float32) if self.ddp_config.grad_reduce_in_fp32 else param.dtype
-
-    def _bucket_size(self, dp_size: int) -> int | None:
-        if self.ddp_config.num_buckets is None and self.ddp_config.bucket_size is None:
-            return default_bucket_size(dp_size) if self._reduces_during_backward else None
-        return self.ddp_config.bucket_size
-
     def _build_bucket_groups(self) -> list[BucketGroup]:
-        """In the order in which they leave, equal on all ranks: that in which backward is expected to finish them."""
+        """In the order in which they leave."""
         reduction = GradReduction(
             group=self.process_group,
             shard_group=self.intra_instance_group if self._is_sharded else None,
             replica_group=self.inter_instance_group,
-            averages=not self.sums_gradients,
-            average_in_collective=self.ddp_config.average_in_collective,
-            fp32_accumulation=self.ddp_config.reduce_scatter_with_fp32_accumulation,
+            averages=self.plan.reduction is GradientReduction.MEAN,
+            average_in_collective=self.plan.averages_in_collective,
+            fp32_accumulation=self.plan.adds_in_fp32,
         )
-        buckets = [bucket for buffer in self._grad_buffers for bucket in buffer.buckets]
-        position = {param: index for index, param in enumerate(unwrap_model(self).parameters())}
+        buckets = [self._grad_buffers[index].buckets[number] for index, number in self.plan.leaves]
         return [
             BucketGroup(
                 bucket,
                 reduction,
                 self._inspect,
                 comm_lane(bucket.buffer.device),
-                overlaps_grads=self.ddp_config.overlap_grad_reduce,
-                overlaps_params=self.ddp_config.overlap_param_gather,
-                reduces_every_micro_batch=self._reduces_every_micro_batch,
+                overlaps_grads=self.plan.overlaps_grads,
+                overlaps_params=self.plan.overlaps_params,
+                reduces_every_micro_batch=self.plan.reduces_every_micro_batch,
             )
-            for bucket in sorted(buckets, key=lambda b: -min(position[param] for param in b.params))
+            for bucket in buckets
         ]
 
     def settle_parameters(self) -> None:
@@ -267,12 +220,12 @@ class DistributedDataParallel(_BaseDataParallel):
             group.add_gradient(param, gradient)  # type: ignore[arg-type]
         param.grad = None
         del gradient  # its memory may serve for what the reduction allocates
-        if not self._reduces_during_backward:
+        if not self.plan.reduces_during_backward:
             return
-        if self._reduces_every_micro_batch and not self._is_backward_watched:
+        if self.plan.reduces_every_micro_batch and not self._is_backward_watched:
             self._is_backward_watched = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if self._syncs_gradients or self._reduces_every_micro_batch:
+        if self._syncs_gradients or self.plan.reduces_every_micro_batch:
             group.note_grad_ready(param)  # type: ignore[arg-type]
             self._send_complete_buckets()
 
@@ -388,8 +341,9 @@ class DistributedDataParallel(_BaseDataParallel):
         for param, group in self._group_of.items():
             grad_dtype = group.bucket.main_grad_dtype(param)
             if group.bucket.has_gradient(param) and grad_dtype != param.dtype:
+                is_local = any(buffer.accumulated_in_fp32 for buffer in self.plan.buffers)
                 name = "param_name_patterns_for_fp32_local_accumulation"
-                setting = name if getattr(self.ddp_config, name) else "grad_reduce_in_fp32"
+                setting = name if is_local else "grad_reduce_in_fp32"
                 raise ShardstackError(
                     f"{optimizer} was to step parameter {self._name_of(param)} in {param.dtype}, whose gradient is "
                     f"kept in {grad_dtype} and not in .grad; use core.optimizer.get_megatron_optimizer, or drop "
@@ -398,7 +352,7 @@ class DistributedDataParallel(_BaseDataParallel):
 
     @property
     def _sharding(self) -> str:
-        return f"the sharding strategy {self.ddp_config.sharding_strategy!r}"
+        return f"the sharding strategy {self.plan.strategy!r}"
 
     def _name_of(self, param: nn.Parameter) -> str:
         return next(slot.name for slot in self._group_of[param].bucket.slots if slot.param is param)
@@ -475,9 +429,6 @@ class DistributedDataParallel(_BaseDataParallel):
         self.finish_param_sync()
         broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.process_group)
 
-    def _facts(self, num_microbatches: int) -> ModelFacts:
-        return bucket_facts(self, unwrap_model(self), num_microbatches)
-
     def held_tensors(self) -> dict[str, list[Tensor]]:
         buckets = [group.bucket for group in self._bucket_groups]
         held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
@@ -491,15 +442,6 @@ class DistributedDataParallel(_BaseDataParallel):
             "gradients": [*held, *grads],
             "gradients not reduced yet": whole,
         }
-
-
-def _check_precision(config: Any, module: nn.Module) -> None:
-    asked = next((name for name in ("bf16", "fp16") if getattr(config, name, False)), None)
-    if asked and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
-        raise ParallelConfigError(
-            f"config.{asked} is set, but every parameter is fp32, and replicas compute in the dtype of their "
-            "parameters; wrap the model in Float16Module(config, model) first"
-        )
 
 
 class _BufferList(list[ParamAndGradBuffer]):
@@ -534,13 +476,6 @@ def _shows_main_grad(param: Any) -> bool:
     """Whether ``param.grad`` is the memory of ``main_grad``, as after `finish_grad_sync`."""
     main_grad = getattr(param, "main_grad", None)
     return param.grad is not None and main_grad is not None and param.grad.data_ptr() == main_grad.data_ptr()
-
-
-def _check_per_token_loss(sums_gradients: bool, ddp_config: DistributedDataParallelConfig) -> None:
-    if sums_gradients and ddp_config.average_in_collective:
-        raise ParallelConfigError(
-            "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
-        )
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves
 
-from .. import device, parallel_state
 from .._torch_compat import current_backward
 from ..errors import ParallelConfigError, ShardstackError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -23,7 +19,6 @@ from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
-from ..warn import warn_once
 from .data_parallel_base import _BaseDataParallel, local_gradient
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .fsdp2.sharded_model import ShardedModel
@@ -37,12 +32,11 @@ from .fsdp2.torch_private import (
     whole_gradients,
 )
 from .gradient_state import Phase
-from .instance_groups import Ranks, check_instances_of_mesh, ranks_of
-from .mesh_axes import whole_group
+from .groups import Ranks, find_groups
 from .model.broadcast import broadcast_tensors
-from .model.units import UnitChoice, parameter_attributes_kept
-from .report import ModelFacts, sharded_facts
-from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from .model.parameter_attributes import parameter_attributes_kept
+from .plan import plan_fsdp2
+from .plan.units import UnitChoice
 
 _NO_BACKWARD = -1
 
@@ -95,15 +89,15 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        process_group = ranks_of(type(self).__name__, ddp_config, pg_collection, process_group)
-        settings = _fsdp2_settings(ddp_config)
-        mesh, process_group = _mesh_and_group(ddp_config.num_distributed_optimizer_instances, process_group)
-        super().__init__(config, module, ddp_config, process_group)
-        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
         caller = type(self).__name__
-        self.sharded = ShardedModel(module, mesh, process_group, unit_classes, settings, caller=caller, config=config)
-        self.units = self.sharded.units
-        self._replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+        self._reject_unwrappable(module, config)
+        groups = find_groups(caller, ddp_config.num_distributed_optimizer_instances, process_group, pg_collection)
+        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
+        plan = plan_fsdp2(module, config, ddp_config, groups, unit_classes, caller=caller)
+        super().__init__(config, module, ddp_config, plan)
+        self.sharded = ShardedModel(module, plan)
+        self.units = plan.units
+        self._replicas = groups.replicate
         self._warned_about_load = False
         self._own_parameters()
 
@@ -209,9 +203,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             )
         return _IncompatibleKeys([], [])
 
-    def _facts(self, num_microbatches: int) -> ModelFacts:
-        return sharded_facts(self, num_microbatches, self.sharded.kept.modules)
-
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
             "parameters": [*shard_tensors(self.module), *self.module.buffers()],
@@ -228,67 +219,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             return super()._apply(fn, recurse)
 
 
-def _mesh_and_group(num_instances: int, process_group: Ranks | None) -> tuple[DeviceMesh, dist.ProcessGroup]:
-    if isinstance(process_group, DeviceMesh):
-        check_instances_of_mesh(num_instances, process_group)
-        return process_group, whole_group(process_group)
-    if process_group is not None:
-        if num_instances > 1:
-            raise ParallelConfigError(
-                f"num_distributed_optimizer_instances is {num_instances} with a process_group given, which has one "
-                "axis; drop one of the two"
-            )
-        return DeviceMesh.from_group(process_group, device.device_type(), mesh_dim_names=("dp_cp",)), process_group
-    mesh = parallel_state.get_data_parallel_mesh()
-    found = mesh.size(0) if mesh.ndim == 2 else 1
-    if num_instances != found:
-        raise ParallelConfigError(
-            f"num_distributed_optimizer_instances is {num_instances}, but core.parallel_state was initialised with "
-            f"{found}; give both the same number"
-        )
-    return mesh, parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
 def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return (local.untyped_storage().data_ptr(), int(local.storage_offset()))
-
-
-def _fsdp2_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:
-    """FSDP2's own settings, or their defaults; raises or warns on what FSDP2 has no counterpart for."""
-    if ddp_config.sharding_strategy in ("optim", "optim_grads"):
-        raise ParallelConfigError(
-            f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
-            f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
-        )
-    if ddp_config.reduce_scatter_with_fp32_accumulation:
-        raise ParallelConfigError(
-            "reduce_scatter_with_fp32_accumulation adds fp16 and bf16 gradients in fp32 while it sends them as they "
-            "are, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32, which sends them in fp32"
-        )
-    if ddp_config.param_name_patterns_for_fp32_local_accumulation:
-        raise ParallelConfigError(
-            "param_name_patterns_for_fp32_local_accumulation adds up gradients in fp32 before they are reduced in "
-            "their own precision, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32"
-        )
-    without_effect = [field for field in _BUFFER_FIELDS if getattr(ddp_config, field)]
-    if without_effect:
-        warn_once(
-            f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "
-            "unit by unit and overlaps by itself. No number changes"
-        )
-    if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
-        return ddp_config
-    own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
-    shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
-    return TorchFullyShardedDataParallelConfig(**shared)
-
-
-_BUFFER_FIELDS = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "bucket_size",
-    "num_buckets",
-    "pad_buckets_for_high_nccl_busbw",
-    "average_in_collective",
-)

@@ -12,8 +12,9 @@ from ..warn import warn_once
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .instance_groups import Ranks
-from .model.units import UnitChoice
+from .groups import Ranks
+from .plan import shards_parameters
+from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 
@@ -44,12 +45,11 @@ def wrap_model(
         "pg_collection": pg_collection,
         "disable_bucketing": disable_bucketing,
     }
-    if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
-        return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
-    if ddp_config.sharding_strategy == "optim_grads_params":
+    if not shards_parameters(ddp_config):
+        return DistributedDataParallel(config, ddp_config, module, **common)
+    if not isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
         say_that_fsdp2_stands_in()
-        return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
-    return DistributedDataParallel(config, ddp_config, module, **common)
+    return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
 
 
 def say_that_fsdp2_stands_in() -> None:

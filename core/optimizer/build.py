@@ -91,11 +91,11 @@ def _wrappers_that_shard_state(
 ) -> list[DistributedDataParallel]:
     """The chunks' wrappers if they leave each rank its share of flat buffers to update; else none."""
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
-    strategies = {wrapper.ddp_config.sharding_strategy for wrapper in wrappers}
+    strategies = {wrapper.plan.strategy for wrapper in wrappers}
     sharding = [
         wrapper
         for wrapper in wrappers
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.ddp_config.sharding_strategy != "no_shard"
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.plan.strategy != "no_shard"
     ]
     if sharding and len(sharding) < len(model_chunks):
         raise ConfigError(
@@ -114,7 +114,7 @@ def _wrappers_that_shard_state(
 def _check_whole(params: list[MainParam]) -> None:
     for p in params:
         wrapper = owner_of(p.param)
-        if wrapper is not None and wrapper.ddp_config.sharding_strategy in ("optim", "optim_grads"):
+        if wrapper is not None and wrapper.plan.strategy in ("optim", "optim_grads"):
             raise OptimizerError(
                 f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
                 "was given something else than that wrapper; give it what wrap_model returned"

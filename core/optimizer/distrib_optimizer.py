@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ..dist_checkpointing.flat_range import flat_range_view
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
 from ..distributed.buffers.bucket import Bucket
-from ..distributed.buffers.layout import FullParamLayout, lay_out
-from ..distributed.buffers.param_and_grad_buffer import parameters_alone
-from ..distributed.model.expert_parameters import is_expert_parameter
+from ..distributed.plan.buffers import is_expert_parameter, lay_out_params
+from ..distributed.plan.layout import FullParamLayout
 from ..errors import OptimizerError
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer
@@ -101,13 +100,12 @@ class DistributedOptimizer(MegatronOptimizer):
         return FullParamLayout(
             tuple(
                 tuple(
-                    lay_out(
-                        [param.numel() for param in of_kind],
+                    lay_out_params(
+                        of_kind,
                         dp_size=data_parallel_world_size,
                         bucket_size=bucket_size,
                         num_buckets=ddp_config.num_buckets,
                         for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
-                        alone=parameters_alone(of_kind),
                     )
                 )
                 for of_kind in kinds.values()

@@ -23,9 +23,9 @@ _CONTRACT = "tests/unit/distributed/test_data_parallel_base.py"
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _COLLECTIVES = "tests/unit/comm/test_collectives.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
-_UNITS = ("tests/unit/distributed/model/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
+_UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
 _STARTS = "tests/unit/distributed/model/test_initial_values.py"
-_PRECISION = ("tests/unit/distributed/fsdp2/test_precision.py", "tests/unit/distributed/fsdp2/test_fsdp_precision.py")
+_PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_fsdp_precision.py")
 _OPTIMIZER = "tests/unit/optimizer/test_optimizer.py"
 _NORM = "tests/unit/optimizer/test_clip_grads.py"
 _RULES = "tests/unit/optimizer/test_update_rules.py"
@@ -157,7 +157,7 @@ MUTATIONS = (
     ),
     Mutation(
         "units that share a weight are not united",
-        "core/distributed/model/units.py",
+        "core/distributed/plan/units.py",
         "    for holders in owners.values():\n",
         "    for holders in ():\n",
         _UNITS,
@@ -171,7 +171,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients are reduced in the dtype of computation, whatever was asked",
-        "core/distributed/fsdp2/precision.py",
+        "core/distributed/plan/precision.py",
         "MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype,",
         "MixedPrecisionPolicy(param_dtype, param_dtype,",
         _PRECISION,
@@ -221,10 +221,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a parameter begins on the last element of the one before",
-        "core/distributed/buffers/layout.py",
+        "core/distributed/plan/layout.py",
         "begin = _round_up(start + begin, PARAM_ALIGNMENT) - start",
         "begin = max(begin - 1, 0)",
-        ("tests/unit/distributed/buffers/test_layout.py", _DDP),
+        ("tests/unit/distributed/plan/test_layout.py", _DDP),
     ),
     # ---- optimizer and norms
     Mutation(

@@ -12,15 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ...distributed.fsdp2.sharded_model import ShardedModel
-from ...distributed.mesh_axes import mesh_axes
+from ...distributed.groups import DataParallelGroups
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.model.unit_transforms import ActivationCheckpointing
+from ...distributed.plan import plan_fsdp2
 from ...distributed.resharding import Reshard
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from ..mesh_axes import mesh_axes
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 ITEMS_OF_CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
-"""What makes every item of these a unit; `plan_units` looks into nested ones."""
+"""What makes every item of these a unit; `find_units` looks into nested ones."""
 
 
 def fsdp2_strategy_parallelize(
@@ -74,16 +76,16 @@ def fsdp2_strategy_parallelize(
         pin_memory=getattr(offload_policy, "pin_memory", False),
         sync_module_states=sync_module_states,
     )
-    sharded = ShardedModel(
+    plan = plan_fsdp2(
         model,
-        axes.data,
-        axes.group,
-        ITEMS_OF_CONTAINERS,
+        None,
         settings,
+        DataParallelGroups.of_mesh(axes.data),
+        ITEMS_OF_CONTAINERS,
         caller="fsdp2_strategy_parallelize",
         mp_policy=mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
-    sharded.let_be_called_directly()
+    ShardedModel(model, plan).let_be_called_directly()
     return model
 
 

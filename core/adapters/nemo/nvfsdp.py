@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...distributed.data_parallel_base import _BaseDataParallel
 from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES, DistributedDataParallelConfig
-from ...distributed.mesh_axes import mesh_axes
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
@@ -21,6 +20,7 @@ from ...distributed.wrap import wrap_model
 from ...errors import ParallelConfigError
 from ...text import choices
 from ...warn import warn_once
+from ..mesh_axes import mesh_axes
 from .class_paths import check_classes_are_in, import_classes_from_paths
 from .tensor_parallel_plan import Plan, cut_as_planned
 

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from ...distributed.mesh_axes import TENSOR_AXES, MeshAxes, axis_sizes
 from ...distributed.model.broadcast import broadcast_tensors
-from ...distributed.model.units import parameter_attributes_kept
+from ...distributed.model.parameter_attributes import parameter_attributes_kept
 from ...errors import ParallelConfigError, WrapError
 from ...text import choices
 from ...warn import warn_once
+from ..mesh_axes import TENSOR_AXES, MeshAxes, axis_sizes
 from .styles import translate_to_torch_parallel_style
 
 Plan = Mapping[str, ParallelStyle]

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from ..._torch_compat import fsdp_param_groups
 from ...distributed import TorchFullyShardedDataParallelConfig
 from ...distributed.fsdp2.sharded_model import ShardedModel
-from ...distributed.mesh_axes import whole_group
-from ...distributed.model.units import UnitChoice
+from ...distributed.groups import DataParallelGroups, whole_group
+from ...distributed.plan import plan_fsdp2
+from ...distributed.plan.units import UnitChoice
 from ...distributed.resharding import Reshard
 from ...errors import ParallelConfigError
 from ...warn import warn_once
@@ -149,9 +150,9 @@ class FullyShardTransform(BaseDistributedTransform):
             cpu_offload=offload_policy is not None,
             pin_memory=offload_policy is not None and offload_policy.pin_memory,
         )
-        sharded = ShardedModel(
-            model, mesh, whole_group(mesh), units, settings, caller="FullyShardTransform", mp_policy=mp_policy
-        )
+        groups = DataParallelGroups.of_mesh(mesh)
+        plan = plan_fsdp2(model, None, settings, groups, units, caller="FullyShardTransform", mp_policy=mp_policy)
+        sharded = ShardedModel(model, plan)
         sharded.let_be_called_directly()
 
         @contextmanager

@@ -21,8 +21,8 @@ from ...distributed import (
     wrap_model,
 )
 from ...distributed.data_parallel_base import unwrap_model
-from ...distributed.mesh_axes import whole_group
-from ...distributed.model.units import UnitChoice
+from ...distributed.groups import whole_group
+from ...distributed.plan.units import UnitChoice
 from ...dtypes import as_dtype
 from ...errors import CheckpointError
 from ...warn import warn_once

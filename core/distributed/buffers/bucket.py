@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..._torch_compat import current_backward
 from ...errors import ShardstackError
 from ...host_memory import passing_memory
-from .layout import BucketLayout
+from ..plan.layout import BucketLayout
 
 if TYPE_CHECKING:
     from .param_and_grad_buffer import ParamAndGradBuffer

@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..model.expert_parameters import is_expert_parameter
+from ..plan.buffers import is_expert_parameter
+from ..plan.layout import BucketLayout
 from .bucket import Bucket
-from .layout import BucketLayout
 
 
 class ParamAndGradBuffer:
@@ -114,11 +114,3 @@ class ParamAndGradBuffer:
             view = data[start:end].view(param.shape)
             view.copy_(param.detach())
             param.data = view
-
-
-def parameters_alone(params: Sequence[nn.Parameter]) -> list[int]:
-    """Indices of those that have a bucket of their own where buckets are sharded.
-
-    As in Megatron-LM, weights that carry ``shared_embedding``: those are read outside their module too.
-    """
-    return [index for index, param in enumerate(params) if getattr(param, "shared_embedding", False)]

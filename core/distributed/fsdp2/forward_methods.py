@@ -11,13 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from ...errors import WrapError
-from ..model.units import Unit
 from .torch_private import is_in_forward
 
 
 def register_forward_methods(
     root: nn.Module,
-    units: Iterable[Unit],
+    members: Iterable[nn.Module],
     names: Sequence[str],
     *,
     prepare: Callable[[], None],
@@ -28,13 +27,14 @@ def register_forward_methods(
     They are called on the wrapped model: ``model.module.generate(...)``. Every rank must call them, as `forward`.
 
     Args:
+        members: the modules of the units.
         prepare: called before each, as before a forward.
         free: frees what stays gathered, after a call that no backward follows.
 
     Raises:
         WrapError: a name that neither the root nor a unit has as a method.
     """
-    modules = list(dict.fromkeys([root, *(module for unit in units for module in unit.modules)]))
+    modules = list(dict.fromkeys([root, *members]))
     for name in names:
         holders = [module for module in modules if callable(getattr(module, name, None))]
         if not holders:

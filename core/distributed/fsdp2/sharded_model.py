@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule
 
-from ... import device
 from ..._torch_compat import current_backward
 from ...diagnostics.plain_state_dicts import reject_plain_state_dicts
-from ...dtypes import as_dtype
 from ...tensor_parallel import VocabParallelEmbedding
-from ...warn import warn_once
-from ..model.initial_values import InitialValues
+from ..model.initial_values import InitialValues, cast_buffers
 from ..model.same_model import reject_different_models
-from ..model.unit_transforms import prepare_units
-from ..model.units import UnitChoice, plan_units
-from ..resharding import parse_overrides
-from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from ..model.unit_transforms import transform_modules
+from ..plan import FSDP2Plan
 from .forward_methods import register_forward_methods
 from .gathered_values import GatheredValues
 from .micro_batches import KeptBetweenMicroBatches
-from .precision import cast_buffers, mixed_precision_policy
 from .prefetch import Prefetcher
 from .recorded_collectives import record_fsdp_collectives
 from .shard_model import fsdp_modules, shard_model
@@ -50,92 +40,49 @@ class ShardedModel:
 
     Args:
         module: the model, on any device; its parameters may be DTensors of tensor parallelism already.
-        mesh: ``(shard,)``, or ``(replicate, shard)`` for hybrid sharding.
-        group: all ranks of the mesh.
-        unit_classes: as `plan_units` takes them.
-        settings: all of FSDP2's.
-        caller: what the user called, for messages.
-        config: the model's config, any object; absent fields take their defaults.
-        mp_policy: torch's own, in place of the dtypes of `settings` and `config`.
+        plan: what is to be done to it, from `plan_fsdp2`.
 
     Attributes:
-        units: as they became.
+        plan: as given.
         fsdp_modules: every module that FSDP2 acts on, the root first.
-        kept: what stays gathered from one micro-batch of a step to the next.
 
     Raises:
-        ParallelConfigError: a setting that this model or mesh cannot have.
         WrapError: a model that is sharded already, that cannot be, or that other ranks do not have alike.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        group: dist.ProcessGroup,
-        unit_classes: Iterable[UnitChoice],
-        settings: TorchFullyShardedDataParallelConfig,
-        *,
-        caller: str,
-        config: Any = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-    ) -> None:
-        planned = plan_units(module, unit_classes)
-        reject_different_models(
-            module,
-            group,
-            wrapper=caller,
-            config=config,
-            ddp_config=settings,
-            units=[unit.names for unit in planned],
-            settings={} if mp_policy is None else {f.name: getattr(mp_policy, f.name) for f in fields(mp_policy)},
-        )
-        start = InitialValues(module, group, from_first_rank=settings.sync_module_states)
+    def __init__(self, module: nn.Module, plan: FSDP2Plan) -> None:
+        reject_different_models(module, plan, [unit.names for unit in plan.units])
+        start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes)
         start.equalize()
-        prepare_units(
-            planned,
-            activation_checkpointing=settings.activation_checkpointing,
-            every_nth=settings.activation_checkpointing_interval,
-            compile_units=settings.compile_units,
-        )
-        keeps_all = settings.keep_gathered_between_micro_batches == "all"
+        for unit in plan.units:
+            transform_modules(unit.modules, unit.recomputes, unit.is_compiled)
         self.module = module
-        self.units = shard_model(
-            module,
-            mesh,
-            planned,
-            reshard_after_forward=False if keeps_all else settings.reshard_after_forward,
-            reshard_overrides=parse_overrides(settings.reshard_overrides),
-            gathers_ahead=settings.forward_prefetch + settings.backward_prefetch > 0,
-            collectives=settings.collectives,
-            mp_policy=mp_policy or mixed_precision_policy(module.parameters(), _compute_dtype(config), settings),
-            offload_policy=_offload_policy(settings),
-            averages_gradients=not getattr(config, "calculate_per_token_loss", False),
-        )
+        self.plan = plan
+        shard_model(plan)
         self.fsdp_modules = fsdp_modules(module)
         self._prefetcher = Prefetcher(
             module,
-            [unit.modules[0] for unit in self.units],
-            [unit.modules[0] for unit in self.units if unit.is_needed_in_backward],
-            settings.forward_prefetch,
-            settings.backward_prefetch,
+            [unit.modules[0] for unit in plan.units],
+            [unit.modules[0] for unit in plan.units if unit.is_needed_in_backward],
+            plan.forward_prefetch,
+            plan.backward_prefetch,
         )
-        self.kept = KeptBetweenMicroBatches(module, self.units, _kept_between_micro_batches(settings))
-        self._reduces_every_micro_batch = settings.reduce_every_micro_batch
+        self._kept = KeptBetweenMicroBatches(plan)
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
-                submodule.adds_gradient_rows = getattr(config, "gradient_accumulation_fusion", True)
+                submodule.adds_gradient_rows = plan.adds_gradient_rows
+        members = [member for unit in plan.units for member in unit.modules]
         register_forward_methods(
-            module, self.units, settings.forward_methods, prepare=self.prepare_forward, free=self.reshard
+            module, members, plan.forward_methods, prepare=self.prepare_forward, free=self.reshard
         )
-        start.fill("cpu" if settings.cpu_offload else None)
+        start.fill("cpu" if plan.offloads else None)
         self._has_allocated = False  # set by the first forward, which makes the tensors that units are gathered into
         self._has_failed = False  # a backward raised, set when that is seen, cleared when `recover` says so
         self._values = GatheredValues(module)
-        for submodule in [*(member for unit in self.units for member in unit.modules), module]:
+        for submodule in [*members, module]:
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
-        if (buffer_dtype := as_dtype(settings.buffer_dtype)) is not None:
-            cast_buffers(module, buffer_dtype)
+        if plan.buffer_dtype is not None:
+            cast_buffers(module, plan.buffer_dtype)
         reject_plain_state_dicts(module)
         record_fsdp_collectives(module)
 
@@ -196,10 +143,10 @@ class ShardedModel:
         """Whether the backwards that follow reduce gradients, or let them add up on each rank."""
         if enabled:
             complete_accumulated_gradients(self.module)
-        if not self._reduces_every_micro_batch:
+        if not self.plan.reduces_every_micro_batch:
             for module in self.fsdp_modules:
                 module.set_requires_gradient_sync(enabled, recurse=False)
-        self.kept.expect(another_micro_batch=not enabled)
+        self._kept.expect(another_micro_batch=not enabled)
 
     def let_be_called_directly(self) -> None:
         """Lets the model be called, accumulate and generate text without a wrapper around it.
@@ -221,26 +168,3 @@ class ShardedModel:
             self.set_gradient_sync(requires_gradient_sync)
         else:
             FSDPModule.set_requires_gradient_sync(self.fsdp_modules[0], requires_gradient_sync, recurse=False)
-
-
-def _compute_dtype(config: Any) -> torch.dtype:
-    if getattr(config, "bf16", False):
-        return torch.bfloat16
-    return torch.float16 if getattr(config, "fp16", False) else torch.float32
-
-
-def _kept_between_micro_batches(settings: TorchFullyShardedDataParallelConfig) -> str:
-    asked = settings.keep_gathered_between_micro_batches
-    return "none" if asked == "ends" and settings.reduce_every_micro_batch else asked
-
-
-def _offload_policy(settings: TorchFullyShardedDataParallelConfig) -> OffloadPolicy | None:
-    if not settings.cpu_offload:
-        return None
-    has_accelerator = device.device_type() != "cpu"
-    if settings.pin_memory and not has_accelerator:
-        warn_once(
-            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards lie in ordinary "
-            "memory. No number changes"
-        )
-    return CPUOffloadPolicy(pin_memory=settings.pin_memory and has_accelerator)

@@ -3,15 +3,13 @@
 Gradients that a sharded model holds whole, because `no_sync` kept them on this rank: FSDP2 reduces a unit's gradient
 from the backward hook that produced it, and after a last micro-batch inside `no_sync`, or one that did not reach every
 unit, whole gradients are left over; torch has no public way to reduce or to drop them. Gathers that were started
-ahead of a use that never came. The ranks among which a unit stays gathered between forward and backward. What is
-gathered and reduced together, by what, and the memory that it takes.
+ahead of a use that never came. The ranks among which a unit stays gathered between forward and backward. What units
+are gathered and reduced by, and the memory that it takes.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -283,49 +281,7 @@ def _state(module: nn.Module) -> Any:
     return module._get_fsdp_state()  # type: ignore[operator]
 
 
-# ---- what is gathered and reduced together, and the memory that it takes
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedParameter:
-    """One parameter of a group; numbers of elements are of the tensor that FSDP2 was given, tensor-parallel or not."""
-
-    names: tuple[str, ...]
-    """Every name below the root: several where it is tied."""
-    parameter: nn.Parameter
-    """The sharded one."""
-    numel: int
-    shard_numel: int
-    """Of this rank's piece, the padding included that makes the pieces of all ranks equally long."""
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedGroup:
-    """Parameters that one all-gather brings together and one reduce-scatter takes apart."""
-
-    modules: tuple[nn.Module, ...]
-    parameters: tuple[ShardedParameter, ...]
-    param_dtype: torch.dtype | None
-    """Of computation and of all-gathers; None is the parameters' own."""
-    reduce_dtype: torch.dtype | None
-    """Of reduction; None is that of computation."""
-    shard_size: int
-    """Ranks that share a parameter."""
-    num_replicas: int
-    """Ranks that hold the same shard, in a hybrid."""
-    reshard_after_forward: bool | int
-    """Freed after forward; or kept whole among so many ranks; see `resharding`."""
-    is_read_in_backward: bool
-    is_offloaded: bool
-
-
-def sharded_groups(root: nn.Module) -> list[ShardedGroup]:
-    """How FSDP2 will gather and reduce each group of a sharded model, as it is set now."""
-    names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return [_as_sharded_group(group, names) for group in _param_groups(root) if group.fsdp_params]
+# ---- the memory that it takes
 
 
 def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
@@ -367,34 +323,6 @@ def gathered_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
     for parameter in _fsdp_parameters(root):
         if hasattr(parameter, "_unsharded_param"):
             yield parameter._unsharded_param
-
-
-def _as_sharded_group(group: Any, names: Mapping[nn.Parameter, list[str]]) -> ShardedGroup:
-    mesh, after_forward = group.mesh_info, group.post_forward_mesh_info
-    if after_forward is None or after_forward == mesh:
-        reshard: bool | int = after_forward is not None
-    else:
-        reshard = after_forward.shard_mesh_size
-    return ShardedGroup(
-        modules=group.modules,
-        parameters=tuple(
-            ShardedParameter(
-                names=tuple(names[getattr(parameter._module_info.module, parameter._module_info.param_name)]),
-                parameter=parameter.sharded_param,
-                numel=parameter._orig_size.numel(),
-                shard_numel=parameter.padded_sharded_param_size.numel(),
-                dtype=parameter.sharded_param.dtype,
-            )
-            for parameter in group.fsdp_params
-        ),
-        param_dtype=group.mp_policy.param_dtype,
-        reduce_dtype=group.mp_policy.reduce_dtype,
-        shard_size=mesh.shard_mesh_size,
-        num_replicas=getattr(mesh, "replicate_mesh_size", 1),
-        reshard_after_forward=reshard,
-        is_read_in_backward=group.unshard_in_backward,
-        is_offloaded=any(parameter.offload_to_cpu for parameter in group.fsdp_params),
-    )
 
 
 def _reductions_under_way(comm_ctx: Any) -> list[Any]:

@@ -8,11 +8,7 @@ from torch import nn
 
 from ... import parallel_state
 from ...errors import ParallelConfigError
-
-
-def is_expert_parameter(parameter: nn.Parameter) -> bool:
-    """Whether the parameter carries Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
-    return not getattr(parameter, "allreduce", True)
+from ..plan.buffers import is_expert_parameter
 
 
 def reject_expert_parameters(module: nn.Module, config: Any) -> None:

@@ -115,3 +115,11 @@ def start_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer once, by its first name."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts every floating-point buffer of the model, in place; parameters stay."""
+    for submodule in module.modules():
+        for name, buffer in submodule.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(submodule, name, buffer.to(dtype))

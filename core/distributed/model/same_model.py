@@ -7,12 +7,10 @@ differs do they exchange what they have.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,41 +20,27 @@ from ... import device
 from ...comm.collectives import all_reduce_by_backend
 from ...errors import WrapError
 from ...text import listed, rank_list
+from ..plan import ShardingPlan
 
 Description = dict[str, str]
 """What a rank wraps: what a message calls each thing, and what it is, in the model's order."""
 
-_MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})
-_FIELDS_OF_MODEL_CONFIG = ("bf16", "fp16", "calculate_per_token_loss", "gradient_accumulation_fusion")
 
-
-def reject_different_models(
-    module: nn.Module,
-    group: dist.ProcessGroup,
-    *,
-    wrapper: str,
-    config: Any,
-    ddp_config: Any,
-    units: Sequence[Sequence[str]] = (),
-    settings: Mapping[str, Any] | None = None,
-) -> None:
+def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequence[Sequence[str]] = ()) -> None:
     """Raises, on every rank of the group, unless all of them wrap the same model with the same settings.
 
     Args:
         module: the model, before it is wrapped; its parameters may be on the meta device.
-        wrapper: the name of the wrapper's class.
-        config: the model's config; what a wrapper reads of it must agree.
-        ddp_config: the wrapper's settings, a dataclass; all must agree but those that concern a rank alone.
+        plan: its settings must agree.
         units: names of the modules of each unit.
-        settings: others that must agree.
 
     Raises:
         WrapError: names the first difference, and which ranks have what.
     """
+    group = plan.groups.whole
     if group.size() == 1:
         return
-    mine = describe_structure(module, wrapper=wrapper, config=config, ddp_config=ddp_config, units=units)
-    mine |= {f"the setting {name}": repr(value) for name, value in (settings or {}).items()}
+    mine = describe_structure(module, plan.settings, units)
     if _is_equal_over_ranks(mine, group):
         return
     everyone = _gather(mine, group)
@@ -64,23 +48,18 @@ def reject_different_models(
     by_value: dict[str, list[int]] = defaultdict(list)
     for rank, value in enumerate(values):
         by_value[value].append(rank)
-    told = listed([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
+    found = listed([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
     raise WrapError(
-        f"the ranks of a data-parallel group wrap different models, first in {subject}: {told}. Build the same model "
+        f"the ranks of a data-parallel group wrap different models, first in {subject}: {found}. Build the same model "
         "from the same settings on every rank (ranks are counted within the group)"
     )
 
 
 def describe_structure(
-    module: nn.Module, *, wrapper: str, config: Any, ddp_config: Any, units: Sequence[Sequence[str]] = ()
+    module: nn.Module, settings: Iterable[tuple[str, str]] = (), units: Sequence[Sequence[str]] = ()
 ) -> Description:
     """All that must agree, which values of parameters are not."""
-    described = {"the wrapper": wrapper}
-    for field in dataclasses.fields(ddp_config):
-        if field.name not in _MAY_DIFFER:
-            described[f"the setting {field.name}"] = repr(getattr(ddp_config, field.name))
-    for name in _FIELDS_OF_MODEL_CONFIG:
-        described[f"the model's setting {name}"] = repr(bool(getattr(config, name, False)))
+    described = dict(settings)
     described["the model's class"] = type(module).__name__
     unit_of = {name: ", ".join(unit) for unit in units for name in unit}
     first_name: dict[nn.Parameter, str] = {}

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from core.distributed.fsdp2.micro_batches import units_at_the_ends
 from core.distributed.fsdp2.torch_private import gathered_tensors
-from core.distributed.model.units import Unit
+from core.distributed.plan.fsdp2 import units_at_the_ends
+from core.distributed.plan.units import Unit
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, toy
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.fsdp2.sharded_model import ShardedModel
-from core.distributed.mesh_axes import whole_group
+from core.distributed.groups import DataParallelGroups
+from core.distributed.plan import plan_fsdp2
 from core.errors import WrapError
 from core.warn import warn_once
 from tests.unit._spawn import run_distributed
@@ -24,8 +25,10 @@ def _sharded(seed: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **set
     model = toy(seed)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     asked = TorchFullyShardedDataParallelConfig(**settings)  # type: ignore[arg-type]
-    sharded = ShardedModel(model, mesh, whole_group(mesh), UNITS, asked, caller="a test", mp_policy=mp_policy)
-    assert {"blocks.0", "blocks.1"} <= {name for unit in sharded.units for name in unit.names}
+    groups = DataParallelGroups.of_mesh(mesh)
+    plan = plan_fsdp2(model, None, asked, groups, UNITS, caller="a test", mp_policy=mp_policy)
+    sharded = ShardedModel(model, plan)
+    assert {"blocks.0", "blocks.1"} <= {name for unit in plan.units for name in unit.names}
     sharded.let_be_called_directly()
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
-from core.distributed.model.unit_transforms import prepare_units
-from core.distributed.model.units import plan_units
+from core.distributed.model.unit_transforms import transform_modules
+from core.distributed.plan.fsdp2 import choose_transforms
+from core.distributed.plan.units import find_units
 from core.errors import ParallelConfigError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from tests.functional._runs import build_gpt, micro_batches
@@ -49,13 +51,21 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+def _transform(model: nn.Module, classes: tuple[type[nn.Module], ...], **settings: Any) -> None:
+    units = find_units(model, classes)
+    recomputed, compiled = choose_transforms(units, TorchFullyShardedDataParallelConfig(**settings))
+    for unit in units:
+        recomputes = settings.get("activation_checkpointing", "none") if unit in recomputed else "none"
+        transform_modules(unit.modules, recomputes, unit in compiled)
+
+
 def _run(**options: object) -> tuple[list[torch.Tensor], list[int], list[int], list[str]]:
     """Loss and gradients, how often each layer ran, elements that autograd kept, names."""
     torch.manual_seed(3)
     model = Stack()
     x = torch.randn(2, 5, 6)
     model_parallel_manual_seed(11, tp_rank=0)
-    prepare_units(plan_units(model, (nn.ModuleList, nn.Linear)), **options)
+    _transform(model, (nn.ModuleList, nn.Linear), **options)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
         loss = model(x).square().sum()
@@ -77,7 +87,7 @@ def test_checkpointing_changes_no_bit_and_no_name(kind):
 
 def test_every_nth_unit_is_checkpointed_and_single_layers_do_not_count():
     plain = _run()[0]
-    found, runs, _, _ = _run(activation_checkpointing="full", every_nth=2)
+    found, runs, _, _ = _run(activation_checkpointing="full", activation_checkpointing_interval=2)
     assert all(map(torch.equal, found, plain))
     assert runs == [2, 1, 2]
 
@@ -95,7 +105,7 @@ class Operations(torch.utils._python_dispatch.TorchDispatchMode):
 def _operations_of_backward(kind: str) -> list[str]:
     torch.manual_seed(3)
     model, x = nn.Sequential(Layer()), torch.randn(2, 5, 6)
-    prepare_units(plan_units(model, (Layer,)), activation_checkpointing=kind)
+    _transform(model, (Layer,), activation_checkpointing=kind)
     loss = model(x).sum()
     with Operations() as operations:
         loss.backward()
@@ -118,7 +128,7 @@ def test_selective_computes_neither_attention_nor_every_other_product_again():
 
 def test_nothing_is_recomputed_without_gradients():
     model = Stack()
-    prepare_units(plan_units(model, (Layer,)), activation_checkpointing="full")
+    _transform(model, (Layer,), activation_checkpointing="full")
     with torch.no_grad():
         model(torch.randn(2, 5, 6))
     assert [layer.runs for layer in model.layers] == [1, 1, 1]
@@ -126,17 +136,13 @@ def test_nothing_is_recomputed_without_gradients():
 
 def test_what_cannot_be_done_is_refused_by_name():
     model = Stack()
-    with pytest.raises(ParallelConfigError, match="activation_checkpointing is 'some'"):
-        prepare_units(plan_units(model, (Layer,)), activation_checkpointing="some")
-    with pytest.raises(ParallelConfigError, match="activation_checkpointing_interval is 0"):
-        prepare_units(plan_units(model, (Layer,)), activation_checkpointing="full", every_nth=0)
     with pytest.raises(ParallelConfigError, match="no unit has more than one layer of weights"):
-        prepare_units(plan_units(model, (nn.Linear,)), activation_checkpointing="full")
+        _transform(model, (nn.Linear,), activation_checkpointing="full")
     model.layers[1].config = SimpleNamespace(recompute_granularity="selective")
     with pytest.raises(
         ParallelConfigError, match=r"activation_checkpointing is 'full'.*recompute_granularity is 'sel"
     ):
-        prepare_units(plan_units(model, (Layer,)), activation_checkpointing="full")
+        _transform(model, (Layer,), activation_checkpointing="full")
     for fields in (
         {"activation_checkpointing": "some"},
         {"activation_checkpointing": "full", "activation_checkpointing_interval": 0},

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from core.distributed.report.facts import ModelFacts
+from core.distributed.report.facts import ModelFacts, model_facts
 from core.distributed.report.table import WIDTH
 from core.errors import ConfigError
 from tests.functional._runs import build_gpt
@@ -23,7 +23,7 @@ from tests.unit.distributed._toys import WRAPPERS, batches, build, loss_of, toy
 def _describes(kind: str) -> tuple[str, str, int, int]:
     model = build(kind, toy())
     kept = sum(_local(p).untyped_storage().nbytes() for p in dict.fromkeys(model.parameters()))
-    facts: ModelFacts = model._facts(4)
+    facts: ModelFacts = model_facts(model.plan, model.module, 4)
     assert model.describe(num_microbatches=4).splitlines()[0].startswith(f"{type(model).__name__}: 246 parameters")
     if kind == "fsdp2":
         assert sum(unit.kept.nbytes for unit in facts.units) == kept

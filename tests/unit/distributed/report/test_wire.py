@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
+from core.distributed.report import model_facts
 from core.distributed.report.wire import StepPlan, Traffic, bucket_traffic, sharded_traffic
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, GradientTraffic, Toy, batches, build, loss_of, toy
@@ -41,7 +42,9 @@ class CollectiveBytes(TorchDispatchMode):
 
 def _said(model: Any) -> dict[tuple[str, str], int]:
     said: Counter[tuple[str, str]] = Counter()
-    for entry in (entry for unit in model._facts(MICRO_BATCHES).units for entry in unit.traffic):
+    for entry in (
+        entry for unit in model_facts(model.plan, model.module, MICRO_BATCHES).units for entry in unit.traffic
+    ):
         said[entry.kind, "calls"] += entry.calls
         said[entry.kind, "bytes"] += entry.calls * entry.nbytes
     return dict(said)
@@ -117,7 +120,9 @@ def _counts_reshard_to_two() -> None:
         with CollectiveBytes() as counter:
             _step(model)
         assert dict(counter.counted) == _said(model)
-    within = [e for unit in model._facts(MICRO_BATCHES).units for e in unit.traffic if e.ranks == 2]
+    within = [
+        e for unit in model_facts(model.plan, model.module, MICRO_BATCHES).units for e in unit.traffic if e.ranks == 2
+    ]
     assert sum(entry.calls for entry in within) == 3 * MICRO_BATCHES  # embedding and both blocks
     assert "1/2" in model.describe()
 
@@ -145,7 +150,11 @@ def test_hybrid_units_send_what_is_said():
 
 def _counts_messages(kind: str, fields: dict[str, Any]) -> None:
     model = build(kind, toy(), **fields)
-    sent = sum(entry.sent_bytes for unit in model._facts(MICRO_BATCHES).units for entry in unit.traffic)
+    sent = sum(
+        entry.sent_bytes
+        for unit in model_facts(model.plan, model.module, MICRO_BATCHES).units
+        for entry in unit.traffic
+    )
     with GradientTraffic() as traffic:  # between gloo's ranks every piece is a message of ours
         _step(model)
         if kind.startswith("zero"):

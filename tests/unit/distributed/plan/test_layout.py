@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from core.distributed.buffers.layout import HIGH_BUSBW_ALIGNMENT, PARAM_ALIGNMENT, default_bucket_size, lay_out
+from core.distributed.plan.layout import HIGH_BUSBW_ALIGNMENT, PARAM_ALIGNMENT, default_bucket_size, lay_out
 
 SIZES = [1, 70, 64, 200, 7, 129]
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from core.distributed import TorchFullyShardedDataParallelConfig
-from core.distributed.fsdp2.precision import cast_buffers, mixed_precision_policy
+from core.distributed.model.initial_values import cast_buffers
+from core.distributed.plan.precision import mixed_precision_policy
 from core.errors import ParallelConfigError
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64

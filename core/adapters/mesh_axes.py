@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..distributed.groups import whole_group
 from ..errors import ParallelConfigError
 from ..text import choices
 
@@ -62,11 +63,6 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
     shard = _with_context(device_mesh, shard, axis_names)
     data = _sliced(device_mesh, (REPLICATE_AXIS, shard) if has_replicas else shard)
     return MeshAxes(data, whole_group(data), tensor if tensor is not None and tensor.size() > 1 else None)
-
-
-def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of a data-parallel mesh, of whatever number of axes."""
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 def axis_sizes(device_mesh: DeviceMesh) -> str:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from core.distributed.model.units import parameter_attributes_kept, plan_units
+from core.distributed.model.parameter_attributes import parameter_attributes_kept
+from core.distributed.plan.units import find_units
 from core.errors import WrapError
 
 
@@ -31,7 +32,7 @@ class Tree(nn.Module):
 
 def planned(root: nn.Module, *classes: type[nn.Module]) -> list[list[str]]:
     names = {module: name for name, module in root.named_modules()}
-    return [[names[module] for module in unit.modules] for unit in plan_units(root, classes)]
+    return [[names[module] for module in unit.modules] for unit in find_units(root, classes)]
 
 
 def test_outermost_matches_become_units():
@@ -97,13 +98,13 @@ def test_a_weight_marked_as_shared_is_left_to_the_root_even_from_a_nested_unit()
 @pytest.mark.parametrize("entry", ["Leaf", int, Leaf()])
 def test_what_is_not_a_module_class_is_refused(entry):
     with pytest.raises(WrapError, match="sub_modules_to_wrap holds"):
-        plan_units(Tree(), [entry])
+        find_units(Tree(), [entry])
 
 
 def test_a_module_itself_is_a_unit_inside_another_too():
     root = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
-    assert [unit.names for unit in plan_units(root, [root[0][1], root[0]])] == [("0.1",), ("0",)]
-    assert [unit.names for unit in plan_units(root, [root[0][1], nn.Sequential])] == [("0.1",), ("0",)]
+    assert [unit.names for unit in find_units(root, [root[0][1], root[0]])] == [("0.1",), ("0",)]
+    assert [unit.names for unit in find_units(root, [root[0][1], nn.Sequential])] == [("0.1",), ("0",)]
 
 
 def test_parameter_attributes_are_put_back_after_a_replacement():

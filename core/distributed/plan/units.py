@@ -1,7 +1,4 @@
-"""Which modules become a unit, that is, a set of parameters that is gathered and reduced together.
-
-Nothing here talks to another rank: these functions read a module tree and return a plan for `shard_model`.
-"""
+"""Which modules become a unit, that is, a set of parameters that is gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +13,6 @@ import torch
 from torch import nn
 
 from ...errors import WrapError
-from ..resharding import Reshard
 
 _Owners = dict[nn.Parameter, set["nn.Module | None"]]
 
@@ -29,12 +24,10 @@ class Unit:
     Attributes:
         modules: the modules; a module in several places stands here once.
         names: of each module, below the root.
-        reshard_after_forward: what becomes of its gathered parameters between forward and backward.
     """
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
-    reshard_after_forward: Reshard = True
     is_minority: bool = False
     """Split off another unit, or the root, for its dtype."""
 
@@ -48,7 +41,7 @@ UnitChoice = type[nn.Module] | nn.Module
 """What makes units: a class, for its outermost instances, or one module."""
 
 
-def plan_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
+def find_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
     """The units of a model, children before parents, each parameter in one unit or else left to the root.
 
     A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
@@ -208,18 +201,3 @@ def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.M
         if group.isdisjoint(modules[index + 1 :]):
             units.append(tuple(member for member in modules if member in group))
     return units
-
-
-@contextmanager
-def parameter_attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Puts back, by name, the custom attributes that parameters lose when something replaces them inside.
-
-    FSDP2 builds new parameters, as do ``to_empty``, ``.to(dtype)`` of sharded modules and ``assign=True``; torch drops
-    Megatron's ``tensor_model_parallel``, ``partition_dim``, ``sequence_parallel`` and the like on the way.
-    """
-    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)}
-    yield
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        for key, value in attributes.get(name, {}).items():
-            if key not in vars(parameter):
-                setattr(parameter, key, value)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...dtypes import as_dtype
@@ -46,9 +46,8 @@ def mixed_precision_policy(
     return MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype, output_dtype, settings.cast_forward_inputs)
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts every floating-point buffer of the model, in place; parameters stay."""
-    for submodule in module.modules():
-        for name, buffer in submodule.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(submodule, name, buffer.to(dtype))
+def compute_dtype(config: Any) -> torch.dtype:
+    """The dtype that a model's config asks for; any object will do."""
+    if getattr(config, "bf16", False):
+        return torch.bfloat16
+    return torch.float16 if getattr(config, "fp16", False) else torch.float32

@@ -1,0 +1,133 @@
+"""The process groups of a wrapper, found once: all replicas, and in a hybrid how they are divided in two ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import device, parallel_state
+from ..errors import ParallelConfigError
+from ..process_groups_config import ProcessGroupCollection
+
+Ranks = dist.ProcessGroup | DeviceMesh
+"""What a wrapper works over: a group, or a mesh of one axis or, for hybrid sharding, of ``(replicate, shard)``."""
+
+
+@dataclass(frozen=True)
+class DataParallelGroups:
+    """The ranks that hold replicas of a model, and in a hybrid the two ways in which they are divided."""
+
+    whole: dist.ProcessGroup
+    """All of them: data parallel times context parallel."""
+
+    shard: dist.ProcessGroup
+    """Those of this optimizer instance, among which parameters, gradients or optimizer state are cut."""
+
+    replicate: dist.ProcessGroup | None = None
+    """Those that hold the same shard in each optimizer instance; None where there is one instance."""
+
+    given_mesh: DeviceMesh | None = None
+    """The mesh that these are of, where there is one already; `mesh` makes it otherwise."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """``(shard,)``, or in a hybrid ``(replicate, shard)``."""
+        if self.given_mesh is not None:
+            return self.given_mesh
+        return DeviceMesh.from_group(self.whole, device.device_type(), mesh_dim_names=("dp_cp",))
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that hold the same shard."""
+        return 1 if self.replicate is None else self.replicate.size()
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> DataParallelGroups:
+        """Those of a mesh of one axis, or of ``(replicate, shard)``."""
+        replicate = mesh.get_group(0) if mesh.ndim == 2 else None
+        return cls(whole_group(mesh), mesh.get_group(-1), replicate, given_mesh=mesh)
+
+
+def find_groups(
+    caller: str,
+    num_instances: int,
+    process_group: Ranks | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> DataParallelGroups:
+    """The groups of what a wrapper was given; where that is nothing, those of `core.parallel_state`.
+
+    Args:
+        caller: what the user called, for messages.
+        num_instances: optimizer instances, as ``num_distributed_optimizer_instances`` asks for them.
+        pg_collection: its `dp_cp`, or `dp` where that alone was set, serves as `process_group`.
+
+    Raises:
+        ParallelConfigError: `process_group` and `pg_collection` are both given, or are not what they have to be; or
+            the number of instances is not that of the groups, or does not divide the ranks.
+    """
+    if pg_collection is not None:
+        process_group = _group_of_collection(caller, num_instances, process_group, pg_collection)
+    if isinstance(process_group, DeviceMesh):
+        found = process_group.size(0) if process_group.ndim == 2 else 1
+        if process_group.ndim > 2 or num_instances not in (1, found):
+            raise ParallelConfigError(
+                f"num_distributed_optimizer_instances is {num_instances}, and the mesh given has the shape "
+                f"{tuple(process_group.shape)}; give one axis, or (replicate, shard) with as many replicas as "
+                "instances"
+            )
+        return DataParallelGroups.of_mesh(process_group)
+    if process_group is None:
+        return _initialized_groups(num_instances)
+    if num_instances > 1:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances is {num_instances} with a process_group given, which has one axis; "
+            "drop one of the two"
+        )
+    return DataParallelGroups(process_group, process_group)
+
+
+def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of a mesh of one axis or several."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+def _group_of_collection(
+    caller: str, num_instances: int, process_group: Ranks | None, pg_collection: ProcessGroupCollection
+) -> dist.ProcessGroup:
+    if not isinstance(pg_collection, ProcessGroupCollection):
+        raise ParallelConfigError(
+            f"{caller}: pg_collection is a {type(pg_collection).__name__}; it takes a ProcessGroupCollection, and a "
+            "group or a mesh goes to process_group"
+        )
+    if process_group is not None:
+        raise ParallelConfigError(f"{caller}: pg_collection and process_group are both given; drop one")
+    if num_instances > 1:
+        raise ParallelConfigError(
+            f"{caller}: num_distributed_optimizer_instances is {num_instances} with a pg_collection; give a mesh "
+            "(replicate, shard) as process_group, or the groups of core.parallel_state"
+        )
+    group = pg_collection.dp_cp or pg_collection.dp
+    if group is None:
+        raise ParallelConfigError(f"{caller}: pg_collection has neither dp_cp nor dp; set dp_cp, the replicas' ranks")
+    return group
+
+
+def _initialized_groups(num_instances: int) -> DataParallelGroups:
+    whole = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    mesh = parallel_state.get_data_parallel_mesh()
+    if num_instances == 1:
+        return DataParallelGroups(whole, whole, given_mesh=mesh if mesh.ndim == 1 else None)
+    if whole.size() % num_instances:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances {num_instances} does not divide the data-parallel size "
+            f"{whole.size()}; choose a divisor of it"
+        )
+    found = mesh.size(0) if mesh.ndim == 2 else 1
+    if num_instances != found:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances is {num_instances}, but core.parallel_state was initialised with "
+            f"{found}; give both the same number"
+        )
+    return DataParallelGroups(whole, mesh.get_group(1), mesh.get_group(0), mesh)

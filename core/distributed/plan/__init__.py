@@ -1,0 +1,82 @@
+"""The plan of a model: what a wrapper will do to it, decided before anything is touched.
+
+values    the plan itself
+units     which modules FSDP2 gathers together
+layout    where parameters are in flat buffers
+names     what parameters are called
+precision in which dtypes FSDP2 computes
+fsdp2, buffers    the plan of either engine; only here, and in `common`, the wrapper's settings are read
+
+Nothing here talks to another rank, or changes a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..groups import DataParallelGroups
+from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from .buffers import plan_buffers
+from .fsdp2 import plan_fsdp2
+from .units import UnitChoice
+from .values import (
+    BucketPlan,
+    BufferPlan,
+    FlatPlan,
+    FSDP2Plan,
+    GradientReduction,
+    ModuleUnitPlan,
+    ParamPlan,
+    ShardingPlan,
+    UnitPlan,
+)
+
+__all__ = [
+    "BucketPlan",
+    "BufferPlan",
+    "FSDP2Plan",
+    "FlatPlan",
+    "GradientReduction",
+    "ModuleUnitPlan",
+    "ParamPlan",
+    "ShardingPlan",
+    "UnitPlan",
+    "plan_buffers",
+    "plan_fsdp2",
+    "plan_model",
+    "shards_parameters",
+]
+
+
+def shards_parameters(ddp_config: DistributedDataParallelConfig) -> bool:
+    """Which engine: FSDP2 for a `TorchFullyShardedDataParallelConfig` or ``optim_grads_params``; else flat buffers."""
+    is_fsdp2s = isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
+    return is_fsdp2s or ddp_config.sharding_strategy == "optim_grads_params"
+
+
+def plan_model(
+    module: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    unit_classes: Iterable[UnitChoice] = (),
+) -> ShardingPlan:
+    """What `wrap_model` would do to a model.
+
+    Args:
+        module: the model, on any device, the meta device too; it is only read.
+        config: the model's config; ``bf16``, ``fp16``, ``calculate_per_token_loss`` and the like are read where
+            present.
+        unit_classes: classes whose outermost instances become units, or single modules, where parameters are sharded.
+
+    Raises:
+        ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
+        WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
+    """
+    if shards_parameters(ddp_config):
+        return plan_fsdp2(module, config, ddp_config, groups, unit_classes, caller="plan_model")
+    return plan_buffers(module, config, ddp_config, groups, caller="plan_model")

@@ -1,0 +1,178 @@
+"""The plan of a model on flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...errors import ParallelConfigError, WrapError
+from ...tensor_parallel.attributes import has_tensor_parallel_attributes
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..groups import DataParallelGroups
+from .common import common_plan
+from .layout import BucketLayout, default_bucket_size, lay_out
+from .names import ParameterNames
+from .values import BucketPlan, BufferPlan, FlatPlan, ParamPlan
+
+
+def plan_buffers(
+    module: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    *,
+    caller: str,
+    disable_bucketing: bool = False,
+) -> FlatPlan:
+    """What flat buffers are to do to a model; see `plan_model`.
+
+    Args:
+        disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
+    """
+    strategy = ddp_config.sharding_strategy
+    if strategy == "optim_grads_params":
+        raise ParallelConfigError(
+            f"{caller} keeps whole parameters, but the sharding strategy is 'optim_grads_params'; use wrap_model, or "
+            "TorchFullyShardedDataParallel"
+        )
+    _check_per_token_loss(config, ddp_config)
+    _check_precision(config, module)
+    is_sharded = strategy != "no_shard"
+    reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"
+    bucket_size = ddp_config.bucket_size
+    if bucket_size is None and ddp_config.num_buckets is None and reduces_during_backward:
+        bucket_size = default_bucket_size(groups.whole.size())
+    names = ParameterNames(module)
+    num_shards = groups.shard.size() if is_sharded else 1
+    buffers = []
+    for (holds_experts, dtype, grad_dtype, _), params in _by_kind(names, ddp_config).items():
+        layouts = lay_out_params(
+            params,
+            dp_size=groups.whole.size() if is_sharded else None,
+            bucket_size=None if disable_bucketing else bucket_size,
+            num_buckets=None if disable_bucketing else ddp_config.num_buckets,
+            for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
+        )
+        buffers.append(
+            BufferPlan(
+                param_dtype=dtype,
+                grad_dtype=grad_dtype,
+                holds_params=is_sharded,
+                releases_grads=strategy == "optim_grads" and num_shards > 1,
+                holds_experts=holds_experts,
+                accumulated_in_fp32=_accumulated_in_fp32(names, params, grad_dtype, ddp_config),
+                buckets=tuple(_bucket(names, params, layout, num_shards) for layout in layouts),
+            )
+        )
+    common = common_plan(config, ddp_config, groups, caller=caller, given={"disable_bucketing": disable_bucketing})
+    common["reduces_every_micro_batch"] &= groups.shard.size() > 1
+    return FlatPlan(
+        **common,
+        frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
+        buffers=tuple(buffers),
+        leaves=_order_of_leaving(buffers),
+        reduces_during_backward=reduces_during_backward,
+        overlaps_grads=ddp_config.overlap_grad_reduce,
+        overlaps_params=ddp_config.overlap_param_gather,
+        averages_in_collective=ddp_config.average_in_collective,
+        adds_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
+    )
+
+
+def lay_out_params(params: Sequence[nn.Parameter], *, dp_size: int | None, **options: Any) -> list[BucketLayout]:
+    """`lay_out` of parameters, in reverse order of construction; `options` are its others.
+
+    Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
+    outside its module too. Weights of tensor-parallel layers are aligned, since their gradients are computed in place.
+    """
+    shared = [index for index, param in enumerate(params) if getattr(param, "shared_embedding", False)]
+    return lay_out(
+        [param.numel() for param in params],
+        dp_size=dp_size,
+        alone=shared if dp_size else (),
+        aligned={index for index, param in enumerate(params) if has_tensor_parallel_attributes(param)},
+        **options,
+    )
+
+
+def is_expert_parameter(parameter: nn.Parameter) -> bool:
+    """Whether it carries Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _by_kind(names: ParameterNames, ddp_config: DistributedDataParallelConfig) -> dict[Any, list[nn.Parameter]]:
+    """Trainable parameters of one buffer each, in reverse order of construction."""
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for param in reversed(list(names.of)):
+        name = names.of[param][0]
+        if isinstance(param, DTensor):
+            raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
+        if hasattr(param, "has_buffer"):
+            raise WrapError(f"parameter {name} lies in the buffers of a wrapper already; wrap the plain model")
+        if param.requires_grad:
+            # Double precision stays: reducing in fp32 is about adding more exactly, not less.
+            in_fp32 = ddp_config.grad_reduce_in_fp32
+            grad_dtype = torch.promote_types(param.dtype, torch.float32) if in_fp32 else param.dtype
+            kind = is_expert_parameter(param), param.dtype, grad_dtype, param.device
+            kinds.setdefault(kind, []).append(param)
+    return kinds
+
+
+def _bucket(
+    names: ParameterNames, params: Sequence[nn.Parameter], layout: BucketLayout, num_shards: int
+) -> BucketPlan:
+    length = (layout.end - layout.start) // num_shards
+    planned = []
+    for index, (start, end) in zip(layout.members, layout.ranges, strict=True):
+        bounds = [0, *(min(max(length * shard, start), end) - start for shard in range(1, num_shards)), end - start]
+        cut = "flat" if num_shards > 1 else "whole"
+        planned.append(names.plan_of(params[index], shape=tuple(params[index].shape), cut=cut, bounds=tuple(bounds)))
+    return BucketPlan(params=tuple(planned), layout=layout)
+
+
+def _whole(names: ParameterNames, param: nn.Parameter) -> ParamPlan:
+    return names.plan_of(param, shape=tuple(param.shape), cut="whole", bounds=(0, param.numel()))
+
+
+def _accumulated_in_fp32(
+    names: ParameterNames,
+    params: Iterable[nn.Parameter],
+    grad_dtype: torch.dtype,
+    ddp_config: DistributedDataParallelConfig,
+) -> frozenset[str]:
+    if torch.promote_types(grad_dtype, torch.float32) == grad_dtype:
+        return frozenset()
+    patterns = ddp_config.param_name_patterns_for_fp32_local_accumulation
+    of_buffer = [names.of[param][0] for param in params]
+    return frozenset(name for name in of_buffer if any(p == "all" or fnmatch(name, p) for p in patterns))
+
+
+def _order_of_leaving(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:
+    """That in which backward is expected to finish buckets: by the first of their parameters, the last one first."""
+    place = {
+        (index, number): bucket.place
+        for index, buffer in enumerate(buffers)
+        for number, bucket in enumerate(buffer.buckets)
+    }
+    return tuple(sorted(place, key=lambda key: -place[key]))
+
+
+def _check_per_token_loss(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
+    if getattr(config, "calculate_per_token_loss", False) and ddp_config.average_in_collective:
+        raise ParallelConfigError(
+            "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
+        )
+
+
+def _check_precision(config: Any, module: nn.Module) -> None:
+    asked = next((name for name in ("bf16", "fp16") if getattr(config, name, False)), None)
+    if asked and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
+        raise ParallelConfigError(
+            f"config.{asked} is set, but every parameter is fp32, and replicas compute in the dtype of their "
+            "parameters; wrap the model in Float16Module(config, model) first"
+        )

@@ -1,0 +1,56 @@
+"""What the plans of both engines have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..groups import DataParallelGroups
+from .values import GradientReduction
+
+_MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})
+"""Settings that concern a rank alone."""
+
+_FIELDS_OF_MODEL_CONFIG = ("bf16", "fp16", "calculate_per_token_loss", "gradient_accumulation_fusion")
+
+
+def common_plan(
+    config: Any,
+    settings: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    *,
+    caller: str,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The fields of `ShardingPlan`.
+
+    Args:
+        config: the model's config, any object; absent fields take their defaults.
+        given: what the caller was given next to the settings, and all ranks have to be given too.
+    """
+    sums = getattr(config, "calculate_per_token_loss", False)
+    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    changed = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
+    return {
+        "caller": caller,
+        "strategy": settings.sharding_strategy,
+        "groups": groups,
+        "reduction": GradientReduction.SUM if sums else GradientReduction.MEAN,
+        "reduces_every_micro_batch": settings.reduce_every_micro_batch,
+        "checks_for_nan": settings.check_for_nan_in_grad,
+        "checks_for_large": settings.check_for_large_grads,
+        "settings": (
+            ("the wrapper", caller),
+            *((f"the setting {name}", repr(value)) for name, value in values.items() if name not in _MAY_DIFFER),
+            *((f"the setting {name}", repr(value)) for name, value in (given or {}).items()),
+            *(
+                (f"the model's setting {name}", repr(bool(getattr(config, name, False))))
+                for name in _FIELDS_OF_MODEL_CONFIG
+            ),
+        ),
+        "changed_settings": ", ".join(f"{name}={value}" for name, value in changed.items()),
+        "tensor_parallel_size": getattr(config, "tensor_model_parallel_size", 1),
+        "context_parallel_size": getattr(config, "context_parallel_size", 1),
+    }

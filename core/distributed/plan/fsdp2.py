@@ -1,0 +1,260 @@
+"""The plan of a model that FSDP2 is to shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ... import device
+from ...dist_checkpointing import local_tensor
+from ...dtypes import as_dtype
+from ...errors import ParallelConfigError
+from ...tensor_parallel.initialization import ParameterOwner
+from ...warn import warn_once
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..groups import DataParallelGroups
+from ..resharding import Reshard, check_reshard, parse_overrides, reshard_of
+from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from .common import common_plan
+from .names import ParameterNames
+from .precision import compute_dtype, mixed_precision_policy
+from .units import Unit, UnitChoice, find_units
+from .values import FSDP2Plan, ModuleUnitPlan, ParamPlan
+
+_BUFFER_FIELDS = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "bucket_size",
+    "num_buckets",
+    "pad_buckets_for_high_nccl_busbw",
+    "average_in_collective",
+)
+
+
+def plan_fsdp2(
+    module: nn.Module,
+    config: Any,
+    ddp_config: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    unit_classes: Iterable[UnitChoice],
+    *,
+    caller: str,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> FSDP2Plan:
+    """What FSDP2 is to do to a model; see `plan_model`.
+
+    Args:
+        unit_classes: as `find_units` takes them.
+        mp_policy: torch's own, in place of the dtypes of the settings and of the model's config.
+    """
+    settings = _own_settings(ddp_config)
+    policy = mp_policy or mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
+    found = find_units(module, unit_classes)
+    kept = _kept_between_micro_batches(found, settings)
+    reshards = _reshards(found, settings, groups.shard.size())
+    recomputed, compiled = choose_transforms(found, settings)
+    params = _params_of_units(module, found, groups.shard.size())
+    inner = replace(policy, output_dtype=None)  # the model's outputs alone are cast, as by `Float16Module`
+    units = tuple(
+        ModuleUnitPlan(
+            params=params[index],
+            modules=unit.modules,
+            names=unit.names,
+            reshard_after_forward=reshards[index],
+            is_needed_in_backward=unit.is_needed_in_backward,
+            is_minority=unit.is_minority,
+            is_kept=unit in kept,
+            precision=inner,
+            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
+            is_compiled=unit in compiled,
+        )
+        for index, unit in enumerate(found)
+    )
+    root = ModuleUnitPlan(
+        params=params[-1],
+        modules=(module,),
+        names=("",),
+        reshard_after_forward=reshards[-1],
+        is_needed_in_backward=Unit((module,), ("",)).is_needed_in_backward,
+        is_kept=_keeps(settings) != "none",
+        precision=policy,
+    )
+    given = {f.name: getattr(policy, f.name) for f in fields(policy)} if mp_policy is not None else {}
+    return FSDP2Plan(
+        **common_plan(config, settings, groups, caller=caller, given=given),
+        units=units,
+        root=root,
+        forward_prefetch=settings.forward_prefetch,
+        backward_prefetch=settings.backward_prefetch,
+        collectives=settings.collectives,
+        offloads=settings.cpu_offload,
+        pins_memory=_pins_memory(settings),
+        equalizes=settings.sync_module_states,
+        buffer_dtype=as_dtype(settings.buffer_dtype),
+        forward_methods=settings.forward_methods,
+        adds_gradient_rows=bool(getattr(config, "gradient_accumulation_fusion", True)),
+    )
+
+
+def units_at_the_ends(units: Sequence[Unit]) -> list[Unit]:
+    """The units that a micro-batch begins and ends with, and those that no backward gathers.
+
+    The first is in memory when a backward ends and a forward begins, the last when a forward ends and a backward
+    begins.
+    """
+    whole = [unit for unit in units if not unit.is_minority]
+    in_backward = [unit for unit in whole if unit.is_needed_in_backward]
+    ends = [*in_backward[:1], *whole[-1:]]
+    return [unit for unit in units if unit in ends or not unit.is_needed_in_backward]
+
+
+def _keeps(settings: TorchFullyShardedDataParallelConfig) -> str:
+    asked = settings.keep_gathered_between_micro_batches
+    return "none" if asked == "ends" and settings.reduce_every_micro_batch else asked
+
+
+def _kept_between_micro_batches(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConfig) -> list[Unit]:
+    keeps = _keeps(settings)
+    return list(units) if keeps == "all" else units_at_the_ends(units) if keeps == "ends" else []
+
+
+def _reshards(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConfig, shard_size: int) -> list[Reshard]:
+    """For each unit, and last for the root, what becomes of it after its forward.
+
+    The last unit and the root stay gathered, because backward begins with them, unless an override names them.
+    """
+    overrides = parse_overrides(settings.reshard_overrides)
+    keeps_all = settings.keep_gathered_between_micro_batches == "all"
+    default: Reshard = False if keeps_all else settings.reshard_after_forward
+    last = next((unit for unit in reversed(units) if not unit.is_minority), None)
+    found: list[Reshard] = []
+    for unit in [*units, None]:
+        name = "" if unit is None else unit.names[0]
+        stays = unit is None or unit is last
+        reshard = check_reshard(reshard_of(name, False if stays else default, overrides), shard_size)
+        if unit is not None and not unit.is_needed_in_backward:
+            reshard = reshard is not False  # nothing would gather again what a number keeps
+        found.append(reshard)
+    return found
+
+
+def choose_transforms(
+    units: Sequence[Unit], settings: TorchFullyShardedDataParallelConfig
+) -> tuple[list[Unit], list[Unit]]:
+    """The units whose activations are computed again in backward, and those that are compiled.
+
+    Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
+    one operation again would save nothing. So are units inside units, which are part of what is done to these.
+
+    Raises:
+        ParallelConfigError: a model that recomputes by itself as well (``recompute_granularity``); or no unit that it
+            could be done to.
+    """
+    recomputes = settings.activation_checkpointing != "none"
+    if not (recomputes or settings.compile_units):
+        return [], []
+    inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
+    layers = [
+        unit
+        for unit in units
+        if unit.is_needed_in_backward
+        and not inside.issuperset(unit.modules)
+        and not all(map(_is_one_layer, unit.modules))
+    ]
+    if not layers:
+        raise ParallelConfigError(
+            f"activation_checkpointing is {settings.activation_checkpointing!r} and compile_units "
+            f"{settings.compile_units}, but no unit has more than one layer of weights; name the classes of the "
+            "model's blocks in sub_modules_to_wrap"
+        )
+    if recomputes:
+        _reject_own_recomputation(layers, settings.activation_checkpointing)
+    every_nth = settings.activation_checkpointing_interval
+    return layers[::every_nth] if recomputes else [], layers if settings.compile_units else []
+
+
+def _is_one_layer(module: nn.Module) -> bool:
+    is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
+    return is_torchs or isinstance(module, ParameterOwner)
+
+
+def _reject_own_recomputation(units: Iterable[Unit], activation_checkpointing: str) -> None:
+    for submodule in (below for unit in units for module in unit.modules for below in module.modules()):
+        granularity = getattr(getattr(submodule, "config", None), "recompute_granularity", None)
+        if granularity is not None:
+            raise ParallelConfigError(
+                f"activation_checkpointing is {activation_checkpointing!r} in the wrapper's settings and "
+                f"recompute_granularity is {granularity!r} in the model's config: both would compute the same "
+                "activations again; drop one of the two"
+            )
+
+
+def _params_of_units(module: nn.Module, units: Sequence[Unit], shard_size: int) -> list[tuple[ParamPlan, ...]]:
+    """For each unit, and last for the root, the parameters that no unit before it has."""
+    names = ParameterNames(module)
+    taken: set[nn.Parameter] = set()
+    found = []
+    for modules in [*(unit.modules for unit in units), (module,)]:
+        own = dict.fromkeys(p for member in modules for p in member.parameters() if p not in taken)
+        taken.update(own)
+        found.append(tuple(_cut_by_rows(names, parameter, shard_size) for parameter in own))
+    return found
+
+
+def _cut_by_rows(names: ParameterNames, parameter: nn.Parameter, shard_size: int) -> ParamPlan:
+    """As `torch.chunk` cuts the first dimension; the part that tensor parallelism has left of a DTensor."""
+    local = local_tensor(parameter.detach())
+    rows = local.shape[0] if local.ndim else 1
+    row_numel = local.numel() // rows if rows else 0
+    chunk = -(-rows // shard_size)
+    return names.plan_of(
+        parameter,
+        shape=tuple(local.shape),
+        cut="rows",
+        bounds=tuple(min(index * chunk, rows) * row_numel for index in range(shard_size + 1)),
+    )
+
+
+def _pins_memory(settings: TorchFullyShardedDataParallelConfig) -> bool:
+    asked = settings.cpu_offload and settings.pin_memory
+    has_accelerator = device.device_type() != "cpu"
+    if asked and not has_accelerator:
+        warn_once(
+            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards lie in ordinary "
+            "memory. No number changes"
+        )
+    return asked and has_accelerator
+
+
+def _own_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:
+    """FSDP2's own settings, or their defaults; raises or warns on what FSDP2 has no counterpart for."""
+    if ddp_config.sharding_strategy in ("optim", "optim_grads"):
+        raise ParallelConfigError(
+            f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "
+            f"{ddp_config.sharding_strategy!r}; leave it at its default or set 'optim_grads_params'"
+        )
+    if ddp_config.reduce_scatter_with_fp32_accumulation:
+        raise ParallelConfigError(
+            "reduce_scatter_with_fp32_accumulation adds fp16 and bf16 gradients in fp32 while it sends them as they "
+            "are, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32, which sends them in fp32"
+        )
+    if ddp_config.param_name_patterns_for_fp32_local_accumulation:
+        raise ParallelConfigError(
+            "param_name_patterns_for_fp32_local_accumulation adds up gradients in fp32 before they are reduced in "
+            "their own precision, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32"
+        )
+    without_effect = [field for field in _BUFFER_FIELDS if getattr(ddp_config, field)]
+    if without_effect:
+        warn_once(
+            f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "
+            "unit by unit and overlaps by itself. No number changes"
+        )
+    if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
+        return ddp_config
+    own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
+    shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
+    return TorchFullyShardedDataParallelConfig(**shared)

@@ -1,0 +1,203 @@
+"""What a wrapper will do to a model, as data: made once by `plan_model`, before anything is touched, and then kept.
+
+A `ShardingPlan` has a `UnitPlan` for all that travels together, that is, a unit of FSDP2 or a bucket of a flat buffer,
+and that has a `ParamPlan` for each parameter. Engines are built from a plan; what describes, compares or explains a
+wrapped model reads the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..groups import DataParallelGroups
+from ..resharding import Reshard
+from .layout import BucketLayout, FullParamLayout
+
+Cut = Literal["whole", "flat", "rows"]
+"""How a parameter is divided: not at all; as elements of a flat buffer; or by its first dimension, as DTensors are."""
+
+
+class GradientReduction(Enum):
+    """What becomes of the gradients of replicas."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    """``calculate_per_token_loss``: `finalize_model_grads` divides by the number of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamPlan:
+    """One parameter; its elements are those of this rank's part under tensor parallelism."""
+
+    names: tuple[str, ...]
+    """Every name below the model: several where it is tied."""
+    places: tuple[int, ...]
+    """Of each name among those of the model's parameters, which is roughly the order of execution."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trained: bool
+    cut: Cut
+    bounds: tuple[int, ...]
+    """Shard `i` holds elements ``[bounds[i], bounds[i + 1])`` of the flattened parameter."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a shard, the padding included that makes those of all ranks equally long."""
+        return max(end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """Parameters that are gathered and reduced together."""
+
+    params: tuple[ParamPlan, ...]
+    """Those in no unit before this one."""
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+    @property
+    def place(self) -> int:
+        """Of its first parameter; see `ParamPlan.places`."""
+        return min(param.places[0] for param in self.params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleUnitPlan(UnitPlan):
+    """A unit of FSDP2: modules whose parameters are whole while one of them runs."""
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    """Of each module below the model, whose own is empty."""
+    reshard_after_forward: Reshard
+    """What becomes of gathered parameters between forward and backward; see `Reshard`."""
+    is_needed_in_backward: bool
+    """False where no backward of the unit reads a weight, as in an embedding: it is gathered once only."""
+    precision: MixedPrecisionPolicy
+    is_minority: bool = False
+    """Split off another unit, or the model, for its dtype."""
+    is_kept: bool = False
+    """What is gathered when a micro-batch ends stays so for the next one of the step."""
+    recomputes: Literal["none", "full", "selective"] = "none"
+    is_compiled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan(UnitPlan):
+    """A part of a flat buffer, which one collective reduces, and one gathers."""
+
+    layout: BucketLayout
+
+    @property
+    def elements(self) -> int:
+        """Padding included."""
+        return self.layout.end - self.layout.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferPlan:
+    """Flat memory for parameters of one dtype and device, and their gradients."""
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    holds_params: bool
+    """Parameters are views of it; otherwise it holds gradients alone."""
+    releases_grads: bool
+    """Whole gradients are allocated by the bucket when they arrive, and freed when they are reduced."""
+    holds_experts: bool
+    """Its parameters carry Megatron-LM's mark ``allreduce=False``."""
+    accumulated_in_fp32: frozenset[str]
+    """Names of parameters whose gradients add up over micro-batches in fp32 memory of their own."""
+    buckets: tuple[BucketPlan, ...]
+    """In the order in which backward is expected to finish them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """What both engines need."""
+
+    caller: str
+    """What the user called: a wrapper's class, or a function."""
+    strategy: str
+    """``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
+    groups: DataParallelGroups
+    reduction: GradientReduction
+    reduces_every_micro_batch: bool
+    """Whole gradients never add up: each micro-batch's are reduced."""
+    checks_for_nan: bool
+    checks_for_large: bool
+    frozen: tuple[ParamPlan, ...] = ()
+    """Parameters in no unit, whole on every rank."""
+    settings: tuple[tuple[str, str], ...] = ()
+    """Name and value, as text, of everything that all ranks must have been given alike."""
+    changed_settings: str = ""
+    """The wrapper's settings that differ from their defaults, for people."""
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share a parameter, or the state of its optimizer; 1 where nothing is cut."""
+        return 1 if self.strategy == "no_shard" else self.groups.shard.size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2Plan(ShardingPlan):
+    """What `core.distributed.fsdp2` carries out."""
+
+    units: tuple[ModuleUnitPlan, ...]
+    """Children before parents, without `root`."""
+    root: ModuleUnitPlan
+    """The model, with what is in no unit."""
+    forward_prefetch: int
+    """Units that are gathered ahead in forward."""
+    backward_prefetch: int
+    """The same in backward."""
+    collectives: Literal["auto", "torch"]
+    offloads: bool
+    """Shards are in the host's memory."""
+    pins_memory: bool
+    equalizes: bool
+    """The first rank's values replace those of the others before sharding."""
+    buffer_dtype: torch.dtype | None
+    forward_methods: tuple[str, ...]
+    adds_gradient_rows: bool
+    """Embeddings add gradients row by row, in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatPlan(ShardingPlan):
+    """What `core.distributed.buffers` carries out."""
+
+    buffers: tuple[BufferPlan, ...]
+    leaves: tuple[tuple[int, int], ...]
+    """Buffer and bucket, in the order in which buckets are reduced, equal on all ranks."""
+    reduces_during_backward: bool
+    """Buckets leave when their gradients are complete, rather than all at the end."""
+    overlaps_grads: bool
+    """Reductions run while backward goes on."""
+    overlaps_params: bool
+    """Parameters are gathered while forward runs."""
+    averages_in_collective: bool
+    adds_in_fp32: bool
+    """Gradients travel in their own precision and are added in fp32."""
+
+    @property
+    def layout(self) -> FullParamLayout:
+        """Where parameters are, by itself."""
+        return FullParamLayout(tuple(tuple(bucket.layout for bucket in buffer.buckets) for buffer in self.buffers))

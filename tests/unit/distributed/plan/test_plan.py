@@ -1,0 +1,142 @@
+"""What the plan says is what the engines do: compared with torch's groups, and with the buffers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from core._torch_compat import fsdp_param_groups
+from core.dist_checkpointing import local_tensor
+from core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    wrap_model,
+)
+from core.distributed.groups import DataParallelGroups
+from core.distributed.plan import FlatPlan, FSDP2Plan, GradientReduction, plan_model
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import UNITS, toy
+
+
+class Uneven(nn.Module):
+    """Rows that two and three ranks do not divide, fewer rows than ranks, frozen and tied weights, two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 3), nn.Linear(3, 1)])
+        self.norm = nn.LayerNorm(3, dtype=torch.float64)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.layers[0].weight
+        self.layers[1].bias.requires_grad_(False)
+        self.layers[2].weights_used_in_backward = False
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"keep_gathered_between_micro_batches": "all"},
+    "overrides": {"reshard_overrides": ("layers.1=False", "=True"), "grad_reduce_in_fp32": True},
+    "no prefetch": {"forward_prefetch": 0, "backward_prefetch": 0, "reduce_every_micro_batch": True},
+}
+
+
+def _agrees_with_torch(name: str) -> None:
+    module = Uneven()
+    names = {id(p): n for n, p in module.named_parameters()}
+    settings = TorchFullyShardedDataParallelConfig(**SETTINGS[name])
+    planned = plan_model(module, None, settings, DataParallelGroups(dist.group.WORLD, dist.group.WORLD), [nn.Linear])
+    assert names == {id(p): n for n, p in module.named_parameters()}  # planning touches nothing
+    model = TorchFullyShardedDataParallel(None, settings, module, [nn.Linear], process_group=dist.group.WORLD)
+    plan = model.plan
+    assert isinstance(plan, FSDP2Plan) and isinstance(planned, FSDP2Plan)
+    assert [unit.params for unit in planned.units] == [unit.params for unit in plan.units]
+    groups = {id(g): g for m in module.modules() if isinstance(m, FSDPModule) for g in _groups(m) if g.fsdp_params}
+    found = {tuple(sorted(_name(module, p) for p in group.fsdp_params)): group for group in groups.values()}
+    units = {tuple(sorted(p.name for p in unit.params)): unit for unit in (*plan.units, plan.root) if unit.params}
+    assert found.keys() == units.keys()
+    rank = dist.get_rank()
+    parameters = dict(module.named_parameters())
+    for key, unit in units.items():
+        group = found[key]
+        assert unit.precision == group.mp_policy and unit.is_needed_in_backward == group.unshard_in_backward
+        assert (unit.reshard_after_forward is not False) == (group.post_forward_mesh_info is not None)
+        for param in unit.params:
+            of_torch = next(p for p in group.fsdp_params if _name(module, p) == param.name)
+            assert param.shard_numel == of_torch.padded_sharded_param_size.numel()
+            assert param.shape == tuple(of_torch._orig_size) and param.numel == of_torch._orig_size.numel()
+            sharded = parameters[param.name]
+            assert isinstance(sharded, DTensor) and sharded.requires_grad == param.is_trained
+            assert local_tensor(sharded).numel() == param.bounds[rank + 1] - param.bounds[rank]
+            whole = sharded.full_tensor().flatten()
+            assert torch.equal(local_tensor(sharded).flatten(), whole[param.bounds[rank] : param.bounds[rank + 1]])
+
+
+def _groups(module: Any) -> list[Any]:
+    return fsdp_param_groups(module._get_fsdp_state())
+
+
+def _name(module: nn.Module, parameter: Any) -> str:
+    info = parameter._module_info
+    held = getattr(info.module, info.param_name)
+    return next(name for name, p in module.named_parameters() if p is held)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_plan_of_fsdp2_is_what_torch_has_been_given(name: str, ranks: int):
+    run_distributed(_agrees_with_torch, ranks, name)
+
+
+def _agrees_with_buffers(strategy: str, bucket_size: int | None) -> None:
+    settings = DistributedDataParallelConfig(data_parallel_sharding_strategy=strategy, bucket_size=bucket_size)
+    model = wrap_model(toy(), None, settings, process_group=dist.group.WORLD)
+    plan = model.plan
+    assert isinstance(plan, FlatPlan)
+    rank = dist.get_rank() if plan.num_shards > 1 else 0
+    buckets = [plan.buffers[index].buckets[number] for index, number in plan.leaves]
+    assert len(buckets) == len(model.bucket_groups)
+    for planned, group in zip(buckets, model.bucket_groups, strict=True):
+        bucket = group.bucket
+        assert [param.name for param in planned.params] == [slot.name for slot in bucket.slots]
+        assert planned.elements == bucket.numel
+        for param, slot in zip(planned.params, bucket.slots, strict=True):
+            start, end = bucket.shard_range_of(slot.param)
+            assert param.bounds[rank + 1] - param.bounds[rank] == end - start
+            assert (param.bounds[0], param.bounds[-1]) == (0, slot.param.numel())
+            assert param.cut == ("flat" if plan.num_shards > 1 else "whole")
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+@pytest.mark.parametrize("bucket_size", [None, 40])
+def test_the_plan_of_buffers_is_where_parameters_are(strategy: str, bucket_size: int | None):
+    run_distributed(_agrees_with_buffers, 2, strategy, bucket_size)
+
+
+def _of_a_hybrid() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    config = SimpleNamespace(calculate_per_token_loss=True, bf16=True)
+    for settings in (
+        TorchFullyShardedDataParallelConfig(reshard_after_forward=1),
+        DistributedDataParallelConfig(data_parallel_sharding_strategy="optim"),
+    ):
+        model = toy() if isinstance(settings, TorchFullyShardedDataParallelConfig) else toy().to(torch.bfloat16)
+        plan = plan_model(model, config, settings, DataParallelGroups.of_mesh(mesh), UNITS)
+        assert plan.reduction is GradientReduction.SUM
+        assert (plan.num_shards, plan.groups.num_replicas, plan.groups.whole.size()) == (2, 2, 4)
+        if isinstance(plan, FSDP2Plan):
+            assert {unit.reshard_after_forward for unit in plan.units} == {False}
+            assert plan.root.precision.param_dtype is torch.bfloat16
+        else:
+            assert isinstance(plan, FlatPlan) and plan.buffers[0].param_dtype is torch.bfloat16
+
+
+def test_a_hybrid_cuts_within_its_instances():
+    run_distributed(_of_a_hybrid, 4)
