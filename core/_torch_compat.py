@@ -86,8 +86,11 @@ def accumulates_into_leaf(node: Any) -> bool:
         return False
 
 
+NO_BACKWARD = -1
+
+
 def current_backward() -> int:
-    """A number of its own for each backward, -1 outside of any."""
+    """A number of its own for each backward, `NO_BACKWARD` outside of any."""
     return torch._C._current_graph_task_id()
 
 

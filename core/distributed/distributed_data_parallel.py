@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..comm.lane import comm_lane
@@ -15,9 +14,11 @@ from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapE
 from ..model_parallel_config import ModelParallelConfig
 from ..process_groups_config import ProcessGroupCollection
 from .buffers.bucket import Bucket
-from .buffers.bucket_group import BucketGroup, GradientLender, GradReduction
+from .buffers.bucket_group import BucketGroup, GradientLender
 from .buffers.param_and_grad_buffer import ParamAndGradBuffer
 from .buffers.param_placement import ParamPlacement
+from .buffers.reduction import BucketReduction
+from .buffers.schedule import ReductionSchedule
 from .buffers.unreadable_gradient import is_unreadable, make_unreadable_gradient
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -28,7 +29,7 @@ from .model.initial_values import start_equal
 from .model.same_model import reject_different_models
 from .model.unfit_models import reject_unfit
 from .parameter_owner import share_gradient
-from .plan import FlatPlan, GradientReduction, plan_buffers
+from .plan import FlatPlan, plan_buffers
 from .plan.layout import FullParamLayout
 
 
@@ -61,6 +62,9 @@ class DistributedDataParallel(_BaseDataParallel):
             computes itself.
         process_group: the ranks that hold replicas, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism.
+        finish_in_backward: finish gradients at the end of each backward outside `no_sync`, as torch's DDP does, and
+            leave them in ``param.grad``. A backward that finds gradients adds to them; one after they were set to
+            None (``zero_grad``) begins anew, as does one after a backward that raised.
 
     Raises:
         ParallelConfigError: a field that this wrapper cannot honour, or half precision with fp32 parameters.
@@ -77,6 +81,7 @@ class DistributedDataParallel(_BaseDataParallel):
         full_param_layout: FullParamLayout | None = None,
         *,
         process_group: Ranks | None = None,
+        finish_in_backward: bool = False,
     ) -> None:
         caller = type(self).__name__
         self._reject_unwrappable(module, config)
@@ -84,6 +89,11 @@ class DistributedDataParallel(_BaseDataParallel):
         model = unwrap_model(module)
         reject_unfit(module)
         plan = plan_buffers(model, config, ddp_config, groups, caller=caller, disable_bucketing=disable_bucketing)
+        if finish_in_backward and plan.strategy != "no_shard":
+            raise ParallelConfigError(
+                "finish_in_backward leaves whole gradients in param.grad, and the sharding strategy "
+                f"{plan.strategy!r} leaves a rank its shard; drop one of the two"
+            )
         if full_param_layout is not None and full_param_layout != plan.layout:
             raise ParallelConfigError(
                 "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
@@ -103,8 +113,9 @@ class DistributedDataParallel(_BaseDataParallel):
         self._placement = ParamPlacement(
             (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
         )
-        self._next_to_leave = 0
-        self._is_backward_watched = False
+        self._finishes_in_backward = finish_in_backward
+        finish = _weakly(self.finish_grad_sync) if finish_in_backward else None
+        self._schedule = ReductionSchedule(self._bucket_groups, plan, finish)
         self._pre_hooks: list[Any] = []
         # What `grad` is between finish_grad_sync and the optimizer's step where gradients are sharded.
         self._unreadable_grads: dict[nn.Parameter, Tensor] = {}
@@ -138,11 +149,11 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def _build_bucket_groups(self) -> list[BucketGroup]:
         """In the order in which they leave."""
-        reduction = GradReduction(
+        reduction = BucketReduction(
             group=self.process_group,
             shard_group=self.intra_instance_group if self._is_sharded else None,
             replica_group=self.inter_instance_group,
-            averages=self.plan.reduction is GradientReduction.MEAN,
+            becomes=self.plan.reduction,
             average_in_collective=self.plan.averages_in_collective,
             fp32_accumulation=self.plan.adds_in_fp32,
         )
@@ -197,6 +208,8 @@ class DistributedDataParallel(_BaseDataParallel):
     def _take_gradient(self, param: Tensor) -> None:
         """Called by autograd when one backward has finished a parameter's gradient."""
         gradient, group = param.grad, self._group_of[param]  # type: ignore[index]
+        if self._finishes_in_backward and self._schedule.has_lost_a_backward:
+            self._drop_gradients()
         if gradient is None:
             return
         if is_unreadable(gradient):  # what came was added to it, that is, dropped; who asks for gradients next raises
@@ -220,45 +233,14 @@ class DistributedDataParallel(_BaseDataParallel):
             group.add_gradient(param, gradient)  # type: ignore[arg-type]
         param.grad = None
         del gradient  # its memory may serve for what the reduction allocates
-        if not self.plan.reduces_during_backward:
-            return
-        if self.plan.reduces_every_micro_batch and not self._is_backward_watched:
-            self._is_backward_watched = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if self._syncs_gradients or self.plan.reduces_every_micro_batch:
-            group.note_grad_ready(param)  # type: ignore[arg-type]
-            self._send_complete_buckets()
-
-    def _send_complete_buckets(self, and_incomplete_ones: bool = False) -> None:
-        """Lets buckets leave in their fixed order, so that all ranks send the same sequence."""
-        while self._next_to_leave < len(self._bucket_groups):
-            group = self._bucket_groups[self._next_to_leave]
-            if not (group.is_complete or and_incomplete_ones):
-                return
-            if not group.has_left:
-                group.start_grad_sync()
-            self._next_to_leave += 1
-            if group.bucket.releases_grads and self._next_to_leave >= 2:
-                # Whole gradients live until they are reduced: with two under way, wait for the older one.
-                self._bucket_groups[self._next_to_leave - 2].wait_for_grads()
-
-    def _end_backward(self) -> None:
-        """Ends a micro-batch that is reduced by itself: each bucket leaves once a backward, on every rank alike."""
-        self._is_backward_watched = False
-        self._send_complete_buckets(and_incomplete_ones=True)
-        self._next_to_leave = 0
-        for group in self._bucket_groups:
-            group.bucket.prepare_for_layers()
+        self._schedule.note_gradient(group, param, self._syncs_gradients)  # type: ignore[arg-type]
 
     def _inspect(self, bucket: Bucket) -> None:
         self._gradient_checks.check(((slot.name, slot.view) for slot in bucket.slots), self._step)  # type: ignore[misc]
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Sends every bucket that has not left yet."""
-        for group in self._bucket_groups:
-            if not group.has_left:
-                group.start_grad_sync()
-        self._next_to_leave = len(self._bucket_groups)
+        self._schedule.send_all()
 
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
         if force_all_reduce and any(group.bucket.releases_grads for group in self._bucket_groups):
@@ -305,7 +287,7 @@ class DistributedDataParallel(_BaseDataParallel):
         kept = [param for param in self._group_of if _shows_main_grad(param)]
         if kept and not self._adds_exactly:
             return False
-        self._next_to_leave = 0
+        self._schedule.restart()
         for group in self._bucket_groups:
             group.open_again([param for param in group.bucket.params if not _shows_main_grad(param)])
         return True
@@ -361,11 +343,13 @@ class DistributedDataParallel(_BaseDataParallel):
         for group in self._bucket_groups:
             group.bucket.scale_gradients(scaling_factor)
 
-    def _zero_gradients(self) -> None:
-        self._next_to_leave = 0
-        self._is_backward_watched = False
+    def _drop_gradients(self) -> None:
+        self._schedule.restart()
         for group in self._bucket_groups:
             group.clear_grads()
+
+    def _zero_gradients(self) -> None:
+        self._drop_gradients()
         for parameter in self.module.parameters():
             parameter.grad = None
             if parameter in self._group_of:
@@ -478,7 +462,7 @@ def _shows_main_grad(param: Any) -> bool:
     return param.grad is not None and main_grad is not None and param.grad.data_ptr() == main_grad.data_ptr()
 
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """The bound method without its object, which it does not keep alive.
 
     torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
@@ -489,13 +473,13 @@ def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """
     reference = weakref.WeakMethod(method)
 
-    def call(param: Tensor) -> None:
+    def call(*args: Any) -> None:
         bound = reference()
         if bound is None:
             raise WrapError(
-                "a backward reached parameters whose DistributedDataParallel no longer exists, so that nobody would "
+                "a backward reached parameters whose DistributedDataParallel no longer exists, so that no rank would "
                 "reduce their gradients; keep the wrapper for as long as its module trains"
             )
-        bound(param)
+        bound(*args)
 
     return call

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves
 
-from .._torch_compat import current_backward
+from .._torch_compat import NO_BACKWARD, current_backward
 from ..errors import ParallelConfigError, ShardstackError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -37,8 +37,6 @@ from .model.broadcast import broadcast_tensors
 from .model.parameter_attributes import parameter_attributes_kept
 from .plan import plan_fsdp2
 from .plan.units import UnitChoice
-
-_NO_BACKWARD = -1
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,
@@ -106,7 +104,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         try:
             output = super().forward(*inputs, **kwargs)
         except BaseException:
-            if current_backward() == _NO_BACKWARD:  # in one, a checkpoint ends its recomputation by an exception
+            if current_backward() == NO_BACKWARD:  # in one, a checkpoint ends its recomputation by an exception
                 self.sharded.reshard()
             raise
         if not torch.is_grad_enabled():

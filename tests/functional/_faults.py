@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import core.optimizer.optimizer
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
-from core.distributed.buffers.bucket_group import BucketGroup, GradReduction
+from core.distributed.buffers.bucket_group import BucketGroup
+from core.distributed.buffers.reduction import BucketReduction
 from core.distributed.fsdp2.recorded_collectives import (
     _RecordedAllGather,
     _RecordedGatherOfEach,
@@ -81,12 +82,14 @@ def _fault(kind: str, *places: tuple[Any, str]) -> Callable[[Any], Any]:
 # ---- a skipped reduction
 
 
-@_fault(SKIPPED, (GradReduction, "reduce"))
+@_fault(SKIPPED, (BucketReduction, "reduce"))
 def _skipped_bucket(reduce: Any, reached: Reached) -> Any:
     """Flat buffers: the second gradient to leave, and every third after it, is not reduced."""
     calls = itertools.count()
 
-    def patched(self: GradReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str) -> None:
+    def patched(
+        self: BucketReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str
+    ) -> None:
         if next(calls) % 3 != 1:
             reduce(self, whole, kept, accumulate, subject)
             return
@@ -97,11 +100,11 @@ def _skipped_bucket(reduce: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(SKIPPED, (GradReduction, "reduce"))
+@_fault(SKIPPED, (BucketReduction, "reduce"))
 def _one_instance_only(reduce: Any, reached: Reached) -> Any:
     """Flat buffers, hybrid: what the instances reduced is not added up."""
 
-    def patched(self: GradReduction, *args: Any) -> None:
+    def patched(self: BucketReduction, *args: Any) -> None:
         if self.replica_group is not None:
             reached()
         reduce(replace(self, replica_group=None), *args)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from ..._torch_compat import current_backward
+from ..._torch_compat import NO_BACKWARD, current_backward
 
 
 class Prefetcher:
@@ -107,7 +107,7 @@ def _last_index(order: list[nn.Module], module: nn.Module) -> int:
 
 
 def _is_in_backward() -> bool:
-    return current_backward() != -1
+    return current_backward() != NO_BACKWARD
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..._torch_compat import current_backward
+from ..._torch_compat import NO_BACKWARD, current_backward
 from ...diagnostics.plain_state_dicts import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
@@ -114,7 +114,7 @@ class ShardedModel:
         return has_failed
 
     def _end_failed_backward(self) -> None:
-        if self._has_allocated and current_backward() == -1 and has_failed_in_backward(self.module):
+        if self._has_allocated and current_backward() == NO_BACKWARD and has_failed_in_backward(self.module):
             reset_iteration(self.module)
             self._has_failed = True
 
@@ -123,7 +123,7 @@ class ShardedModel:
 
         Every rank calls it. Inside a forward that is running, and in what a backward recomputes, it does nothing.
         """
-        if current_backward() != -1 or (self._has_allocated and is_in_forward(self.module)):
+        if current_backward() != NO_BACKWARD or (self._has_allocated and is_in_forward(self.module)):
             return
         take_root(self.module)  # else the first module to run would be what FSDP2 calls the root, for good
         self._end_failed_backward()
@@ -135,7 +135,12 @@ class ShardedModel:
             self.reshard()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if module is self.module and current_backward() == -1 and self._has_allocated and is_in_forward(module):
+        if (
+            module is self.module
+            and current_backward() == NO_BACKWARD
+            and self._has_allocated
+            and is_in_forward(module)
+        ):
             reset_iteration(module)  # the last forward raised
         self.prepare_forward()
 

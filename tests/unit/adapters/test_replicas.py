@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from core.adapters.replicas import Replicas
-from core.distributed import finalize_model_grads
+from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from core.errors import ParallelConfigError
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._doors import Net, batch
@@ -102,3 +103,13 @@ def _fails_once() -> None:
 
 def test_a_backward_that_raised_leaves_nothing_to_the_next():
     run_distributed(_fails_once, 2)
+
+
+def test_gradients_that_are_sharded_are_not_finished_in_backward():
+    settings = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    run_distributed(_is_refused, 1, settings)
+
+
+def _is_refused(settings: DistributedDataParallelConfig) -> None:
+    with pytest.raises(ParallelConfigError, match=r"finish_in_backward leaves whole gradients .* 'optim'"):
+        DistributedDataParallel(None, settings, Net(), process_group=dist.group.WORLD, finish_in_backward=True)

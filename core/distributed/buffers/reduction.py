@@ -1,0 +1,64 @@
+"""How the gradients of a bucket become those of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from ...comm import collectives
+from ..plan import GradientReduction
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketReduction:
+    """How the gradients of ranks become one.
+
+    Averages are taken once: by the collective (``average_in_collective``), or by multiplying the sum that a rank
+    keeps, which is less than what it sent; in fp16, where a sum could overflow, by multiplying before.
+    """
+
+    group: ProcessGroup
+    """All ranks that hold replicas."""
+
+    shard_group: ProcessGroup | None = None
+    """The ranks of this optimizer instance, among which gradients are cut; None leaves every rank the whole."""
+
+    replica_group: ProcessGroup | None = None
+    """The ranks that keep the same shard in each optimizer instance, where there is more than one."""
+
+    becomes: GradientReduction = GradientReduction.MEAN
+    average_in_collective: bool = False
+    fp32_accumulation: bool = False
+    """Gradients travel in their own precision and are added in fp32."""
+
+    def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
+        """Reduces `whole` `[n]` into `kept`, this rank's part of it; without shards both are the same tensor.
+
+        Args:
+            accumulate: add to what `kept` holds; then it is no part of `whole`.
+            what: its name for messages.
+        """
+        averages = self.becomes is GradientReduction.MEAN
+        op, scale = ReduceOp.SUM, 1.0
+        if averages and self.average_in_collective:
+            op = ReduceOp.AVG
+        elif averages and whole.dtype == torch.float16:
+            whole.mul_(1.0 / self.group.size())
+        elif averages:
+            scale = 1.0 / self.group.size()
+        scatter = partial(collectives.reduce_scatter, op=op, fp32_accumulation=self.fp32_accumulation)
+        reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=self.fp32_accumulation)
+        if self.shard_group is None:
+            reduce(whole, self.group, what=what)
+        elif self.replica_group is None:
+            scatter(kept, whole, self.shard_group, what=what, scale=scale, accumulate=accumulate)
+        else:
+            part = torch.empty_like(kept) if accumulate else kept
+            scatter(part, whole, self.shard_group, what=what)
+            reduce(part, self.replica_group, what=what)
+            if accumulate:
+                kept.add_(part)
