@@ -87,7 +87,7 @@ MUTATIONS = (
     # ---- wrappers
     Mutation(
         "gradients are summed and not averaged",
-        "core/distributed/buffers/bucket_group.py",
+        "core/distributed/buffers/reduction.py",
         "scale = 1.0 / self.group.size()",
         "scale = 1.0",
         (_DDP,),
@@ -108,7 +108,7 @@ MUTATIONS = (
     ),
     Mutation(
         "replicas of a hybrid are summed over the wrong group",
-        "core/distributed/buffers/bucket_group.py",
+        "core/distributed/buffers/reduction.py",
         "reduce(part, self.replica_group, what=what)",
         "reduce(part, self.shard_group, what=what)",
         (_DDP, _CONTRACT, _EQUALITY),

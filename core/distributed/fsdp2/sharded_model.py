@@ -135,12 +135,8 @@ class ShardedModel:
             self.reshard()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if (
-            module is self.module
-            and current_backward() == NO_BACKWARD
-            and self._has_allocated
-            and is_in_forward(module)
-        ):
+        is_of_model = module is self.module and current_backward() == NO_BACKWARD
+        if is_of_model and self._has_allocated and is_in_forward(module):
             reset_iteration(module)  # the last forward raised
         self.prepare_forward()
 
