@@ -91,7 +91,7 @@ def _skipped_bucket(reduce: Any, reached: Reached) -> Any:
         self: BucketReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str
     ) -> None:
         if next(calls) % 3 != 1:
-            reduce(self, whole, kept, accumulate, what)
+            reduce(self, whole, kept, accumulate, subject)
             return
         reached()
         if self.shard_group is not None and not accumulate:
