@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .folders import Retention
+from .format.folders import Retention
+from .format.staging import HostStaging
 from .serialization import save
-from .staging import HostStaging
 
 _GROUP_LIMIT = timedelta(hours=6)
 """How long ranks that have written wait for one that still writes; a rank that ends is noticed at once."""

@@ -14,9 +14,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from ..device import current_device
 from ..errors import CheckpointError
-from .global_view import global_shape, global_view, local_slices, local_tensor
-from .index import dtype_name
-from .ranks import Ranks
+from .agreement import Ranks
+from .format.index import dtype_name
+from .views.global_view import global_shape, global_view, local_slices, local_tensor
 
 
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

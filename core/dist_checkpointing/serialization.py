@@ -28,14 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
 from ..errors import CheckpointError
-from . import folders
-from .flat_range import FlatRange
-from .index import DTYPES, CheckpointIndex, dtype_name
-from .ranks import Ranks, joined_by_rank
-from .safe_metadata import json_problem
-from .staging import HostStaging
-from .storage import IndexedReader, RawWriter, read_index
-from .verification import damage, differing_tensors, verified_line
+from .agreement import Ranks, joined_by_rank
+from .format import folders
+from .format.index import DTYPES, CheckpointIndex, dtype_name
+from .format.safe_metadata import json_problem
+from .format.staging import HostStaging
+from .format.storage import IndexedReader, RawWriter, read_index
+from .format.verification import damage, differing_tensors, verified_line
+from .views.flat_range import FlatRange
 
 _PROBLEMS_SHOWN = 50
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..dist_checkpointing.flat_range import flat_range_view
+from ..dist_checkpointing.views.flat_range import flat_range_view
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
 from ..distributed.buffers.bucket import Bucket
 from ..distributed.buffers.layout import FullParamLayout, lay_out

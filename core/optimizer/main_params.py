@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from ..diagnostics.stale_optimizers import name_if_replaced, stale_optimizer_message
-from ..dist_checkpointing.global_view import global_view
+from ..dist_checkpointing.views.global_view import global_view
 from ..distributed.data_parallel_base import read_gradient
 from ..errors import OptimizerError
 

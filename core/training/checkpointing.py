@@ -32,12 +32,12 @@ from ..dist_checkpointing import (
     model_state_dict,
     save,
 )
-from ..dist_checkpointing.flat_range import held_boxes
-from ..dist_checkpointing.folders import complete_checkpoints
-from ..dist_checkpointing.ranks import Ranks
-from ..dist_checkpointing.safe_metadata import INDEX_FILE
-from ..dist_checkpointing.storage import FINITE, SKIPPED
-from ..dist_checkpointing.verification import advice, another_offered, newest_good
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.format.folders import complete_checkpoints
+from ..dist_checkpointing.format.safe_metadata import INDEX_FILE
+from ..dist_checkpointing.format.storage import FINITE, SKIPPED
+from ..dist_checkpointing.format.verification import advice, another_offered, newest_good
+from ..dist_checkpointing.views.flat_range import held_boxes
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError
 from ..models.gpt.architecture import TRANSFORMER_FIELDS

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
-from ..dist_checkpointing.folder_lock import acquire_folder, release_folder
-from ..dist_checkpointing.ranks import Ranks
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
 from ..errors import ConfigError
 from ..tensor_parallel.random import model_parallel_manual_seed
 from .config import PretrainConfig, validate

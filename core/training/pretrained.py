@@ -18,10 +18,10 @@ from ..bounds import brief
 from ..datasets.tokenizer import Tokenizer, load_tokenizer
 from ..device import current_device
 from ..dist_checkpointing import checkpoint_directory, load, load_metadata, model_state_dict, save
-from ..dist_checkpointing.folders import existing_folder
-from ..dist_checkpointing.ranks import Ranks
-from ..dist_checkpointing.storage import read_index
-from ..dist_checkpointing.verification import another_offered
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.format.folders import existing_folder
+from ..dist_checkpointing.format.storage import read_index
+from ..dist_checkpointing.format.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
 from ..durable import write_durably
 from ..errors import CheckpointError, DataError

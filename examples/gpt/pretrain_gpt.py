@@ -23,7 +23,7 @@ from core.datasets.prepare import prepare, standard_library_sources
 from core.datasets.tokenizer import Tokenizer
 from core.device import current_device
 from core.dist_checkpointing import latest_checkpoint
-from core.dist_checkpointing.folders import complete_checkpoints
+from core.dist_checkpointing.format.folders import complete_checkpoints
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
 from core.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from core.dist_checkpointing.safe_metadata import seal
+from core.dist_checkpointing.format.safe_metadata import seal
 from tests.functional._program import PROGRAMS, TINY, Ended, ProgramServer, program_environment
 
 TRAIN = (*TINY, "--train-iters", "2")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from core.dist_checkpointing import storage
-from core.dist_checkpointing.safe_metadata import seal
+from core.dist_checkpointing.format import storage
+from core.dist_checkpointing.format.safe_metadata import seal
 from core.errors import CheckpointError
 from tests.functional._program import REPOSITORY, TINY, ProgramServer, load_program, program_environment
 from tests.functional.test_resume import content, log

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save, storage
-from core.dist_checkpointing.staging import HostStaging
+from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save
+from core.dist_checkpointing.format import storage
+from core.dist_checkpointing.format.staging import HostStaging
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy

@@ -21,9 +21,9 @@ from core.dist_checkpointing import (
     local_tensor,
     model_state_dict,
     save,
-    storage,
 )
-from core.dist_checkpointing.index import DTYPES
+from core.dist_checkpointing.format import storage
+from core.dist_checkpointing.format.index import DTYPES
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, on_ranks, toy, whole

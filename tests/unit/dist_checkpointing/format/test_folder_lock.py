@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.dist_checkpointing import checkpoint_directory, folder_lock, save
-from core.dist_checkpointing.folder_lock import LOCK_FILE, hold_folder
+from core.dist_checkpointing import checkpoint_directory, save
+from core.dist_checkpointing.format import folder_lock
+from core.dist_checkpointing.format.folder_lock import LOCK_FILE, hold_folder
 from core.errors import CheckpointError
 
 

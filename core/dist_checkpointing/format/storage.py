@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..bounds import JSON_BYTES, BoundsError, read_file
-from ..durable import write_durably
-from ..errors import CheckpointError
+from ...bounds import JSON_BYTES, BoundsError, read_file
+from ...durable import write_durably
+from ...errors import CheckpointError
 from . import folders
 from .content_hash import box_hash
 from .folder_lock import acquire_folder, release_folder

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ..durable import make_folders
-from ..errors import CheckpointError
+from ...durable import make_folders
+from ...errors import CheckpointError
 
 try:
     import fcntl

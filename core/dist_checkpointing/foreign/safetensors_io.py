@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..bounds import JSON_BYTES, read_json
-from ..durable import sync_folder, write_durably
-from ..errors import CheckpointError, MissingExtraError
-from . import folders
-from .index import CheckpointIndex, Piece, TensorEntry
+from ...bounds import JSON_BYTES, read_json
+from ...durable import sync_folder, write_durably
+from ...errors import CheckpointError, MissingExtraError
+from ..format import folders
+from ..format.index import CheckpointIndex, Piece, TensorEntry
 
 SINGLE_FILE = "model.safetensors"
 SHARDS_INDEX_FILE = "model.safetensors.index.json"

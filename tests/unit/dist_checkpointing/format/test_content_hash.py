@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.dist_checkpointing.content_hash import MODULUS, box_hash
-from core.dist_checkpointing.flat_range import boxes_of_range
+from core.dist_checkpointing.format.content_hash import MODULUS, box_hash
+from core.dist_checkpointing.views.flat_range import boxes_of_range
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64]
 
@@ -26,7 +26,7 @@ def whole_hash(tensor):
 
 def by_definition(tensor):
     """One term for each word, as the module's text has it, in integers of any size."""
-    from core.dist_checkpointing.content_hash import _BLOCK_WORDS, _block_key, _position_keys
+    from core.dist_checkpointing.format.content_hash import _BLOCK_WORDS, _block_key, _position_keys
 
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     words = [int.from_bytes(data[at : at + 4], "little") for at in range(0, len(data), 4)]

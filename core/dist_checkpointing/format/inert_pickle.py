@@ -11,8 +11,8 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from ..bounds import BoundsError, brief, check_pickle
-from ..errors import CheckpointError
+from ...bounds import BoundsError, brief, check_pickle
+from ...errors import CheckpointError
 from .index import DTYPES
 
 

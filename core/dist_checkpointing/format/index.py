@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..bounds import brief
-from ..errors import CheckpointError
+from ...bounds import brief
+from ...errors import CheckpointError
 from .content_hash import MODULUS
 
 DTYPES: dict[str, torch.dtype] = {

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
+from ..agreement import Ranks
+from ..views.flat_range import held_boxes
 from .content_hash import MODULUS, box_hash
-from .flat_range import held_boxes
 from .folders import complete_checkpoints, iteration_of
 from .index import Box, CheckpointIndex, Piece, overlap
-from .ranks import Ranks
 from .storage import is_good, read_index
 
 BoxHash = tuple[Box, int]

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..bounds import PICKLE_BYTES, BoundsError, brief, parse_json, read_file
-from ..errors import CheckpointError
+from ...bounds import PICKLE_BYTES, BoundsError, brief, parse_json, read_file
+from ...errors import CheckpointError
 from .index import DTYPES, CheckpointIndex, Piece, TensorEntry, dtype_name
 from .inert_pickle import Record, load_inert
 

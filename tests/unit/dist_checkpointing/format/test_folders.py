@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 
-from core.dist_checkpointing import Retention, checkpoint_directory, folders, latest_checkpoint, load, save, storage
+from core.dist_checkpointing import Retention, checkpoint_directory, latest_checkpoint, load, save
+from core.dist_checkpointing.format import folders, storage
 from core.errors import CheckpointError
 
 

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError
-from ..host_memory import host_pages
-from .flat_range import FlatRange
+from ...errors import CheckpointError
+from ...host_memory import host_pages
+from ..views.flat_range import FlatRange
 
 _ALIGNMENT_BYTES = 64
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
 from .global_view import global_shape, local_slices, local_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

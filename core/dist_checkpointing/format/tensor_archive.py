@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..bounds import brief
-from ..errors import CheckpointError
+from ...bounds import brief
+from ...errors import CheckpointError
 from .index import DTYPES
 from .inert_pickle import Record, load_inert
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.dist_checkpointing import global_view, load, local_tensor, model_state_dict, save, storage, verify
-from core.dist_checkpointing.index import Box
-from core.dist_checkpointing.ranks import Ranks
-from core.dist_checkpointing.storage import read_index
-from core.dist_checkpointing.verification import damage, differing_tensors
+from core.dist_checkpointing import load, local_tensor, model_state_dict, save, verify
+from core.dist_checkpointing.agreement import Ranks
+from core.dist_checkpointing.format import storage
+from core.dist_checkpointing.format.index import Box
+from core.dist_checkpointing.format.storage import read_index
+from core.dist_checkpointing.format.verification import damage, differing_tensors
+from core.dist_checkpointing.views import global_view
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
@@ -129,7 +131,7 @@ def test_a_tensor_of_which_only_parts_are_asked_for_is_left_unchecked(tmp_path):
     """Ranks of no layout do so, and there is nothing that the parts would add up to."""
     save({"w": torch.arange(6.0)}, tmp_path / "it", metadata={})
     index = read_index(tmp_path / "it")
-    from core.dist_checkpointing.verification import _differs
+    from core.dist_checkpointing.format.verification import _differs
 
     right = index.tensors["w"].content_hash
     assert not _differs([(Box((0,), (6,)), right), (Box((2,), (3,)), 1)], index, "w")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ..errors import CheckpointError
-from .flat_range import held_boxes
-from .index import CheckpointIndex, Piece, dtype_name
-from .ranks import Ranks
+from ...errors import CheckpointError
+from ..agreement import Ranks
+from ..format.index import CheckpointIndex, Piece, dtype_name
+from ..format.storage import IndexedReader
+from ..views.flat_range import held_boxes
 from .safetensors_io import open_safetensors
-from .storage import IndexedReader
 
 _PROBLEMS_SHOWN = 20
 
