@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .foreign.layout import BoxReader
+from .foreign.box_reader import BoxReader
 from .foreign.safetensors_io import has_safetensors, read_safetensors_index
 from .format.folders import existing_folder, latest_checkpoint
 from .format.index import CheckpointIndex, TensorEntry, dtype_name
+from .format.reader import read_index
 from .format.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
-from .format.storage import read_index
 
 _WIDTH = 118
 _LONGEST_LIST = 8

@@ -31,10 +31,11 @@ from ..errors import CheckpointError
 from .agreement import Ranks, joined_by_rank
 from .format import folders
 from .format.index import DTYPES, CheckpointIndex, dtype_name
+from .format.reader import IndexedReader, read_index
 from .format.safe_metadata import json_problem
 from .format.staging import HostStaging
-from .format.storage import IndexedReader, RawWriter, read_index
 from .format.verification import damage, differing_tensors, verified_line
+from .format.writer import RawWriter
 from .views.flat_range import FlatRange
 
 _PROBLEMS_SHOWN = 50

@@ -34,8 +34,8 @@ from ..dist_checkpointing import (
 )
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folders import complete_checkpoints
+from ..dist_checkpointing.format.reader import FINITE, SKIPPED
 from ..dist_checkpointing.format.safe_metadata import INDEX_FILE
-from ..dist_checkpointing.format.storage import FINITE, SKIPPED
 from ..dist_checkpointing.format.verification import advice, another_offered, newest_good
 from ..dist_checkpointing.views.flat_range import held_boxes
 from ..distributed.data_parallel_base import unwrap_model

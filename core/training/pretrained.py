@@ -20,7 +20,7 @@ from ..device import current_device
 from ..dist_checkpointing import checkpoint_directory, load, load_metadata, model_state_dict, save
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folders import existing_folder
-from ..dist_checkpointing.format.storage import read_index
+from ..dist_checkpointing.format.reader import read_index
 from ..dist_checkpointing.format.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
 from ..durable import write_durably

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.dist_checkpointing.views import global_view
+from core.dist_checkpointing import global_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer

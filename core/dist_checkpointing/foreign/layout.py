@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ...errors import CheckpointError
 from ..agreement import Ranks
-from ..format.index import CheckpointIndex, Piece, dtype_name
-from ..format.storage import IndexedReader
+from ..format.index import CheckpointIndex, dtype_name
 from ..views.flat_range import held_boxes
-from .safetensors_io import open_safetensors
+from .box_reader import BoxReader
 
 _PROBLEMS_SHOWN = 20
 
@@ -179,62 +177,3 @@ def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, 
 
 def _turned(run: Run, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(0, -1) if run.transposed else tensor
-
-
-class BoxReader:
-    """Reads boxes of foreign tensors; what it gives may be a view of the file, and is not to be written to.
-
-    Keeps the last piece that it had to unpack, and files open, for the boxes that follow in them.
-    """
-
-    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
-        self.index = index
-        self.reader = IndexedReader(folder, index)
-        self.last: tuple[Piece, torch.Tensor] | None = None
-        self.files: dict[str, Any] = {}
-
-    def close_files(self) -> None:
-        """Files are mapped, and what was read of one counts as this process's memory for as long as it is open."""
-        self.files.clear()
-
-    def read(self, name: str, box: tuple[slice | int, ...]) -> torch.Tensor:
-        entry = self.index.tensors[name]
-        ranges = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in box]
-        found = [piece for piece in entry.pieces if _meets(piece, ranges)]
-        whole = torch.empty([stop - start for start, stop in ranges], dtype=entry.dtype) if len(found) > 1 else None
-        for piece in found:
-            common = [
-                (max(start, offset), min(stop, offset + size))
-                for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)
-            ]
-            inside = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(common, piece.offsets, strict=True))
-            part = self._piece(name, piece)[inside]
-            if whole is None:
-                whole = part
-            else:
-                whole[
-                    tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, ranges, strict=True))
-                ] = part
-        if whole is None:  # an index that has been checked covers every element
-            raise CheckpointError(f"{name} has no element in {ranges}")
-        return whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
-
-    def _piece(self, name: str, piece: Piece) -> Any:
-        """What gives the part of a piece that it is indexed with."""
-        if self.index.encoding == "safetensors":
-            if piece.file not in self.files:
-                self.files[piece.file] = open_safetensors(self.reader.folder / piece.file)
-            return self.files[piece.file].get_slice(name)
-        if self.index.encoding == "raw":
-            return self.reader._read(name, piece)  # mapped: only the pages that are used are read
-        if self.last is None or self.last[0] is not piece:
-            self.last = None
-            self.last = piece, self.reader._read(name, piece)
-        return self.last[1]
-
-
-def _meets(piece: Piece, ranges: list[tuple[int, int]]) -> bool:
-    return all(
-        start < offset + size and offset < stop
-        for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)
-    )

@@ -17,7 +17,7 @@ from ..views.flat_range import held_boxes
 from .content_hash import MODULUS, box_hash
 from .folders import complete_checkpoints, iteration_of
 from .index import Box, CheckpointIndex, Piece, overlap
-from .storage import is_good, read_index
+from .reader import is_good, read_index
 
 BoxHash = tuple[Box, int]
 

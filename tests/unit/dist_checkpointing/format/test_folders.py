@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.dist_checkpointing import Retention, checkpoint_directory, latest_checkpoint, load, save
-from core.dist_checkpointing.format import folders, storage
+from core.dist_checkpointing.format import folders, writer
 from core.errors import CheckpointError
 
 
@@ -99,14 +99,14 @@ def test_rotation_keeps_the_newest_checkpoint_that_can_be_gone_on_from(tmp_path)
 
 def test_nothing_is_removed_for_a_checkpoint_that_does_not_read_back(tmp_path, monkeypatch):
     _save(checkpoint_directory(tmp_path, 1), keep=Retention(1))
-    honest = storage.np.fromfile
+    honest = writer.np.fromfile
 
     def misread(*args, **kwargs):
         data = honest(*args, **kwargs)
         data[-1] ^= 1
         return data
 
-    monkeypatch.setattr(storage.np, "fromfile", misread)
+    monkeypatch.setattr(writer.np, "fromfile", misread)
     with pytest.raises(CheckpointError, match="does not read back as it was written, in bytes 0 to 8"):
         _save(checkpoint_directory(tmp_path, 2), keep=Retention(1))
     assert _iterations(tmp_path) == [1]

@@ -2,18 +2,18 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core.dist_checkpointing import load, local_tensor, model_state_dict, save, verify
+from core.dist_checkpointing import global_view, load, local_tensor, model_state_dict, save, verify
 from core.dist_checkpointing.agreement import Ranks
-from core.dist_checkpointing.format import storage
+from core.dist_checkpointing.format import reader
 from core.dist_checkpointing.format.index import Box
-from core.dist_checkpointing.format.storage import read_index
+from core.dist_checkpointing.format.reader import read_index
 from core.dist_checkpointing.format.verification import damage, differing_tensors
-from core.dist_checkpointing.views import global_view
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
@@ -83,7 +83,7 @@ def _reads_wrongly(folder: str, fault: str) -> str | None:
         fault = "done"
     else:
         load(state, folder)
-    index = read_index(storage.Path(folder))
+    index = read_index(Path(folder))
     return differing_tensors(state, index, set(state), Ranks())
 
 
@@ -95,7 +95,7 @@ def test_what_went_wrong_after_the_file_was_read_is_found_too(tmp_path):
 
 def _replicas_differ(folder: str) -> list[str]:
     state = {"w": torch.arange(6.0) + dist.get_rank()}
-    return differing_tensors(state, read_index(storage.Path(folder)), {"w"}, Ranks())
+    return differing_tensors(state, read_index(Path(folder)), {"w"}, Ranks())
 
 
 def test_a_replica_that_differs_on_one_rank_is_found(tmp_path):
@@ -105,15 +105,15 @@ def test_a_replica_that_differs_on_one_rank_is_found(tmp_path):
 
 def test_files_put_together_wrongly_are_not_blamed_on_the_disk(tmp_path, monkeypatch):
     run_distributed(_write, 2, "fsdp", str(tmp_path / "it"))
-    honest = storage.narrow_tensor_by_index
-    monkeypatch.setattr(storage, "_is_plain_memory", lambda target: False)
-    monkeypatch.setattr(storage, "narrow_tensor_by_index", lambda *args: honest(*args).flip(0))
+    honest = reader.narrow_tensor_by_index
+    monkeypatch.setattr(reader, "_is_plain_memory", lambda target: False)
+    monkeypatch.setattr(reader, "narrow_tensor_by_index", lambda *args: honest(*args).flip(0))
     with pytest.raises(CheckpointError, match=r"its files are what was written: they were put together wrongly"):
         load(model_state_dict(toy("plain", filled=False)), tmp_path / "it")
 
 
 def _damage(folder: str) -> list[str]:
-    return damage(storage.Path(folder), Ranks())
+    return damage(Path(folder), Ranks())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

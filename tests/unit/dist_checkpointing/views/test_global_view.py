@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from core import parallel_state
-from core.dist_checkpointing import global_shape, local_slices, local_tensor
-from core.dist_checkpointing.views import global_view
+from core.dist_checkpointing import global_shape, global_view, local_slices, local_tensor
 from core.errors import ParallelConfigError
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
