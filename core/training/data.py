@@ -18,7 +18,7 @@ from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from ..errors import ConfigError, DataError
 from ..tensor_parallel.vocab import pad_vocab_size
 from .config import PretrainConfig
-from .stop import ignore_stop_signals
+from .stop_request import ignore_stop_signals
 from .train_step import Batch
 
 

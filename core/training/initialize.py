@@ -19,7 +19,7 @@ from ..dist_checkpointing.format.folder_lock import acquire_folder, release_fold
 from ..errors import ConfigError
 from ..tensor_parallel.random import model_parallel_manual_seed
 from .config import PretrainConfig, validate
-from .entry import check_launcher, environment_rank, environment_threads, environment_world_size
+from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
 
 _SEEDS_OF_A_REPLICA = 10
 """By which the seeds of data-parallel replicas differ under ``data_parallel_random_init``; Megatron-LM's."""

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from .. import device
-from ..training.entry import environment_threads, run_command
-from ..training.launch import run_ranks
+from ..training.launch.entry import run_command
+from ..training.launch.environment import environment_threads
+from ..training.launch.ranks import run_ranks
 from .lockstep import WRAPPERS, Options, verify
 from .subject import load_subject
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from core.dist_checkpointing import latest_checkpoint, verify
-from core.training.entry import run_command
+from core.training.launch.entry import run_command
 from tests.functional._program import TINY, load_program
 from tests.functional.test_resume import content
 

@@ -6,6 +6,7 @@ its own, whose output and exit status come back. It starts single ranks; several
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -103,9 +104,10 @@ class ProgramServer:
 
 
 def load_program(name: str):
-    """An example as a module; it is a script and no part of a package."""
-    import importlib.util
-
+    """An example as a module; it is a script, which finds its neighbours in its own folder."""
+    folder = str(PROGRAMS[name].parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, PROGRAMS[name])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -125,7 +127,7 @@ def _serve() -> None:
 
 
 def _run(main, request: dict) -> None:
-    from core.training.entry import run_command
+    from core.training.launch.entry import run_command
 
     status = 1
     try:
