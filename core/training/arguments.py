@@ -1,5 +1,6 @@
-"""Settings from a command line: see `core.training.config.arguments`."""
+"""Settings from a command line (`config.arguments`), or from a flat mapping (`config.build`)."""
 
-from .config.arguments import build_config, parse_arguments, parse_call
+from .config.arguments import parse_arguments, parse_call
+from .config.build import build_config
 
 __all__ = ["build_config", "parse_arguments", "parse_call"]

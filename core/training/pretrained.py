@@ -34,7 +34,7 @@ from ..tensor_parallel.vocab import pad_vocab_size
 from ..transformer.lora import add_lora, is_adapter, merge_lora
 from .checkpointing import TOKENIZER_FILE, check_is_run, find_checkpoint, load_weights, save_tokenizer
 from .config import PretrainConfig
-from .config.arguments import build_config
+from .config.build import build_config
 from .state import TrainingState
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

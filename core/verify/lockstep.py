@@ -15,6 +15,7 @@ from .. import parallel_state
 from ..distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ..errors import ConfigError, ShardstackError, WrapError
 from ..optimizer import OptimizerConfig
+from ..ranges import check_range
 from .subject import Subject
 from .trainings import SerialTraining, Training, WrappedTraining
 
@@ -62,9 +63,7 @@ class Options:
     """The gradient's norm is clipped to one, so that this is about how far a step goes."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
+        check_range(self, "steps", "micro_batches", least=1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import nn
 
 from core import device, parallel_state
 from core.datasets.tokenizer import Tokenizer
-from core.errors import ConfigError, DataError
+from core.errors import DataError
+from core.ranges import check_range
 from core.transformer.context_parallel import own_chunks, own_positions
 
 
@@ -36,14 +37,10 @@ class SamplingConfig:
     """Seed of the draws."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; it takes zero or a positive number")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}; it takes zero or a positive number of tokens")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p is {self.top_p}; it takes a probability above 0 and up to 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed is {self.seed}; it takes zero or a positive number")
+        check_range(self, "temperature", least=0)
+        check_range(self, "top_k", least=0, takes="zero or a positive number of tokens")
+        check_range(self, "top_p", over=0, most=1, takes="a probability above 0 and up to 1")
+        check_range(self, "seed", least=0, below=2**63)
 
 
 def generate_tokens(

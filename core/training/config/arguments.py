@@ -7,22 +7,20 @@ another name than the field stand in the tables below. Parsing and help are done
 
 from __future__ import annotations
 
-import ast
+import importlib
 import inspect
-import itertools
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from ...distributed.wrap import say_that_fsdp2_stands_in
-from ...errors import ConfigError, MissingExtraError, ParallelConfigError
+from ...errors import ConfigError, MissingExtraError
 from ..launch.environment import environment_rank
+from .build import build_config, is_required
 from .foreign_flags import hint_for_foreign_flag
-from .pretrain_config import PretrainConfig, division_violations, section_types
+from .pretrain_config import PretrainConfig, section_types
 
 Result = TypeVar("Result")
 
@@ -110,7 +108,7 @@ def parse_call(
         ConfigError: an unknown flag, or a value of the wrong type.
         MissingExtraError: cyclopts is not installed.
     """
-    cyclopts = _library()
+    cyclopts = _library("cyclopts")
     app = cyclopts.App(
         name=name,
         help=description,
@@ -136,103 +134,20 @@ def parse_call(
     return function(*bound.args, **bound.kwargs)
 
 
-def build_config(values: Mapping[str, Any]) -> PretrainConfig:
-    """Sections from a flat mapping of field names, shorthands included; what is left out takes its default.
+def flag_documentation(kind: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and of those it derives from, by field name.
 
     Raises:
-        ConfigError: settings that contradict each other or that a section refuses, or a required one that is missing.
-            What several sections refuse is told together, a line each.
+        MissingExtraError: docstring_parser, which cyclopts brings, is not installed.
     """
-    given = dict(values)
-    use_torch_fsdp2 = _chooses_fsdp2(given)
-    if given.pop("swiglu", False):
-        other = given.get("activation_func", "silu")
-        if other != "silu":
-            raise ConfigError(f"swiglu and activation_func {other} contradict each other; drop one")
-        given.update(gated_linear_unit=True, activation_func="silu")
-    if (ranks := given.pop("reshard_to_ranks", None)) is not None:
-        if "reshard_after_forward" in given:
-            raise ConfigError(f"reshard_to_ranks {ranks} and reshard_after_forward contradict each other; drop one")
-        given["reshard_after_forward"] = ranks
-    shares_keys, groups = given.pop("group_query_attention", None), given.get("num_query_groups")
-    if shares_keys and groups is None:
-        raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
-    if shares_keys is False and groups is not None:
-        raise ConfigError(f"group_query_attention is turned off and num_query_groups is {groups}; drop one")
-    types = section_types(use_torch_fsdp2)
-    fsdp2_only = _field_names(section_types(True)["ddp"]) - _field_names(section_types(False)["ddp"])
-    stray = sorted(fsdp2_only & given.keys()) if not use_torch_fsdp2 else []
-    if stray:
-        raise ConfigError(f"{stray[0]} is a setting of FSDP2 alone; add use_torch_fsdp2, or drop it")
-    unknown = sorted(given.keys() - {name for kind in types.values() for name in _field_names(kind)})
-    if unknown:
-        raise ConfigError(f"unknown settings: {', '.join(unknown)}")
-    sections, violations = {}, list[ConfigError]()
-    for section, kind in types.items():
-        own = {name: given[name] for name in _field_names(kind) if name in given}
-        missing = [entry.name for entry in fields(kind) if _is_required(entry) and entry.name not in own]
-        if missing:
-            raise ConfigError(f"{missing[0]} is required; give it a value")
-        try:
-            sections[section] = kind(**own)
-        except ConfigError as error:
-            violations.append(error)
-    if violations:
-        violations += _divisions_beside(types, given) if "model" not in sections else []
-        is_parallel = all(isinstance(violation, ParallelConfigError) for violation in violations)
-        raise (ParallelConfigError if is_parallel else ConfigError)(
-            "\n".join(str(violation) for violation in violations)
-        )
-    return PretrainConfig(**sections)
-
-
-def _divisions_beside(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
-    """Sizes beside the transformer's that its ranks do not divide, told with those of the transformer."""
-    defaults = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
-    names = inspect.signature(division_violations).parameters
-    values = {name: given.get(name, defaults[name]) for name in names}
-    sizes = [value for name, value in values.items() if name not in ("sequence_parallel", "vocab_size")]
-    return list(division_violations(**values)) if min(sizes) >= 1 else []
-
-
-def _chooses_fsdp2(given: dict[str, Any]) -> bool:
-    """Takes `use_torch_fsdp2` out of `given`, and its other spelling, the sharding strategy of this name."""
-    asked, strategy = given.pop("use_torch_fsdp2", None), given.get("data_parallel_sharding_strategy")
-    if asked and strategy not in (None, "optim_grads_params"):
-        raise ParallelConfigError(
-            "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
-            f"{strategy}; drop one of the two"
-        )
-    if asked is False and strategy == "optim_grads_params":
-        raise ParallelConfigError(
-            "use_torch_fsdp2 is turned off, but data_parallel_sharding_strategy is optim_grads_params, which means "
-            "it; drop one of the two"
-        )
-    if strategy == "optim_grads_params" and not asked:
-        say_that_fsdp2_stands_in()
-    return bool(asked) or strategy == "optim_grads_params"
-
-
-def flag_documentation(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass and of those it derives from, by field name."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):  # built-in, or installed without its source
-            continue
-        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-        for entry, following in itertools.pairwise(body):
-            if not (isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)):
-                continue
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                found[entry.target.id] = " ".join(str(following.value.value).split())
-    return found
+    parse = _library("docstring_parser").parse_from_object
+    documented = [text for base in reversed(kind.__mro__[:-1]) for text in parse(base).params]
+    return {text.arg_name: " ".join(text.description.split()) for text in documented}
 
 
 def _collector(defaults: dict[str, Any]) -> Any:
     """A function whose keyword parameters are the flags; the parser reads them from its signature."""
-    cyclopts = _library()
+    cyclopts = _library("cyclopts")
     groups = {name: cyclopts.Group.create_ordered(title) for name, title in _TITLES.items()}
     parameters: dict[str, inspect.Parameter] = {}
 
@@ -268,7 +183,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
                 name,
                 section,
                 bool if name in _NEGATED else _flag_type(hints[name]),
-                inspect.Parameter.empty if _is_required(entry) else entry.default,
+                inspect.Parameter.empty if is_required(entry) else entry.default,
                 **settings,
             )
 
@@ -293,12 +208,11 @@ def _integer(_: Any, tokens: Sequence[Any]) -> int:
         raise ValueError(f'"{text}" is not an integer.') from None
 
 
-def _library() -> Any:
+def _library(name: str) -> Any:
     try:
-        import cyclopts
+        return importlib.import_module(name)
     except ImportError:
-        raise MissingExtraError("cyclopts", "train", "Reading command-line flags") from None
-    return cyclopts
+        raise MissingExtraError(name, "train", "Reading command-line flags") from None
 
 
 def _flag_type(hint: Any) -> Any:
@@ -307,13 +221,3 @@ def _flag_type(hint: Any) -> Any:
         return str | None
     values = [kind for kind in get_args(hint) if get_origin(kind) is not Callable]
     return values[0] if get_args(hint) and get_origin(hint) in (Union, UnionType) and len(values) == 1 else hint
-
-
-def _is_required(entry: Field[Any]) -> bool:
-    if entry.metadata.get("required_flag"):
-        return True
-    return entry.default is MISSING and entry.default_factory is MISSING
-
-
-def _field_names(kind: type) -> set[str]:
-    return {entry.name for entry in fields(kind)}

@@ -1,7 +1,7 @@
 """All settings of a pretraining run: one dataclass, a section per concern, built once and never written to.
 
 Facts about one section are checked where the section is built, facts across sections in :func:`validate`. Field names
-are Megatron-LM's flags with underscores; `core.training.arguments` makes the flags from them.
+are Megatron-LM's flags with underscores; `arguments` makes the flags from them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
 from ...bounds import brief
 from ...datasets.data_samplers import num_microbatches
+from ...dist_checkpointing.format.index import DTYPES
 from ...distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
 from ...optimizer import OptimizerConfig
@@ -228,13 +229,13 @@ def _json_value(value: Any) -> Any:
 
 
 def _from_json_values(kind: type, values: Mapping[str, Any]) -> Any:
-    converted = dict(values)
-    for entry in fields(kind):
-        value = converted.get(entry.name)
-        if isinstance(value, str) and "Path" in str(entry.type):
-            converted[entry.name] = Path(value)
-        elif isinstance(value, str) and str(entry.type) == "torch.dtype":
-            converted[entry.name] = getattr(torch, value.removeprefix("torch."))
-        elif isinstance(value, list):
-            converted[entry.name] = tuple(value)
-    return kind(**converted)
+    hints = get_type_hints(kind)
+    return kind(**{name: _from_json_value(hints.get(name), value) for name, value in values.items()})
+
+
+def _from_json_value(hint: Any, value: Any) -> Any:
+    if isinstance(value, str) and Path in (hint, *get_args(hint)):
+        return Path(value)
+    if isinstance(value, str) and hint is torch.dtype:
+        return DTYPES[value.removeprefix("torch.")]
+    return tuple(value) if isinstance(value, list) else value

@@ -6,13 +6,13 @@ optimizer.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ...dist_checkpointing import Retention
 from ...errors import ConfigError
+from ...ranges import check_range
 from ...transformer.lora import LoRATarget
 
 
@@ -51,14 +51,13 @@ class GPTConfig:
     checkpoint fits all of them; it has to divide it."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "max_position_embeddings", "make_vocab_size_divisible_by", "lora_rank")
+        check_range(self, "max_position_embeddings", "make_vocab_size_divisible_by", "lora_rank", least=1)
         if self.lora_rank is None:
             for name in ("lora_alpha", "lora_targets"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"{name} is set and lora_rank is not; give the rank of the adapters")
             return
-        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
-            raise ConfigError(f"lora_alpha is {self.lora_alpha}; it takes a positive number")
+        check_range(self, "lora_alpha", over=0)
         if self.freeze:
             raise ConfigError(
                 f"lora_rank {self.lora_rank} freezes all but the adapters, and freeze {' '.join(self.freeze)} is "
@@ -111,16 +110,15 @@ class SchedulerConfig:
     """On `load`, go on with this schedule and not with the checkpoint's."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "lr_decay_iters", "lr_wsd_decay_iters")
-        _check_at_least(self, 0, "lr_warmup_iters", "lr_warmup_init", "start_weight_decay", "end_weight_decay")
+        check_range(self, "lr_decay_iters", "lr_wsd_decay_iters", least=1)
+        check_range(self, "lr_warmup_iters", "lr_warmup_init", "start_weight_decay", "end_weight_decay", least=0)
         if self.lr_warmup_fraction is not None:
             if self.lr_warmup_iters:
                 raise ConfigError(
                     f"lr_warmup_iters {self.lr_warmup_iters} and lr_warmup_fraction {self.lr_warmup_fraction} both "
                     "say how long to warm up; drop one"
                 )
-            if not 0.0 <= self.lr_warmup_fraction < 1.0:
-                raise ConfigError(f"lr_warmup_fraction is {self.lr_warmup_fraction}; it takes 0 up to, not with, 1")
+            check_range(self, "lr_warmup_fraction", least=0, below=1, takes="0 up to, not with, 1")
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
             raise ConfigError("lr_decay_style WSD needs lr_wsd_decay_iters, the length of its last part")
         decays = (self.start_weight_decay, self.end_weight_decay)
@@ -176,8 +174,8 @@ class DataConfig:
     """Leave out the loss of the token that follows an end of document."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "vocab_size", "seq_length", "micro_batch_size", "global_batch_size")
-        _check_at_least(self, 0, "num_workers")
+        check_range(self, "vocab_size", "seq_length", "micro_batch_size", "global_batch_size", least=1)
+        check_range(self, "num_workers", least=0)
 
 
 @dataclass(kw_only=True)
@@ -217,7 +215,7 @@ class CheckpointConfig:
     together from other pieces than they were saved in are compared."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "save_interval", "keep_last", "keep_every")
+        check_range(self, "save_interval", "keep_last", "keep_every", least=1)
         if self.keep_every is not None and self.keep_last is None:
             raise ConfigError(
                 f"keep_every is {self.keep_every} and keep_last is not set, so that all checkpoints are kept; add "
@@ -281,19 +279,8 @@ class RunConfig:
     """Minutes after which a collective that not all ranks joined is an error."""
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "train_iters", "eval_interval", "log_interval")
-        _check_at_least(self, 0, "eval_iters")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed is {self.seed}; it takes 0 to {2**32 - 1}")
-        if not 0 < self.distributed_timeout_minutes <= _LONGEST_TIMEOUT_MINUTES:
-            raise ConfigError(
-                f"distributed_timeout_minutes is {self.distributed_timeout_minutes}; it takes a positive number up to "
-                f"{_LONGEST_TIMEOUT_MINUTES}, a year"
-            )
-
-
-def _check_at_least(section: Any, limit: int, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not limit <= value < math.inf:
-            raise ConfigError(f"{name} is {value}; it takes {'zero or ' if limit == 0 else ''}a positive number")
+        check_range(self, "train_iters", "eval_interval", "log_interval", least=1)
+        check_range(self, "eval_iters", least=0)
+        check_range(self, "seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
+        year = f"a positive number up to {_LONGEST_TIMEOUT_MINUTES}, a year"
+        check_range(self, "distributed_timeout_minutes", over=0, most=_LONGEST_TIMEOUT_MINUTES, takes=year)
