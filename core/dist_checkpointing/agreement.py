@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..errors import CheckpointError, ShardstackError
+from ..text import rank_list
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -103,7 +104,7 @@ def joined_by_rank(told: list[str | None]) -> str:
             ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1:
         return next(iter(ranks_of))
-    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
+    return "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
 def _told(error: Exception) -> str:

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from ..dtypes import dtype_name
 from ..errors import CheckpointError
+from ..text import readable_bytes
 from .foreign.box_reader import BoxReader
 from .foreign.safetensors_io import has_safetensors, read_safetensors_index
 from .format.folders import existing_folder, latest_checkpoint
-from .format.index import CheckpointIndex, TensorEntry, dtype_name
+from .format.index import CheckpointIndex, TensorEntry
 from .format.reader import read_index
 from .format.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 
@@ -67,7 +69,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
     where = _provenance(index.metadata) if index.metadata else kind
     files = f"{len(index.file_bytes)} files" if len(index.file_bytes) != 1 else "1 file"
     held = f"{count} tensors" if count != 1 else "1 tensor"
-    lines = [str(opened.folder), f"  {where}", f"  {held}, {_amount(total)} in {files}"]
+    lines = [str(opened.folder), f"  {where}", f"  {held}, {readable_bytes(total)} in {files}"]
     if index.others:
         lines.append(f"  {len(index.others)} entries that are no tensors, which are never read")
     if index.metadata:
@@ -180,7 +182,7 @@ def _tree_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[st
     rows = [*_rows(root, 0, expand)]
     width = max((len(label) for label, _ in rows), default=0)
     for label, entries in rows:
-        size = _amount(sum(map(_num_bytes, entries)))
+        size = readable_bytes(sum(map(_num_bytes, entries)))
         kinds = {_kind(entry) for entry in entries}
         what = kinds.pop() if len(kinds) == 1 else f"{len(entries)} tensors"
         yield f"  {label:<{width}}  {size:>10}  {what}"
@@ -270,15 +272,6 @@ def _kind(entry: TensorEntry) -> str:
 
 def _num_bytes(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
-
-
-def _amount(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def check_comparable(one: Opened, other: Opened) -> None:

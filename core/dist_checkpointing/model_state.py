@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..device import current_device
+from ..dtypes import dtype_name
 from ..errors import CheckpointError
 from .agreement import Ranks
-from .format.index import dtype_name
 from .views.global_view import global_shape, global_view, local_slices, local_tensor
 
 

@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save_sha
 from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
+from ..dtypes import DTYPES, dtype_name
 from ..errors import CheckpointError
 from .agreement import Ranks, joined_by_rank
 from .format import folders
-from .format.index import DTYPES, CheckpointIndex, dtype_name
+from .format.index import CheckpointIndex
 from .format.reader import IndexedReader, read_index
 from .format.safe_metadata import json_problem
 from .format.staging import HostStaging

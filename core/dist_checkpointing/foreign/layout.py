@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
+from ...dtypes import dtype_name
 from ...errors import CheckpointError
 from ..agreement import Ranks
-from ..format.index import CheckpointIndex, dtype_name
+from ..format.index import CheckpointIndex
 from ..views.flat_range import held_boxes
 from .box_reader import BoxReader
 

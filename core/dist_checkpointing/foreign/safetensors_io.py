@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...bounds import JSON_BYTES, read_json
+from ...dtypes import DTYPES
 from ...durable import sync_folder, write_durably
 from ...errors import CheckpointError, MissingExtraError
 from ..format import folders
@@ -35,8 +36,8 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": DTYPES[f"int{bits}"] for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": DTYPES[f"uint{bits}"] for bits in (8, 16, 32, 64)},
     "BOOL": torch.bool,
 }
 """By the name that the format has for each: the library keeps its own table to itself."""

@@ -26,16 +26,6 @@ from ...bounds import brief
 from ...errors import CheckpointError
 from .content_hash import MODULUS
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16"),
-        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
-    )
-}
-"""The dtypes that a checkpoint may hold, by name."""
-
 Encoding = Literal["raw", "torch.save", "safetensors"]
 """How pieces are stored: as raw bytes in row-major order; as archives of ``torch.save``, as torch's own writer makes
 them; or as whole tensors in safetensors files, where their library finds them by name."""
@@ -44,10 +34,6 @@ _MAX_DIMS = 64
 """What torch and numpy hold."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ...bounds import BoundsError, brief, check_pickle
+from ...dtypes import DTYPES
 from ...errors import CheckpointError
-from .index import DTYPES
 
 
 class Record:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ...bounds import PICKLE_BYTES, BoundsError, brief, parse_json, read_file
+from ...dtypes import DTYPES, dtype_name
 from ...errors import CheckpointError
-from .index import DTYPES, CheckpointIndex, Piece, TensorEntry, dtype_name
+from .index import CheckpointIndex, Piece, TensorEntry
 from .inert_pickle import Record, load_inert
 
 INDEX_FILE = "checkpoint.json"

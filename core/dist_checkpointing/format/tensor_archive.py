@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ...bounds import brief
+from ...dtypes import DTYPES
 from ...errors import CheckpointError
-from .index import DTYPES
 from .inert_pickle import Record, load_inert
 
 _STORAGES = {

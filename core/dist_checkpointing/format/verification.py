@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...text import readable_bytes
 from ..agreement import Ranks
 from ..views.flat_range import held_boxes
 from .content_hash import MODULUS, box_hash
@@ -65,7 +66,7 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
 def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds: float) -> str:
     """Says which tensors of a checkpoint were compared with their hashes, and how long that took."""
     num_bytes = sum(piece.num_bytes for name in names for piece in index.tensors[name].pieces)
-    return f"verified {len(names)} tensors of {folder} by their hashes: {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s"
+    return f"verified {len(names)} tensors of {folder} by their hashes: {readable_bytes(num_bytes)} in {seconds:.2f} s"
 
 
 def newest_good(root: Path, ranks: Ranks, *, besides: Path | None = None) -> Path | None:

@@ -35,7 +35,7 @@ from ...dist_checkpointing.foreign.safetensors_io import (
     write_safetensors,
 )
 from ...dist_checkpointing.format import folders
-from ...dist_checkpointing.format.index import dtype_name
+from ...dtypes import dtype_name
 from ...durable import write_durably
 from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of

@@ -16,8 +16,8 @@ import torch
 
 from ...bounds import brief
 from ...datasets.data_samplers import num_microbatches
-from ...dist_checkpointing.format.index import DTYPES
 from ...distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size

@@ -23,7 +23,7 @@ from core.dist_checkpointing import (
     save,
 )
 from core.dist_checkpointing.format import writer
-from core.dist_checkpointing.format.index import DTYPES
+from core.dtypes import DTYPES
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, on_ranks, toy, whole

@@ -9,8 +9,8 @@ import zipfile
 import pytest
 import torch
 
-from core.dist_checkpointing.format.index import DTYPES
 from core.dist_checkpointing.format.tensor_archive import read_tensor_archive
+from core.dtypes import DTYPES
 from core.errors import CheckpointError
 
 

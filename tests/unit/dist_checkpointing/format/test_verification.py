@@ -151,7 +151,7 @@ def test_what_was_compared_is_said_in_a_line_and_comparing_is_the_default(tmp_pa
     state = {"w": torch.zeros(6), "n": torch.tensor(0)}
     load(state, tmp_path / "it", report=lines.append)
     load(state, tmp_path / "it", verify=False, report=lines.append)
-    assert re.fullmatch(rf"verified 2 tensors of {tmp_path}/it by their hashes: 0\.0 MiB in \d+\.\d\d s", lines[0])
+    assert re.fullmatch(rf"verified 2 tensors of {tmp_path}/it by their hashes: 32 B in \d+\.\d\d s", lines[0])
     assert lines[1] == f"{tmp_path}/it was not compared with its hashes, as was asked"
     flip(tmp_path / "it", "w")
     with pytest.raises(CheckpointError, match=r"is damaged in w \(bytes \d+ to \d+\)"):
