@@ -32,7 +32,7 @@ from ..errors import ConfigError
 from ..model_parallel_config import ModelParallelConfig
 from .foreign_initialization import ForeignModule, init_weights_hook, reset
 from .mappings import Group, resolve_group
-from .own_part import copy_own_part, local_part, whole_shape
+from .partition import copy_partition, local_part, whole_shape
 
 Initializer = Callable[..., Any]
 """Fills a tensor of the whole model's shape, fp32 on the CPU, in place: ``init_method(tensor)``, as in Megatron-LM and
@@ -282,7 +282,7 @@ def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: G
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
             initializer(whole)
-    copy_own_part(whole, parameter, group)
+    copy_partition(whole, parameter, group)
 
 
 def _takes_generator(initializer: Initializer) -> bool:

@@ -19,7 +19,7 @@ from .identity_op import IdentityOp
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation, apply_rotary_pos_emb
-from .sequence_pieces import Piece
+from .document_masks import Piece
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 

@@ -17,7 +17,7 @@ from .. import parallel_state
 from ..errors import DataError
 from ..tensor_parallel.mappings import Group, gather_first_dim, group_size, reduce_scatter_first_dim
 from .attention_kernels import Attended, attend, attend_backward, combine
-from .sequence_pieces import Piece, chunk_places, chunks_of_rank
+from .document_masks import Piece, chunk_places, chunks_of_rank
 
 
 def own_chunks(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:

@@ -17,7 +17,7 @@ from .attention_kernels import has_kernel
 from .context_parallel import attend_in_pieces, gather_sequence, own_positions
 from .enums import AttnMaskType
 from .module import MegatronModule
-from .sequence_pieces import Piece, causal_pieces, visible_keys
+from .document_masks import Piece, causal_pieces, visible_keys
 from .transformer_config import TransformerConfig
 
 

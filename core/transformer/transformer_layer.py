@@ -16,7 +16,7 @@ from .mlp import MLP
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation
-from .sequence_pieces import Piece
+from .document_masks import Piece
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 

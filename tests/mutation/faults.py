@@ -365,10 +365,10 @@ MUTATIONS = (
     ),
     Mutation(
         "documents are joined at the edge of a chunk",
-        "core/transformer/sequence_pieces.py",
+        "core/transformer/document_masks.py",
         "before = slice(begin, max(begin, start))",
         "before = slice(0, max(begin, start))",
-        ("tests/unit/transformer/test_sequence_pieces.py",),
+        ("tests/unit/transformer/test_document_masks.py",),
     ),
     Mutation(
         "attention drops the same weights on every tensor-parallel rank",

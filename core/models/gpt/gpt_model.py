@@ -14,7 +14,7 @@ from ...tensor_parallel.initialization import deferred_initialization, draw_init
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
-from ...transformer.sequence_pieces import document_pieces
+from ...transformer.document_masks import document_pieces
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig

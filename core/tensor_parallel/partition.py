@@ -16,14 +16,14 @@ def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
     return shape
 
 
-def copy_own_part(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
+def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
     """Fills this rank's part from the whole model's tensor, in place; nothing is communicated."""
     if getattr(parameter, "tensor_model_parallel", False):
         whole = whole.chunk(group_size(group), parameter.partition_dim)[group_rank(group)]  # type: ignore[attr-defined]
-    copy_own_shard(whole, parameter)
+    copy_shard(whole, parameter)
 
 
-def copy_own_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
+def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
     """The same where `whole` is already what one tensor-parallel rank holds: only a DTensor is cut."""
     if isinstance(parameter, DTensor):
         # Without a source rank every rank cuts its own copy.

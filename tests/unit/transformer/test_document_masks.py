@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from core.errors import DataError
-from core.transformer.sequence_pieces import (
+from core.transformer.document_masks import (
     Piece,
     causal_pieces,
     chunk_places,
