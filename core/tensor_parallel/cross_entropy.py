@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .mappings import Group, gather_first_dim, group_rank, group_size, resolve_group
+from .first_dim import gather_first_dim
+from .groups import Group, group_rank, group_size, resolve_group
 from .vocab import check_ids
 
 IGNORE_INDEX = -100

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import ConfigError
-from .mappings import resolve_group
+from .groups import resolve_group
 from .partition import copy_partition, copy_shard, whole_shape
 
 RESET_METHODS = ("reset_parameters", "_reset_parameters")

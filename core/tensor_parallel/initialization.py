@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dtensors import local_part
 from ..errors import ConfigError
 from ..model_parallel_config import ModelParallelConfig
 from .foreign_initialization import ForeignModule, init_weights_hook, reset
-from .mappings import Group, resolve_group
-from .partition import copy_partition, local_part, whole_shape
+from .groups import Group, resolve_group
+from .partition import copy_partition, whole_shape
 
 Initializer = Callable[..., Any]
 """Fills a tensor of the whole model's shape, fp32 on the CPU, in place: ``init_method(tensor)``, as in Megatron-LM and

@@ -18,11 +18,10 @@ from ..foreign_arguments import ignore, refuse
 from ..model_parallel_config import ModelParallelConfig
 from .column_linear import column_parallel_linear
 from .degrees import check_degree, per_rank
+from .groups import Group, group_size
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .mappings import (
-    Group,
     gather_from_tensor_model_parallel_region,
-    group_size,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,

@@ -1,11 +1,12 @@
-"""A whole-model tensor, and the part of it that this rank's parameter holds."""
+"""Cuts a whole tensor into the part that one tensor-parallel rank has."""
 
 from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .mappings import Group, group_rank, group_size
+from ..errors import ParallelConfigError
+from .groups import Group, group_rank, group_size
 
 
 def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
@@ -33,6 +34,24 @@ def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
         parameter.copy_(whole)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank stores of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def rank_slice(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Returns this rank's part of `tensor` along `dim`, as a view.
+
+    Raises:
+        ParallelConfigError: the ranks do not divide it.
+    """
+    size = group_size(group)
+    check_divides(tensor, dim, size)
+    return tensor.chunk(size, dim)[group_rank(group)]
+
+
+def check_divides(tensor: torch.Tensor, dim: int, size: int) -> None:
+    """Raises ParallelConfigError where `size` ranks do not divide a dimension, the last one or the first."""
+    length = tensor.shape[dim]
+    if length % size:
+        what, fix = "last dim", "choose a size that it divides"
+        if dim == 0:
+            what, fix = "sequence", f"pad the sequence to a multiple of {size}, or turn sequence_parallel off"
+        raise ParallelConfigError(
+            f"a {what} of {length} ({list(tensor.shape)}) cannot be split over {size} tensor-parallel ranks; {fix}"
+        )

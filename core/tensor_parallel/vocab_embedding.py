@@ -7,14 +7,9 @@ from torch import nn
 
 from ..model_parallel_config import ModelParallelConfig
 from .degrees import check_degree, per_rank
+from .groups import Group, group_rank, group_size
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
-from .mappings import (
-    Group,
-    group_rank,
-    group_size,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from .mappings import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
 from .vocab import check_ids
 from .weight_gradients import embedding
 

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from .. import device
 from ..distributed import _BaseDataParallel
+from ..dtensors import local_part
 from ..errors import MissingExtraError
 from ..host_memory import passing_memory_seen_by_profilers
 from ..optimizer import MegatronOptimizer
@@ -202,7 +202,7 @@ def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple
     found: dict[int, tuple[int, int]] = {}
     for category, tensors in kinds:
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             storage = local.untyped_storage()
             if storage.nbytes() and local.device.type == device.device_type():  # offloaded tensors lie elsewhere
                 found.setdefault(storage.data_ptr(), (category, storage.nbytes()))

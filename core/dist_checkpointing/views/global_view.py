@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ... import parallel_state
+from ...dtensors import local_part
 from ...errors import ParallelConfigError
 
 _TP_AXIS = "tp"
@@ -48,8 +49,8 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
             or a piece whose shape is not the one that its cuts give.
     """
     value = _detached(param if tensor is None else tensor)
-    local = _local(value)
-    held = _local(_detached(param))
+    local = local_part(value)
+    held = local_part(_detached(param))
     if local.shape != held.shape:
         raise ParallelConfigError(
             f"a tensor of shape {tuple(local.shape)} cannot be viewed like a parameter whose piece on this rank has "
@@ -90,7 +91,7 @@ def local_slices(param: torch.Tensor) -> tuple[slice, ...]:
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
     """This rank's piece of `value` as a plain tensor that shares its storage, outside autograd."""
-    return _local(_detached(value))
+    return local_part(_detached(value))
 
 
 def _layout(param: torch.Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[Placement, ...], torch.Size]:
@@ -142,10 +143,6 @@ def _refuse_pipeline() -> None:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
