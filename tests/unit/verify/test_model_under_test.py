@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from core.errors import ConfigError
-from core.verify import load_subject
-from core.verify.subject import scalar_loss
+from core.verify import load_model_under_test
+from core.verify.model_under_test import scalar_loss
 
 MODELS = "tests.unit.verify._models"
 
@@ -20,20 +20,20 @@ def one_line(function, *arguments) -> str:
 
 
 def test_a_model_is_built_alike_each_time():
-    subject = load_subject(f"{MODELS}:build")
-    model = subject.check()
+    tested = load_model_under_test(f"{MODELS}:build")
+    model = tested.check()
     assert model.training
-    first, loss = subject.build()
+    first, loss = tested.build()
     torch.manual_seed(5)
-    second, _ = subject.build()
+    second, _ = tested.build()
     assert all(map(torch.equal, first.parameters(), second.parameters()))
-    values = [scalar_loss(subject, loss, first, index) for index in (0, 0, 1)]  # dropout is drawn by number too
+    values = [scalar_loss(tested, loss, first, index) for index in (0, 0, 1)]  # dropout is drawn by number too
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
 
 
 def test_a_model_of_tokens_needs_no_loss():
-    subject = load_subject(f"{MODELS}:Tokens")
-    model, loss = subject.build()
+    tested = load_model_under_test(f"{MODELS}:Tokens")
+    model, loss = tested.build()
     assert loss(model, 0) > 0
     assert loss(model, 0) != loss(model, 1)
 
@@ -49,7 +49,7 @@ def test_a_model_of_tokens_needs_no_loss():
     ],
 )
 def test_a_name_that_leads_to_no_function_is_refused(name: str, said: str):
-    assert said in one_line(load_subject, name)
+    assert said in one_line(load_model_under_test, name)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_a_name_that_leads_to_no_function_is_refused(name: str, said: str):
     ],
 )
 def test_what_builds_no_model_is_refused(function: str, said: str):
-    subject = load_subject(f"{MODELS}:{function}")
-    line = one_line(subject.check)
+    tested = load_model_under_test(f"{MODELS}:{function}")
+    line = one_line(tested.check)
     assert said in line and line.startswith(f"{MODELS}:{function} ")
 
 
@@ -79,5 +79,5 @@ def test_what_builds_no_model_is_refused(function: str, said: str):
     ],
 )
 def test_a_loss_that_is_none_is_refused(function: str, said: str):
-    subject = load_subject(f"{MODELS}:{function}")
-    assert said in one_line(scalar_loss, subject, *reversed(subject.build()), 0)
+    tested = load_model_under_test(f"{MODELS}:{function}")
+    assert said in one_line(scalar_loss, tested, *reversed(tested.build()), 0)

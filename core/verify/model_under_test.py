@@ -24,7 +24,7 @@ _SEQUENCES, _LENGTH = 2, 16
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelUnderTest:
     """A way to build the same model any number of times.
 
     Args:
@@ -104,7 +104,7 @@ class Subject:
         return loss
 
 
-def load_subject(name: str) -> Subject:
+def load_model_under_test(name: str) -> ModelUnderTest:
     """The function that ``my_module:build`` names.
 
     Raises:
@@ -126,10 +126,10 @@ def load_subject(name: str) -> Subject:
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{name} is {_described(found)}; it has to be a function that builds a model")
-    return Subject(name, found)
+    return ModelUnderTest(name, found)
 
 
-def scalar_loss(subject: Subject, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
+def scalar_loss(tested: ModelUnderTest, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
     """The loss of a micro-batch, whose random draws depend on its number alone.
 
     Raises:
@@ -139,7 +139,7 @@ def scalar_loss(subject: Subject, loss: Loss, model: nn.Module, index: int) -> t
     found = loss(model, index)
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
         raise ConfigError(
-            f"the loss of {subject.name} is {_described(found)}; let loss(model, index) return a scalar tensor that "
+            f"the loss of {tested.name} is {_described(found)}; let loss(model, index) return a scalar tensor that "
             "depends on the model's parameters"
         )
     return found.reshape(())
