@@ -71,7 +71,7 @@ def process_group(kind: str, check_initialized: bool) -> ProcessGroup | None:
 
 
 def assume(assumed: dict[str, int], kind: str, value: int | None) -> None:
-    """Keeps in `assumed_sizes` or `assumed_ranks` what stands in place of the group's own; None takes it back."""
+    """Sets, in `assumed_sizes` or `assumed_ranks`, what is returned for a group; None takes it back."""
     assumed.pop(kind, None)
     if value is not None:
         assumed[kind] = value

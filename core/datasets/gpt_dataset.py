@@ -66,7 +66,7 @@ class GPTDatasetConfig:
     """Leave out the loss where the input is an end of document, whose label no text can tell."""
 
     cache_dir: Path | None = None
-    """Folder of the index cache. None: `<prefix>.cache`, beside the corpus."""
+    """Folder of the index cache. None: `<prefix>.cache`, next to the corpus."""
 
     def __post_init__(self) -> None:
         check_range(self, "sequence_length", least=1, takes="a positive number of tokens")

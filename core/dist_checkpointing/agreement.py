@@ -97,7 +97,7 @@ class Ranks:
 
 
 def joined_by_rank(told: list[str | None]) -> str:
-    """One message of what the ranks told: said once if all say the same, else by rank."""
+    """Joins the ranks' messages into one: once if all are the same, else by rank."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(told):
         if text:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: it waits only until what it will change has been copied."""
+"""Writes checkpoints in the background: training waits only until what it will change has been copied."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class AsyncSaver:
     ) -> None:
         try:
             save(state, directory, **arguments)
-        except BaseException as error:  # told in the thread that asked for it
+        except BaseException as error:  # raised in the thread that asked for it
             self._error = error
         finally:
             self._staging.done.set()

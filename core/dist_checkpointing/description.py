@@ -33,7 +33,7 @@ _DIFFERENCES_SHOWN = 50
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of which the index has been read and checked."""
+    """A checkpoint whose index has been read and checked."""
 
     folder: Path
     index: CheckpointIndex
@@ -59,7 +59,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
     """A page about a checkpoint: where it comes from, its metadata, and the tree of its tensors.
 
     Args:
-        expand: every layer for itself; else those that are alike stand together.
+        expand: every layer for itself; else equal ones are shown together.
     """
     index = opened.index
     total, count = sum(map(_num_bytes, index.tensors.values())), len(index.tensors)
@@ -155,7 +155,7 @@ def _value(value: Any) -> str:
 
 @dataclass
 class _Node:
-    """A name of the tree: a tensor, or what stands under the name."""
+    """A name of the tree: a tensor, or what is below the name."""
 
     entry: TensorEntry | None = None
     below: dict[str, _Node] = field(default_factory=dict)
@@ -200,7 +200,7 @@ def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[Ten
 
 
 def _together(below: Mapping[str, _Node], expand: bool) -> Iterator[tuple[str, list[_Node]]]:
-    """Runs of numbered names under which the same stands."""
+    """Runs of numbered names with the same tensors below."""
     run: list[tuple[str, _Node]] = []
     for name, node in [*below.items(), ("", _Node())]:
         alike = run and name.isdigit() and run[-1][0].isdigit() and node.signature() == run[-1][1].signature()

@@ -31,7 +31,7 @@ class MainRange(MainParam):
     """A run of a parameter's elements, flat: what this rank's share of a bucket holds of it, which may be nothing."""
 
     bucket: Bucket
-    """Where the parameter lies."""
+    """The bucket of the wrapper's that has the parameter."""
 
     group: dist.ProcessGroup
     """The ranks that share the bucket."""

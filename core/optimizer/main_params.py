@@ -1,4 +1,4 @@
-"""A parameter as the update sees it: a plain local tensor, fp32 at least, with its gradient beside it.
+"""A parameter as the update sees it: a plain local tensor, fp32 at least, with its gradient.
 
 The update never meets a DTensor, so torch's fused kernels run on it without a dispatch per operation.
 """
@@ -39,7 +39,7 @@ class MainParam:
     """Name in the unwrapped model."""
 
     param: nn.Parameter
-    """The model's parameter: plain, or a DTensor of which this rank holds a shard."""
+    """The model's parameter: plain, or a DTensor."""
 
     owner: nn.Module
     """The module that holds the parameter."""
@@ -148,7 +148,7 @@ class MainParam:
 
 
 def refresh_parameters(params: Sequence[MainParam]) -> None:
-    """Writes the masters into the parameters in low precision that they stand for."""
+    """Writes the masters into their parameters in low precision."""
     copied = [p for p in params if p.is_low_precision]
     if copied:
         torch._foreach_copy_([p.local() for p in copied], [p.main for p in copied])

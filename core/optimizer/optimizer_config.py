@@ -1,4 +1,4 @@
-"""What the optimizer is told: the update rule, its constants, clipping and loss scaling."""
+"""Settings of the optimizer: the update rule, its constants, clipping and loss scaling."""
 
 from __future__ import annotations
 

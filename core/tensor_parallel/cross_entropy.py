@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary of which each tensor-parallel rank holds the logits of a part."""
+"""Cross entropy over a vocabulary whose logits are cut over tensor-parallel ranks."""
 
 from __future__ import annotations
 

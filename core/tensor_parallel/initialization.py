@@ -1,4 +1,4 @@
-"""Initial values by name: the same whatever the world size, the cut, the sharding, or a start on the meta device.
+"""Initial values by name: the same for any world size, cut, sharding, or start on the meta device.
 
 Every parameter is drawn as the whole model's tensor, by a generator of its own whose seed is a hash of one number
 and the parameter's name; each rank keeps its part. One full tensor exists at a time. Nothing else makes sharded
@@ -124,7 +124,7 @@ class ParameterOwner(nn.Module):
 def draw_init_seed() -> int:
     """One draw from torch's default CPU generator, so that `torch.manual_seed` decides every initial value.
 
-    Ranks of one model must have been seeded alike.
+    Ranks of one model must have been seeded with the same seed.
     """
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 

@@ -1,7 +1,7 @@
-"""Linear layers of which each tensor-parallel rank holds a part (Shoeybi et al., 2019).
+"""Linear layers cut over tensor-parallel ranks (Shoeybi et al., 2019).
 
 A column-parallel layer followed by a row-parallel one needs one all-reduce in the forward and one in the backward.
-With sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and what lies
+With sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and what is
 between the pairs holds a part of the sequence only.
 
 Activations are `[s, b, h]`. A rank alone in its group computes with torch's own functions, without a detour. Where a

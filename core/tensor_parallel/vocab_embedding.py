@@ -1,4 +1,4 @@
-"""An embedding of which each tensor-parallel rank holds the rows of some tokens (Shoeybi et al., 2019)."""
+"""An embedding whose rows are cut over tensor-parallel ranks (Shoeybi et al., 2019)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .weight_gradients import embedding
 
 
 class VocabParallelEmbedding(ParameterOwner):
-    """A table of which each rank has the rows of consecutive tokens, `[num_embeddings / tp, embedding_dim]`.
+    """A table cut into the rows of consecutive tokens, each rank's `[num_embeddings / tp, embedding_dim]`.
 
     Args:
         num_embeddings: rows over all ranks; see :func:`~core.tensor_parallel.pad_vocab_size`.

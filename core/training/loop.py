@@ -42,11 +42,11 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     """Trains from `state.iteration` to `train_iters`; all ranks call it together.
 
     SIGTERM and Ctrl-C on any rank end it on all after the step in progress, with a checkpoint if there is a folder.
-    When this returns, the last checkpoint stands, also where it was written beside training.
+    When this returns, the last checkpoint is complete, also with `async_save`.
 
     Raises:
         ConfigError: memory is to be profiled and there is no folder. DataError: no samples are left. CheckpointError:
-            a checkpoint cannot be written; of one that was written beside training, after the next step.
+            a checkpoint cannot be written; with `async_save` it is raised after the next step.
             OptimizerError: gradients stay infinite or NaN.
     """
     if config.run.profile_memory and config.checkpoint.folder is None:

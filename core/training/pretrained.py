@@ -1,6 +1,6 @@
 """Weights alone, for a run to start from or for a program to use: of a run's checkpoint, of Hugging Face, of Megatron.
 
-Each rank reads what it holds of each tensor, whatever wrapper it trains under.
+Each rank reads what it holds of each tensor, under any wrapper.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _check_description(checkpoint: Path, config: PretrainConfig, build: Callable
 
 
 def load_run_tokenizer(checkpoint: Path) -> Tokenizer:
-    """The tokenizer that the run kept beside its checkpoints."""
+    """The tokenizer that the run kept next to its checkpoints."""
     path = checkpoint.parent / TOKENIZER_FILE
     if not path.exists():
         raise DataError(f"{path} does not exist: the run had no tokenizer; put the corpus's tokenizer.json there")
@@ -212,7 +212,7 @@ def run_to_hugging_face(
     if tokenizer is not None:
         with _unwritable_as_error(folder):
             tokenizer.save(folder / TOKENIZER_FILE)
-            path = folder / TOKENIZER_CONFIG_FILE  # of which class it is the model's kind would guess
+            path = folder / TOKENIZER_CONFIG_FILE  # the class would be guessed from the model's kind
             described = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
             write_durably(path, json.dumps(described, indent=1))
     return checkpoint

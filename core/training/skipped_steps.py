@@ -11,7 +11,7 @@ LIMIT = 10
 
 
 class SkippedSteps:
-    """Warns of the first skipped step, and ends the run at a row of `LIMIT`; all ranks skip alike.
+    """Warns of the first skipped step, and ends the run at a row of `LIMIT`; all ranks skip the same steps.
 
     Args:
         scale_adapts: with a dynamic loss scale an overflow is normal, and nothing is said.

@@ -39,7 +39,7 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(MegatronModule):
-    """Causal multi-head or grouped-query attention, of which each tensor-parallel rank has some heads.
+    """Causal multi-head or grouped-query attention, with its heads cut over tensor-parallel ranks.
 
     The rows of the fused projection's weight are laid out by query group, `[q ... q k v]` of one after those of
     another, so that a cut between groups keeps together what belongs together. Where there are fewer groups than

@@ -1,6 +1,6 @@
 """Which keys the queries of one rank see: pieces of a sequence that one call of a causal kernel each can do.
 
-Context parallelism cuts a sequence into 2 x cp chunks, of which rank r holds chunks r and 2 x cp - 1 - r, one behind
+Context parallelism cuts a sequence into 2 x cp chunks. Rank r holds chunks r and 2 x cp - 1 - r, one behind
 the other: under a causal mask every rank then has the same work (the cut is Megatron-LM's). Documents packed into a
 sequence cut it further, where they must not see each other.
 """
@@ -94,7 +94,7 @@ def visible_keys(pieces: Sequence[Piece], positions: torch.Tensor, rows: int, le
 
 
 def _chunks(length: int, rank: int, size: int) -> Sequence[tuple[slice, int]]:
-    """Where each chunk lies in what the rank holds, and where it begins in the whole sequence."""
+    """Where each chunk is in what the rank holds, and where it begins in the whole sequence."""
     held = chunks_of_rank(rank, size)
     if length % len(held):
         raise DataError(

@@ -194,7 +194,7 @@ def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: floa
 
 
 def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> Parting | None:
-    """One step of both; collectives are the same whatever is found."""
+    """One step of both; collectives are the same in every case."""
     loss, expected = ours.backward(step), theirs.backward(step)
     found: Parting | None = None
     off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0

@@ -73,7 +73,7 @@ class WrappedTraining(Training):
             parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         model, self._loss = tested.build()
         is_fsdp2 = isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
-        # No config of the model's: it runs in the precision in which it was built, under every wrapper alike.
+        # No config of the model's: it runs in the precision in which it was built, under every wrapper.
         self.model = self._wrapper = wrap_model(
             model,
             SimpleNamespace(),
@@ -120,7 +120,7 @@ class SerialTraining(Training):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, of which a rank may hold a shard or a run of elements; every rank calls it."""
+    """The whole tensor, of whose elements a rank may hold a shard or a run; every rank calls it."""
     if isinstance(tensor, DTensor):
         full: Tensor = tensor.full_tensor()
         return full.detach()

@@ -1,6 +1,6 @@
 """Tensors that another project names and cuts in its own way, read into any layout of ours, and made from it.
 
-A :class:`Recipe` says of which rows of which foreign tensors one of our parameters consists; nothing more is known
+A :class:`Recipe` lists the rows of foreign tensors that one of our parameters consists of; nothing more is known
 here of models. Whatever cuts lie on our tensor, each rank reads of each foreign tensor the part that it holds.
 """
 
@@ -48,7 +48,7 @@ class Recipe:
     """As in the model's state dict."""
     runs: tuple[Run, ...]
     padded: bool = False
-    """Rows that no run names are zeros: entries of a vocabulary that stand for no token."""
+    """Rows that no run names are zeros: entries of a vocabulary without a token."""
 
 
 def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 Files are read and written by the library `safetensors` (extra `hf`), whose reader maps them: what is asked of a
 tensor is all that is read of it. It refuses files whose length or header does not add up. Several files of one model
-share an index, a JSON file that says which tensor lies in which; see https://huggingface.co/docs/safetensors.
+share an index, a JSON file that says which tensor is in which; see https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DTYPES = {
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether a model in this format lies in `folder`."""
+    """Whether `folder` has a model in this format."""
     return (folder / SHARDS_INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
 
 
@@ -88,9 +88,9 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
 
 
 def open_safetensors(path: Path) -> Any:
-    """The library's reader of a file, mapped into memory, of which ``get_slice(name)`` reads what it is asked for.
+    """The library's reader of a file, mapped into memory; its ``get_slice(name)`` reads what it is asked for.
 
-    What it gives shares the mapping, which is of this process alone: the file stays as it is whatever is done to it.
+    What it gives shares the mapping, which is of this process alone: writing to it leaves the file as it is.
 
     Raises:
         CheckpointError: a file that is missing, truncated or no safetensors file.
@@ -178,7 +178,7 @@ def begin_new_folder(folder: Path) -> Path:
 
     Raises:
         CheckpointError: `folder` exists and is not empty, or nothing can be written there.
-        MissingExtraError: the library is not installed; told here, before tensors are gathered to be written.
+        MissingExtraError: the library is not installed; raised before tensors are gathered to be written.
     """
     _library()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -96,7 +96,7 @@ def _run_hash(data: np.ndarray, start: int) -> int:
         block, inside = divmod(start + done, _BLOCK_BYTES)
         part = data[done : done + _BLOCK_BYTES - inside]
         first, lead = divmod(inside, _WORD_BYTES)
-        if lead or len(part) % _WORD_BYTES:  # words of which this run has only some bytes
+        if lead or len(part) % _WORD_BYTES:  # words that this run has only some bytes of
             padded = np.zeros(-(-(lead + len(part)) // _WORD_BYTES) * _WORD_BYTES, np.uint8)
             padded[lead : lead + len(part)] = part
             words = padded.view(np.uint32)

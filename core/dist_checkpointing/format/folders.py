@@ -132,7 +132,7 @@ def publish(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a run stay when a new one stands."""
+    """Which checkpoints of a run stay when a new one is complete."""
 
     last: int
     """So many of the highest iterations, at least one."""

@@ -167,7 +167,7 @@ _TORCH_RECORDS = {
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
 }
 _EMPTY_CHUNKS = 1 << 16
-"""Of a tensor, beside those that are stored: one a rank that has no rows."""
+"""Of a tensor, in addition to those that are stored: one a rank that has no rows."""
 _MEGATRON_MODULES = "megatron.core.dist_checkpointing."
 
 

@@ -24,7 +24,7 @@ class HostStaging:
 
     It is as large as what this rank writes of a checkpoint; pinned where copies come from a GPU. Which pieces that are
     is known when all ranks have planned together. For a state that is cut as the last one was, on all ranks, it is
-    known before: then the copies are taken `ahead` of the plan, which is made beside training too.
+    known before: then the copies are taken `ahead` of the plan, which is made in the background too.
     """
 
     def __init__(self) -> None:

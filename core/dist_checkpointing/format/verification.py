@@ -1,4 +1,4 @@
-"""Finds out whether what was loaded, or what lies on disk, is what was saved, by the hashes in the index."""
+"""Finds out whether what was loaded, or what is on disk, is what was saved, by the hashes in the index."""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ _ALIGNMENT_BYTES = 64
 
 
 class RawWriter(StorageWriter):
-    """Writes beside `folder`, and gives it its name when every rank's file is on disk.
+    """Writes a temporary folder, and renames it to `folder` when every rank's file is on disk.
 
     The first rank makes the temporary folder before any plan is scattered, and publishes it after all results have
     been gathered; torch raises on all ranks what fails on one, so that no rank needs a barrier of its own.
 
     Args:
         metadata: is copied: what it was is what is written.
-        keep: which older checkpoints stay when this one stands; None keeps all.
+        keep: which older checkpoints stay when this one is complete; None keeps all.
         staging: takes copies of what this rank writes before the first byte is written, so that the state may change
             from then on.
     """
@@ -141,7 +141,7 @@ class RawWriter(StorageWriter):
 
 
 def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
-    """Reads a file that was just written from the disk, where the system can be told to forget its copy."""
+    """Reads a file that was just written from the disk, where the system can be asked to drop its cached copy."""
     with path.open("rb") as stream:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -27,7 +27,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
-    """The whole model's tensor of which this rank holds `values`; shares storage with them.
+    """Returns the whole model's tensor whose elements `values` this rank holds; shares storage with them.
 
     Args:
         param: a plain parameter, with Megatron's attributes where tp cut it; only its shape and cuts are read.
@@ -91,7 +91,7 @@ def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[
 
 
 class FlatRange(Tensor):
-    """The whole model's tensor, in shape and dtype, of which this rank holds a run of elements in one flat tensor.
+    """The whole model's tensor, in shape and dtype; this rank holds a run of its elements in one flat tensor.
 
     Made for checkpoints: `save` writes it and `load` fills it in place. It answers torch's protocol for checkpointable
     tensors (``torch.distributed._checkpointable``) and knows no arithmetic; `held` is there to compute with.
@@ -129,7 +129,7 @@ class FlatRange(Tensor):
             "or save it and load it into whole tensors"
         )
 
-    # torch's protocol: what to write, what to read, and where each box lies in memory.
+    # torch's protocol: what to write, what to read, and where each box is in memory.
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.held)

@@ -7,7 +7,7 @@ parameter, without copying and without communication, and every other file (chec
 initialisation) reads shapes and offsets from it instead of computing them.
 
 The joint mesh has tp as its *outer* axis, because DTensor applies placements from the left: ``(Shard(0), Shard(0))``
-is then first the even tp cut and inside it the cut of FSDP, in the order in which they were made, whatever the sizes.
+is then first the even tp cut and inside it the cut of FSDP, in the order in which they were made, for any sizes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}
 
 
 def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """The whole model's tensor of which `param` is this rank's piece; shares storage and never requires gradients.
+    """Returns the whole model's tensor whose piece `param` is; shares storage and never requires gradients.
 
     Args:
         param: a parameter or buffer, plain or sharded by FSDP2, with Megatron's attributes where tp cut it.
-        tensor: seen in place of `param`, of which only the cuts are then read: a moment, a master weight or a
+        tensor: seen in place of `param`, whose cuts alone are then read: a moment, a master weight or a
             gradient, plain or DTensor, in the shape of this rank's piece of `param`; any dtype.
 
     Returns:
@@ -73,7 +73,7 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
 
 
 def global_shape(param: torch.Tensor) -> torch.Size:
-    """The shape of the whole model's tensor of which `param` is this rank's piece; see :func:`global_view`."""
+    """Returns the shape of the whole model's tensor whose piece `param` is; see :func:`global_view`."""
     return _layout(param, _detached(param).device.type)[2]
 
 

@@ -134,7 +134,7 @@ def load_hugging_face(
     targets: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Fills a GPT in place from a folder of Hugging Face's, whatever cuts lie on it.
+    """Fills a GPT in place from a folder of Hugging Face's, under any layout.
 
     Each rank reads of each tensor what it holds; rows of the vocabulary that the folder does not have are zeros. An
     optimizer built before keeps fp32 masters of weights in low precision: call its `reload_model_params`.

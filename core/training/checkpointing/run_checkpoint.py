@@ -1,7 +1,7 @@
 """All of a run's state on disk and back: model, optimizer, schedule, random streams and the place in the data.
 
 A checkpoint is laid out for the whole model, so that any number of ranks and any wrapper can continue it: fp32 master
-weights stand in the place of the low-precision parameters that were rounded from them, which is how FSDP2, whose
+weights are saved in place of the low-precision parameters that were rounded from them, which is how FSDP2, whose
 parameters are the masters, writes them anyway. Frozen parameters have no masters: they are written as the model has
 them, and cast where the run that reads them has them in another precision.
 """
@@ -51,7 +51,7 @@ def save_checkpoint(
     """Writes ``root/iter_<iteration>`` and points ``root/latest`` to it; collective.
 
     Args:
-        saver: writes it beside what follows; its `wait` then tells whether it failed.
+        saver: writes it in the background; its `wait` then raises if it failed.
 
     Raises:
         CheckpointError: on all ranks, if it failed on one.
@@ -186,7 +186,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:
-    """Keeps the run's tokenizer beside its checkpoints, for whoever generates text; by one rank."""
+    """Keeps the run's tokenizer next to its checkpoints, for programs that generate text; by one rank."""
     root.mkdir(parents=True, exist_ok=True)
     tokenizer.save(root / TOKENIZER_FILE)
 

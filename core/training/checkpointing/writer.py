@@ -1,4 +1,4 @@
-"""A run's checkpoints as its settings ask for them: each before training goes on, or beside it."""
+"""A run's checkpoints as its settings ask for them: each before training goes on, or in the background."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CheckpointWriter:
         """Saves, or begins to, and says so in a line.
 
         Raises:
-            CheckpointError: on all ranks: it failed, or the one before it, which was written beside training, did.
+            CheckpointError: on all ranks: it failed, or the one before it, which was written in the background, did.
             OutOfStepError: another rank did not answer.
         """
         if self._folder is None:
@@ -50,7 +50,7 @@ class CheckpointWriter:
         return self._saver is not None and self._saver.failed
 
     def finish(self) -> None:
-        """Returns when the last checkpoint stands.
+        """Returns when the last checkpoint is complete.
 
         Raises:
             CheckpointError: on all ranks: it does not.

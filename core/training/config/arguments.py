@@ -1,8 +1,8 @@
-"""Command-line flags, made from the fields of `PretrainConfig`'s sections; nobody writes one out by hand.
+"""Command-line flags, made from the fields of `PretrainConfig`'s sections; none is written out by hand.
 
 A field gives its flag the name (``num_layers`` -> ``--num-layers``), type, default and, by the docstring under it, the
 help. A field that several sections have is one flag that sets them all. The few flags that Megatron-LM calls by
-another name than the field stand in the tables below. Parsing and help are done by cyclopts.
+another name than the field are in the tables below. Parsing and help are done by cyclopts.
 """
 
 from __future__ import annotations

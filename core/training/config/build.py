@@ -17,7 +17,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
 
     Raises:
         ConfigError: settings that contradict each other or that a section refuses, or a required one that is missing.
-            What several sections refuse is told together, a line each.
+            What several sections refuse is in one message, a line each.
     """
     given = dict(values)
     use_torch_fsdp2 = _chooses_fsdp2(given)
@@ -63,7 +63,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
 
 
 def _divisions_beside(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
-    """Sizes beside the transformer's that its ranks do not divide, told with those of the transformer."""
+    """Sizes outside of the transformer that its ranks do not divide, reported with those of the transformer."""
     defaults = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
     names = inspect.signature(division_violations).parameters
     values = {name: given.get(name, defaults[name]) for name in names}

@@ -27,7 +27,7 @@ from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, Schedu
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """Everything that a pretraining run is told. Below `core.training` each part is given its own section."""
+    """All settings of a pretraining run. Below `core.training` each part takes its own section."""
 
     model: TransformerConfig
     """The transformer and the parallel degrees."""
@@ -157,7 +157,7 @@ def division_violations(
     vocab_size: int | None,
     make_vocab_size_divisible_by: int,
 ) -> Iterator[ParallelConfigError]:
-    """What the ranks of one model do not divide beside its layers: sequences and the vocabulary."""
+    """Yields what the ranks of one model do not divide, its layers aside: sequences and the vocabulary."""
     tp, cp = tensor_model_parallel_size, context_parallel_size
     cuts = sequence_multiple(tp, cp, sequence_parallel)
     if seq_length % cuts:

@@ -38,7 +38,7 @@ class GPTConfig:
     repeatedly."""
 
     lora_rank: int | None = None
-    """Train LoRA adapters of this rank alone, beside linear layers that stay as they are. None: all of the model."""
+    """Train LoRA adapters of this rank alone, added to linear layers that are frozen. None: all of the model."""
 
     lora_alpha: float | None = None
     """What an adapter gives is scaled by `lora_alpha / lora_rank`. None: `lora_rank`, which scales by 1."""
@@ -47,7 +47,7 @@ class GPTConfig:
     """Layers that have adapters. None: all of these."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this, in entries, whatever the tensor-parallel size, so that one
+    """The vocabulary is padded to a multiple of this, in entries, at every tensor-parallel size, so that one
     checkpoint fits all of them; it has to divide it."""
 
     def __post_init__(self) -> None:
@@ -144,10 +144,10 @@ class DataConfig:
     """Shares of the documents for training, validation and test."""
 
     data_cache_path: Path | None = None
-    """Folder of the sample index. None: beside the corpus."""
+    """Folder of the sample index. None: next to the corpus."""
 
     tokenizer_model: Path | None = None
-    """Tokenizer file (tokenizer.json) of the corpus. None: the one that lies beside it."""
+    """Tokenizer file (tokenizer.json) of the corpus. None: the one next to it."""
 
     vocab_size: int | None = None
     """Entries of the vocabulary, for a corpus without a tokenizer. None: the tokenizer's."""
@@ -200,8 +200,8 @@ class CheckpointConfig:
     """Iterations between checkpoints. None: one at the end."""
 
     async_save: bool = False
-    """Write checkpoints beside training, which waits only until its state has been copied to host memory. The copies
-    take as much of it as this rank writes of a checkpoint."""
+    """Write checkpoints while training goes on, which waits only until its state has been copied to host memory. The
+    copies take as much of it as this rank writes of a checkpoint."""
 
     keep_last: int | None = None
     """Keep so many of the latest checkpoints and remove older ones when a new one is complete. None: keep all. With

@@ -29,7 +29,7 @@ _FIRST = "shardstack/first_failure"
 def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] | None = None) -> None:
     """Runs a program's `main` on its command line, and ends the process with the status that belongs to the outcome.
 
-    0 when `main` returns; 2 after an error of the user, of which one line is printed over all ranks, or 3 where it
+    0 when `main` returns; 2 after an error of the user, with one line printed over all ranks, or 3 where it
     ended a run that had begun, as a full disk does; 1 after any other exception, whose traceback the first rank to
     fail prints, as of ranks that fell out of step and of memory that did not suffice: there the place counts, and the
     table; 130 after an interrupt.
@@ -70,7 +70,7 @@ def _leave(status: int, first_report: str, later_report: str = "") -> None:
     has_group = dist.is_available() and dist.is_initialized()
     first_status = _claim_first_failure(status) if has_group else None
     if first_status is None:
-        # Before there is a group every rank fails alike in reading its flags: one of them speaks. A crash differs.
+        # Before there is a group every rank fails in the same way, in reading its flags: one speaks. A crash differs.
         if has_group or _speaks_for_all() or status == CRASH_STATUS:
             _tell(first_report)
     elif first_status == CRASH_STATUS and later_report:

@@ -38,7 +38,7 @@ def check_launcher() -> None:
     """Refuses an environment in which ranks could not meet.
 
     Raises:
-        ConfigError: a rank beyond the number of ranks, or one that is not told where to meet the others.
+        ConfigError: a rank beyond the number of ranks, or one without the address at which ranks meet.
     """
     if "RANK" not in os.environ:
         return

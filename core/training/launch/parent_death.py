@@ -1,6 +1,6 @@
 """Ends a process with its launcher: ``python -I parent_death.py LAUNCHER_PID command ...`` becomes that command.
 
-Linux sends the signal when the launcher dies, by whatever it died; the request survives ``exec``. A launcher that died
+Linux sends the signal when the launcher dies, for any reason; the request survives ``exec``. A launcher that died
 before the request was made is found by its absence. It imports nothing of this package, so that there is little time
 in between.
 """

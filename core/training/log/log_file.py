@@ -2,7 +2,7 @@
 
 A line of ``log.jsonl`` has ``step``, and either the numbers of training since the line before (``loss`` is their mean,
 in nats a token; ``memory_bytes`` the most that this rank has held) or ``validation_loss``. A resumed run goes on in
-the same file, from which lines after its checkpoint are removed first: every step stands there once.
+the same file, from which lines after its checkpoint are removed first: it has every step once.
 """
 
 from __future__ import annotations

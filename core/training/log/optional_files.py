@@ -19,7 +19,7 @@ class OptionalFiles:
         """What could not be written, by file, with what writes it; emptied by `retry`."""
 
     def write(self, path: Path, write: Callable[[], None]) -> None:
-        """Calls `write`, which may raise OSError and be called again; `path` is what a person is told."""
+        """Calls `write`, which may raise OSError and be called again; `path` is named in messages."""
         try:
             write()
         except OSError as error:
