@@ -205,7 +205,7 @@ class GPTModel(LanguageModule):
             DataError: shapes that disagree, or a sequence beyond `max_sequence_length`.
             ParallelConfigError: an argument that is refused.
         """
-        no_inference = "generate by the examples' generation, which calls the model"
+        no_inference = "generate as examples/gpt/sampling.py does, which calls the model"
         refuse(
             "GPTModel.forward",
             inference_context=(inference_context, None, no_inference),

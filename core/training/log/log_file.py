@@ -1,4 +1,4 @@
-"""``log.jsonl``: the lines of a run that was resumed, perhaps, or cut short.
+"""Reads ``log.jsonl``, and cuts it where a resumed run goes on.
 
 A line of ``log.jsonl`` has ``step``, and either the numbers of training since the line before (``loss`` is their mean,
 in nats a token; ``memory_bytes`` the most that this rank has held) or ``validation_loss``. A resumed run goes on in

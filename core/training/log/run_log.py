@@ -49,11 +49,13 @@ class RunLog:
         self._log_interval, self._last = config.run.log_interval, config.run.train_iters
         self._losses: list[float] = []
         self._num_tokens, self._seconds, self._skipped = 0, 0.0, 0
+        """Sums since the last line of training, like the losses; `step` adds to them, and clears them with a line."""
         self._lines: deque[str] = deque(maxlen=_MOST_LINES_WAITING)
         """Lines of the log that are not in the file yet, because it could not be written."""
         self._log_bytes = 0
         """Length of the file up to the last whole line that this run knows of."""
         self._bar: Any = None
+        """From here until the log is left; None on ranks that write nothing."""
         self._tensorboard: Any = None
         """None also while TensorBoard's folder cannot be written."""
         self._tensorboard_dir = config.run.tensorboard_dir if enabled else None
