@@ -9,6 +9,7 @@ from setuptools import find_packages, setup
 EXTRAS = {
     "train": [
         "cyclopts>=5",
+        "docstring-parser>=0.15",
         "tqdm>=4.66",
         "tokenizers>=0.20",
         "zstandard>=0.22",

@@ -49,7 +49,7 @@ from _measure import (
 )
 
 from core.dist_checkpointing import AsyncSaver, load, save
-from core.dist_checkpointing.content_hash import box_hash
+from core.dist_checkpointing.format.content_hash import box_hash
 
 RANKS, WIDTH, VOCABULARY = 2, 1024, 32_768
 LIMIT, STALL_LIMIT = 1.1, 0.15

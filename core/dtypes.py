@@ -1,4 +1,4 @@
-"""Dtypes by the names that configs give them."""
+"""Dtypes and their names: torch's, and the short ones that configs take too."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ from .errors import ParallelConfigError
 Dtype = str | torch.dtype
 """A dtype, or its name."""
 
-_DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp64": torch.float64,
-    "float64": torch.float64,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+    )
 }
-DTYPE_NAMES = tuple(_DTYPES)
+"""The dtypes that a file may hold, by torch's names."""
+
+SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+"""The dtypes that a config may name, with the shorter of their names."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+_BY_NAME = {name: dtype for dtype, short in SHORT_NAMES.items() for name in (short, dtype_name(dtype))}
+DTYPE_NAMES = tuple(_BY_NAME)
 """The names that `as_dtype` knows."""
 
 
@@ -29,7 +39,7 @@ def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtyp
     Raises:
         ParallelConfigError: no such name, or a dtype of integers.
     """
-    found = name if name is None or isinstance(name, torch.dtype) else _DTYPES.get(name.removeprefix("torch."))
-    if found in _DTYPES.values() or name is None:
+    found = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(name.removeprefix("torch."))
+    if found in SHORT_NAMES or name is None:
         return found
-    raise ParallelConfigError(f"{field} is {name!r}; it takes one of {', '.join(_DTYPES)}")
+    raise ParallelConfigError(f"{field} is {name!r}; it takes one of {', '.join(DTYPE_NAMES)}")

@@ -8,6 +8,7 @@ import torch
 
 from .errors import ConfigError, ParallelConfigError
 from .foreign_arguments import ForeignFields, takes_foreign_fields
+from .ranges import check_range
 
 _NO_STAGES = "models here have one pipeline stage"
 _NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"
@@ -117,10 +118,8 @@ class ModelParallelConfig:
     changes. Without a buffer of gradients (FSDP2) there is nothing to fuse with."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "context", "expert"):
-            field = f"{name}_parallel_size" if name == "context" else f"{name}_model_parallel_size"
-            if getattr(self, field) < 1:
-                raise ParallelConfigError(f"{field} is {getattr(self, field)}; it takes a positive number")
+        degrees = ("tensor_model", "pipeline_model", "context", "expert_model")
+        check_range(self, *(f"{name}_parallel_size" for name in degrees), least=1, error=ParallelConfigError)
         if self.fp16 and self.bf16:
             raise ConfigError("fp16 and bf16 are both set; choose one")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:

@@ -3,217 +3,39 @@
 `initialize_model_parallel` cuts the world along the named axes of a grid and keeps the result as one immutable state,
 so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
 ``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert
-sizes are 1, and there are no groups.
+sizes are 1, and there are no groups. Getters that differ in the kind of group alone are made by `group_getters`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import assumed_parallel_state
-from ._torch_compat import forget_sharding_decisions
+from . import current_groups
 from .absent_names import absent_names
-from .assumed_parallel_state import (
-    get_virtual_pipeline_model_parallel_rank as get_virtual_pipeline_model_parallel_rank,
-)
-from .assumed_parallel_state import (
-    get_virtual_pipeline_model_parallel_world_size as get_virtual_pipeline_model_parallel_world_size,
-)
-from .assumed_parallel_state import set_data_parallel_rank as set_data_parallel_rank
-from .assumed_parallel_state import set_expert_model_parallel_rank as set_expert_model_parallel_rank
-from .assumed_parallel_state import set_expert_model_parallel_world_size as set_expert_model_parallel_world_size
-from .assumed_parallel_state import set_expert_tensor_parallel_rank as set_expert_tensor_parallel_rank
-from .assumed_parallel_state import set_expert_tensor_parallel_world_size as set_expert_tensor_parallel_world_size
-from .assumed_parallel_state import set_pipeline_model_parallel_rank as set_pipeline_model_parallel_rank
-from .assumed_parallel_state import set_pipeline_model_parallel_world_size as set_pipeline_model_parallel_world_size
-from .assumed_parallel_state import set_tensor_model_parallel_rank as set_tensor_model_parallel_rank
-from .assumed_parallel_state import set_tensor_model_parallel_world_size as set_tensor_model_parallel_world_size
-from .assumed_parallel_state import (
-    set_virtual_pipeline_model_parallel_rank as set_virtual_pipeline_model_parallel_rank,
-)
-from .assumed_parallel_state import (
-    set_virtual_pipeline_model_parallel_world_size as set_virtual_pipeline_model_parallel_world_size,
-)
 from .errors import ParallelConfigError, ParallelStateError
-from .foreign_arguments import ignore, refuse
-from .parallel_groups import ParallelGroups, ParallelSizes, RankGroup, make_parallel_groups
+from .group_getters import (
+    group_getter,
+    name_functions,
+    rank_getter,
+    rank_setter,
+    size_getter,
+    size_setter,
+)
+from .parallel_initialization import destroy_model_parallel as destroy_model_parallel
+from .parallel_initialization import initialize_model_parallel as initialize_model_parallel
 from .rank_generator import RankGenerator as RankGenerator  # re-exported: Megatron-LM keeps it here
-
-_NO_INTERLEAVING = "a rank holds one pipeline stage; leave it at None, or give context_parallel_size by its name"
-_NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"
-_EMBEDDING_RANKS = "tied embeddings are on the first and the last stage of a pipeline; drop it"
-
-_state: ParallelGroups | None = None
-
-
-def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int | None = None,
-    pipeline_model_parallel_comm_backend: str | None = None,
-    use_sharp: bool = False,
-    context_parallel_size: int = 1,
-    hierarchical_context_parallel_sizes: list[int] | None = None,
-    hybrid_context_parallel: bool = False,
-    expert_model_parallel_size: int = 1,
-    gtp_remat_size: int = 1,
-    expert_gtp_remat_size: int = 1,
-    num_distributed_optimizer_instances: int = 1,
-    expert_tensor_parallel_size: int | None = None,
-    nccl_communicator_config_path: str | None = None,
-    distributed_timeout_minutes: float = 30,
-    order: str = "tp-cp-ep-dp-pp",
-    get_embedding_ranks: Callable[..., list[int]] | None = None,
-    get_position_embedding_ranks: Callable[..., list[int]] | None = None,
-    create_gloo_process_groups: bool = True,
-    high_priority_stream_groups: list[str] | None = None,
-    sharp_enabled_group: str | None = None,
-    rank_offset: int = 0,
-    local_world_size: int | None = None,
-) -> None:
-    """Makes every model-, context-, data- and expert-parallel group; all ranks call it with equal arguments.
-
-    The leftmost token of `order` has stride 1. With 8 ranks and tensor and pipeline size 2 the tensor-parallel groups
-    are [0,1] [2,3] [4,5] [6,7], the data-parallel ones [0,2] [1,3] [4,6] [5,7], the pipelines [0,4] [1,5] [2,6] [3,7].
-
-    `num_distributed_optimizer_instances` cuts the data-parallel (x context-parallel) group into as many consecutive
-    parts: optimizer state is sharded within a part and replicated across them. Groups are new, also one that spans
-    the world, with the default group's backend and `distributed_timeout_minutes` as their time limit; groups of equal
-    ranks are made once. Experts' matrices are cut over `expert_tensor_parallel_size` ranks, by default over as many
-    as those of dense layers.
-
-    The arguments and their order are Megatron-LM's. Refused, with the argument's name: interleaved pipeline stages,
-    hierarchical or hybrid context parallelism, weights rematerialised over a group, other ranks of embeddings, and
-    groups over a part of the world. Settings of communicators (SHARP, NCCL's options, streams, Gloo groups next to
-    NCCL's) change no number: they are ignored, with one warning that names them.
-
-    Raises:
-        ParallelStateError: `torch.distributed` is not initialised, or the groups exist already.
-        ParallelConfigError: sizes, or an order, that contradict each other or do not divide the world; or an argument
-            that is refused.
-    """
-    global _state
-    if not dist.is_initialized():
-        raise ParallelStateError(
-            "torch.distributed is not initialised; call core.device.init_process_group() before "
-            "initialize_model_parallel()"
-        )
-    if _state is not None:
-        raise ParallelStateError(
-            "model parallel groups exist already; call destroy_model_parallel() before initialising them again"
-        )
-    caller = "initialize_model_parallel"
-    refuse(
-        caller,
-        virtual_pipeline_model_parallel_size=(virtual_pipeline_model_parallel_size, None, _NO_INTERLEAVING),
-        hierarchical_context_parallel_sizes=(
-            hierarchical_context_parallel_sizes,
-            None,
-            "context parallelism here has one level; use context_parallel_size",
-        ),
-        hybrid_context_parallel=(
-            hybrid_context_parallel,
-            False,
-            "every sequence is cut over the same ranks; use context_parallel_size",
-        ),
-        gtp_remat_size=(gtp_remat_size, 1, _NO_REMATERIALISED_WEIGHTS),
-        expert_gtp_remat_size=(expert_gtp_remat_size, 1, _NO_REMATERIALISED_WEIGHTS),
-        get_embedding_ranks=(get_embedding_ranks, None, _EMBEDDING_RANKS),
-        get_position_embedding_ranks=(get_position_embedding_ranks, None, _EMBEDDING_RANKS),
-        rank_offset=(rank_offset, 0, "groups span the whole world; start the ranks of a part as a world of their own"),
-    )
-    world = dist.get_world_size()
-    refuse(caller, local_world_size=(local_world_size or world, world, "groups span the whole world"))
-    ignore(
-        caller,
-        "they set how groups communicate, and change no number",
-        pipeline_model_parallel_comm_backend=(pipeline_model_parallel_comm_backend, None),
-        use_sharp=(use_sharp, False),
-        nccl_communicator_config_path=(nccl_communicator_config_path, None),
-        high_priority_stream_groups=(high_priority_stream_groups, None),
-        sharp_enabled_group=(sharp_enabled_group, None),
-    )
-    if distributed_timeout_minutes <= 0:
-        raise ParallelConfigError(
-            f"distributed_timeout_minutes is {distributed_timeout_minutes}; it takes a positive number"
-        )
-    sizes = ParallelSizes(
-        world=world,
-        tensor=tensor_model_parallel_size,
-        pipeline=pipeline_model_parallel_size,
-        context=context_parallel_size,
-        expert=expert_model_parallel_size,
-        expert_tensor=tensor_model_parallel_size
-        if expert_tensor_parallel_size is None
-        else expert_tensor_parallel_size,
-        optimizer_instances=num_distributed_optimizer_instances,
-        order=order,
-    )
-    _state = make_parallel_groups(sizes, timedelta(minutes=distributed_timeout_minutes))
-
-
-def destroy_model_parallel() -> None:
-    """Destroys what `initialize_model_parallel` made, if anything; the default group stays."""
-    global _state
-    if _state is not None:
-        _state.destroy()
-        forget_sharding_decisions()
-    _state = None
-    assumed_parallel_state.forget()
 
 
 def is_initialized() -> bool:
     """Whether the groups exist."""
-    return _state is not None
+    return current_groups.groups_or_none() is not None
 
 
 def model_parallel_is_initialized() -> bool:
     """Whether the groups exist; all of them are made at once."""
-    return _state is not None
-
-
-def _initialized(asked: str) -> ParallelGroups:
-    if _state is None:
-        raise ParallelStateError(
-            f"{asked} was asked for before initialisation; call core.parallel_state.initialize_model_parallel() first"
-        )
-    return _state
-
-
-# ---- how the getters read the state
-
-
-def _member(kind: str) -> RankGroup:
-    by_kind = _initialized(f"the {kind!r} group").by_kind
-    if kind not in by_kind:
-        raise ParallelStateError(
-            f"rank {dist.get_rank()} is at a pipeline stage without {kind!r} group; ask is_rank_in_{kind}_group() "
-            "first"
-        )
-    return by_kind[kind]
-
-
-def _group(kind: str, check_initialized: bool) -> ProcessGroup | None:
-    if not check_initialized and (_state is None or kind not in _state.by_kind):
-        return None
-    return _member(kind).process_group
-
-
-def _size(kind: str, *, uninitialized: int | None = None) -> int:
-    if kind in assumed_parallel_state.sizes:
-        return assumed_parallel_state.sizes[kind]
-    return uninitialized if _state is None and uninitialized is not None else len(_member(kind).ranks)
-
-
-def _rank(kind: str, *, uninitialized: int | None = None) -> int:
-    if kind in assumed_parallel_state.ranks:
-        return assumed_parallel_state.ranks[kind]
-    return uninitialized if _state is None and uninitialized is not None else _member(kind).rank
+    return is_initialized()
 
 
 def _data_parallel_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
@@ -244,7 +66,7 @@ def _carries_host_tensors(group: ProcessGroup) -> ProcessGroup:
 
 def get_device_mesh() -> DeviceMesh:
     """The grid of the whole world: axes pp, dp_replicate, dp_shard, cp and tp, the last token of the order first."""
-    return _initialized("the device mesh").mesh
+    return current_groups.groups("the device mesh").mesh
 
 
 def get_data_parallel_mesh() -> DeviceMesh:
@@ -252,93 +74,57 @@ def get_data_parallel_mesh() -> DeviceMesh:
 
     It spans this rank's data-parallel x context-parallel group, over the process groups that the getters return.
     """
-    return _initialized("the data-parallel mesh").data_parallel_mesh
+    return current_groups.groups("the data-parallel mesh").data_parallel_mesh
 
 
-# ---- tensor, pipeline and context parallelism: one rank of one before initialisation
+# ---- tensor, context and pipeline parallelism: one rank of one before initialisation
 
+get_tensor_model_parallel_group = group_getter("tp", "The ranks that share the matrices of this rank's layers.")
+get_tensor_model_parallel_world_size = size_getter("tp", "tensor-parallel group", alone=1)
+get_tensor_model_parallel_rank = rank_getter("tp", "tensor-parallel group", alone=0)
+set_tensor_model_parallel_world_size = size_setter("tp")
+set_tensor_model_parallel_rank = rank_setter("tp")
 
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that share the matrices of this rank's layers."""
-    return _group("tp", check_initialized)
+get_context_parallel_group = group_getter("cp", "The ranks that share each sequence.")
+get_context_parallel_world_size = size_getter("cp", "context-parallel group", alone=1)
+get_context_parallel_rank = rank_getter("cp", "context-parallel group", alone=0)
 
+get_pipeline_model_parallel_group = group_getter("pp", "The stages of this rank's pipeline.")
+get_pipeline_model_parallel_world_size = size_getter("pp", "pipeline in stages", alone=1)
+get_pipeline_model_parallel_rank = rank_getter("pp", "pipeline, the stage", alone=0)
+set_pipeline_model_parallel_world_size = size_setter("pp")
+set_pipeline_model_parallel_rank = rank_setter("pp")
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Size of the tensor-parallel group; 1 before initialisation."""
-    return _size("tp", uninitialized=1)
+get_model_parallel_group = group_getter("tp_pp", "The ranks that hold one copy of the model: tensor x pipeline.")
 
+get_tensor_and_context_parallel_group = group_getter("tp_cp", "Tensor x context.")
+get_tensor_and_context_parallel_world_size = size_getter("tp_cp", "tensor x context group")
+get_tensor_and_context_parallel_rank = rank_getter("tp_cp", "tensor x context group")
 
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's place in the tensor-parallel group; 0 before initialisation."""
-    return _rank("tp", uninitialized=0)
+get_embedding_group = group_getter(
+    "embedding", "First and last stage of this rank's pipeline, which hold tied embeddings; a middle stage has none."
+)
+get_position_embedding_group = group_getter(
+    "position_embedding", "The first stage of this rank's pipeline, which holds learned positions; others have none."
+)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Global rank of the first member of the tensor-parallel group."""
-    return _member("tp").ranks[0]
-
-
-def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that share each sequence."""
-    return _group("cp", check_initialized)
-
-
-def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Global ranks of the context-parallel group."""
-    return list(_member("cp").ranks) if check_initialized or _state is not None else None
-
-
-def get_context_parallel_world_size() -> int:
-    """Size of the context-parallel group; 1 before initialisation."""
-    return _size("cp", uninitialized=1)
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's place in the context-parallel group; 0 before initialisation."""
-    return _rank("cp", uninitialized=0)
-
-
-def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that together hold one copy of the model: tensor x pipeline."""
-    return _group("tp_pp", check_initialized)
+    return current_groups.member("tp").ranks[0]
 
 
 def get_model_parallel_src_rank() -> int:
     """Global rank of the first member of the model-parallel group."""
-    return _member("tp_pp").ranks[0]
+    return current_groups.member("tp_pp").ranks[0]
 
 
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Tensor x context."""
-    return _group("tp_cp", check_initialized)
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Size of the tensor x context group."""
-    return _size("tp_cp")
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """This rank's place in the tensor x context group."""
-    return _rank("tp_cp")
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Global ranks of the context-parallel group."""
+    return list(current_groups.member("cp").ranks) if check_initialized or is_initialized() else None
 
 
 # ---- pipeline stages
-
-
-def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The stages of this rank's pipeline."""
-    return _group("pp", check_initialized)
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """Number of pipeline stages; 1 before initialisation."""
-    return _size("pp", uninitialized=1)
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's stage; 0 before initialisation."""
-    return _rank("pp", uninitialized=0)
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -359,47 +145,46 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of the first stage of this rank's pipeline."""
-    return _member("pp").ranks[0]
+    return current_groups.member("pp").ranks[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of the last stage of this rank's pipeline."""
-    return _member("pp").ranks[-1]
+    return current_groups.member("pp").ranks[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the next stage; the last stage's next is the first."""
-    group = _member("pp")
+    group = current_groups.member("pp")
     return group.ranks[(group.rank + 1) % len(group.ranks)]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the stage before; the first stage's is the last."""
-    group = _member("pp")
+    group = current_groups.member("pp")
     return group.ranks[group.rank - 1]
-
-
-def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """First and last stage of this rank's pipeline, which hold tied embeddings; a middle stage has none."""
-    return _group("embedding", check_initialized)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether `get_embedding_group` has a group for this rank; arguments as for `is_pipeline_first_stage`."""
-    return _state is not None and "embedding" in _state.by_kind
-
-
-def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The first stage of this rank's pipeline, which holds the learned positions; other stages have none."""
-    return _group("position_embedding", check_initialized)
+    return current_groups.has("embedding")
 
 
 def is_rank_in_position_embedding_group() -> bool:
     """Whether `get_position_embedding_group` has a group for this rank."""
-    return _state is not None and "position_embedding" in _state.by_kind
+    return current_groups.has("position_embedding")
 
 
 # ---- data parallelism
+
+set_data_parallel_rank = rank_setter("dp")  # of the group without context parallelism
+get_intra_distributed_optimizer_instance_group = group_getter(
+    "optimizer_instance", "Every rank of this rank's optimizer instance, over all kinds of parallelism."
+)
+get_inter_distributed_optimizer_instance_group = group_getter(
+    "dp_replicate",
+    "The ranks that hold the same shard in each optimizer instance; this rank alone when there is one instance.",
+)
 
 
 def get_data_parallel_group(
@@ -410,31 +195,31 @@ def get_data_parallel_group(
     `with_gtp_remat` is Megatron-LM's: whether to count ranks that rematerialise weights for each other. Here there
     are none, so that both values name one group.
     """
-    return _member(_data_parallel_kind(with_context_parallel, partial_data_parallel)).process_group
+    return current_groups.member(_data_parallel_kind(with_context_parallel, partial_data_parallel)).process_group
 
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Size of `get_data_parallel_group` with the same arguments."""
-    return _size(_data_parallel_kind(with_context_parallel, partial_data_parallel))
+    return current_groups.size(_data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """This rank's place in `get_data_parallel_group` with the same arguments."""
-    return _rank(_data_parallel_kind(with_context_parallel, partial_data_parallel))
+    return current_groups.rank(_data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Global rank of the first member of the data-parallel group."""
-    return _member(_data_parallel_kind(with_context_parallel, False)).ranks[0]
+    return current_groups.member(_data_parallel_kind(with_context_parallel, False)).ranks[0]
 
 
 def get_data_parallel_global_ranks(with_context_parallel: bool = False) -> list[int]:
     """Global ranks of the data-parallel group."""
-    return list(_member(_data_parallel_kind(with_context_parallel, False)).ranks)
+    return list(current_groups.member(_data_parallel_kind(with_context_parallel, False)).ranks)
 
 
 def get_data_parallel_group_gloo(
@@ -454,7 +239,7 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
     """Tensor x data, or tensor x data x context."""
-    return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+    return current_groups.process_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
@@ -462,114 +247,105 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     kind = "tp" if tp_only_amax_red else "tp_dp"
     if with_context_parallel:
         kind += "_cp"
-    return _member(kind).process_group
+    return current_groups.member(kind).process_group
 
 
 def get_all_ranks() -> str:
     """This rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
-    tensor, *others = (_rank(kind, uninitialized=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
+    tensor, *others = (current_groups.rank(kind, alone=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
     rematerialised = 0  # no ranks rematerialise weights
     return "_".join(map(str, (tensor, rematerialised, *others)))
 
 
-def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Every rank of this rank's optimizer instance, over all kinds of parallelism."""
-    return _group("optimizer_instance", check_initialized)
-
-
-def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that hold the same shard in each optimizer instance; this rank alone when there is one instance."""
-    return _group("dp_replicate", check_initialized)
-
-
 # ---- experts
 
+get_expert_model_parallel_group = group_getter("ep", "The ranks that share the experts of a layer.")
+get_expert_model_parallel_world_size = size_getter("ep", "expert-parallel group", alone=1)
+get_expert_model_parallel_rank = rank_getter("ep", "expert-parallel group", alone=0)
+set_expert_model_parallel_world_size = size_setter("ep")
+set_expert_model_parallel_rank = rank_setter("ep")
 
-def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that share the experts of a layer."""
-    return _group("ep", check_initialized)
+get_expert_tensor_parallel_group = group_getter("expert_tp", "The ranks that share the matrices of one expert.")
+get_expert_tensor_parallel_world_size = size_getter("expert_tp", "experts' tensor-parallel group")
+get_expert_tensor_parallel_rank = rank_getter("expert_tp", "experts' tensor-parallel group")
+set_expert_tensor_parallel_world_size = size_setter("expert_tp")
+set_expert_tensor_parallel_rank = rank_setter("expert_tp")
 
-
-def get_expert_model_parallel_world_size() -> int:
-    """Size of the expert-parallel group; 1 before initialisation."""
-    return _size("ep", uninitialized=1)
-
-
-def get_expert_model_parallel_rank() -> int:
-    """This rank's place in the expert-parallel group; 0 before initialisation."""
-    return _rank("ep", uninitialized=0)
+get_expert_tensor_and_model_parallel_group = group_getter("expert_tp_ep", "Experts' tensor x expert.")
+get_expert_tensor_and_model_parallel_world_size = size_getter("expert_tp_ep", "experts' tensor x expert group")
+get_expert_tensor_and_model_parallel_rank = rank_getter("expert_tp_ep", "experts' tensor x expert group")
 
 
 def get_expert_model_parallel_src_rank() -> int:
     """Global rank of the first member of the expert-parallel group."""
-    return _member("ep").ranks[0]
-
-
-def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """The ranks that share the matrices of one expert."""
-    return _group("expert_tp", check_initialized)
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Size of the experts' tensor-parallel group."""
-    return _size("expert_tp")
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """This rank's place in the experts' tensor-parallel group."""
-    return _rank("expert_tp")
-
-
-def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
-    """Experts' tensor x expert."""
-    return _group("expert_tp_ep", check_initialized)
-
-
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Size of the experts' tensor x expert group."""
-    return _size("expert_tp_ep")
-
-
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """This rank's place in the experts' tensor x expert group."""
-    return _rank("expert_tp_ep")
+    return current_groups.member("ep").ranks[0]
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup | None:
     """Experts' tensor x expert x pipeline: one copy of the model's experts."""
-    return _group("expert_tp_ep_pp", check_initialized)
+    return current_groups.process_group("expert_tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
     """The replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer instance."""
-    return _group(_expert_data_parallel_kind(partial_expert_data_parallel), check_initialized)
+    return current_groups.process_group(_expert_data_parallel_kind(partial_expert_data_parallel), check_initialized)
 
 
 def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Size of `get_expert_data_parallel_group` with the same argument."""
-    return _size(_expert_data_parallel_kind(partial_expert_data_parallel))
+    return current_groups.size(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
     """This rank's place in `get_expert_data_parallel_group` with the same argument."""
-    return _rank(_expert_data_parallel_kind(partial_expert_data_parallel))
+    return current_groups.rank(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_global_ranks() -> list[int]:
     """Global ranks of the experts' data-parallel group."""
-    return list(_member("expert_dp").ranks)
+    return list(current_groups.member("expert_dp").ranks)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """`get_expert_data_parallel_group`, as :func:`get_data_parallel_group_gloo` gives that of dense layers."""
-    return _carries_host_tensors(_member(_expert_data_parallel_kind(partial_expert_data_parallel)).process_group)
+    kind = _expert_data_parallel_kind(partial_expert_data_parallel)
+    return _carries_host_tensors(current_groups.member(kind).process_group)
 
+
+# ---- stages that are interleaved on a rank: there are none
+
+set_virtual_pipeline_model_parallel_rank = rank_setter("virtual_pp")
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """What was set, which nothing else reads; None by default."""
+    return current_groups.assumed_ranks.get("virtual_pp")
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Takes None alone: a rank holds one pipeline stage, and stages are not interleaved.
+
+    Raises:
+        ParallelConfigError: a number.
+    """
+    if world_size is not None:
+        raise ParallelConfigError(
+            f"set_virtual_pipeline_model_parallel_world_size was given {world_size}, but a rank holds one pipeline "
+            "stage; give None"
+        )
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> None:
+    """None: pipeline stages are not interleaved."""
+
+
+name_functions(globals())
 
 _NO_HIERARCHY = "context parallelism here has one level; use get_context_parallel_group"
 _NO_REMATERIALISATION = (

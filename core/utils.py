@@ -17,7 +17,7 @@ from .distributed.data_parallel_base import _BaseDataParallel
 from .errors import ConfigError, ParallelConfigError
 from .foreign_arguments import refuse
 from .process_groups_config import ProcessGroupCollection, check_same_groups
-from .tensor_parallel.mappings import group_rank, group_size
+from .tensor_parallel.groups import group_rank, group_size
 from .transformer.context_parallel import own_chunks
 from .transformer.initializers import init_method_normal as init_method_normal
 from .transformer.initializers import scaled_init_method_normal as scaled_init_method_normal

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from .. import host_memory
 from ..errors import ConfigError, DataError
+from ..ranges import check_range
 from .index_cache import default_directory, load_or_build
 from .indexed_dataset import IndexedDataset
 from .sample_index import build_indices
@@ -65,13 +66,11 @@ class GPTDatasetConfig:
     """Leave out the loss where the input is an end of document, whose label no text can tell."""
 
     cache_dir: Path | None = None
-    """Folder of the index cache. None: `<prefix>.cache`, beside the corpus."""
+    """Folder of the index cache. None: `<prefix>.cache`, next to the corpus."""
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 1:
-            raise ConfigError(f"sequence_length is {self.sequence_length}; it takes a positive number of tokens")
-        if not 0 <= self.random_seed < 2**32:
-            raise ConfigError(f"random_seed is {self.random_seed}; it takes 0 to {2**32 - 1}")
+        check_range(self, "sequence_length", least=1, takes="a positive number of tokens")
+        check_range(self, "random_seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if self.eod is None and getattr(self, name):
                 raise ConfigError(f"{name} needs to know the end-of-document token: set eod to its id")

@@ -143,5 +143,5 @@ def _unwritable(directory: Path, error: OSError) -> DataError:
 
 
 def default_directory(prefix: str | os.PathLike[str]) -> Path:
-    """Where the indices of a corpus are kept unless the user says otherwise: beside it."""
+    """Where the indices of a corpus are kept unless the user says otherwise: next to it."""
     return Path(f"{os.fspath(prefix)}.cache")

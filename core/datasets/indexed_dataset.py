@@ -1,4 +1,4 @@
-"""Megatron-LM's corpus format: token ids in ``<prefix>.bin``, where each sequence lies in ``<prefix>.idx``.
+"""Megatron-LM's corpus format: token ids in ``<prefix>.bin``, the place of each sequence in ``<prefix>.idx``.
 
     .idx   9 bytes   b"MMIDIDX\\x00\\x00"
            uint64    version, 1

@@ -1,8 +1,8 @@
 """Text to token ids and back, on the `tokenizers` library (extra `train`).
 
-A tokenizer is kept beside its corpus as ``<prefix>.tokenizer.json``, so that training and generation find vocabulary
-and end-of-document token without being told. The file is a plain Hugging Face ``tokenizer.json``; which token ends a
-document stands, as in Hugging Face's folders, in a ``tokenizer_config.json`` beside it (``eos_token``).
+A tokenizer is kept next to its corpus as ``<prefix>.tokenizer.json``, so that training and generation find vocabulary
+and end-of-document token by themselves. The file is a plain Hugging Face ``tokenizer.json``; which token ends a
+document is, as in Hugging Face's folders, in a ``tokenizer_config.json`` next to it (``eos_token``).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes ``[<name>.]tokenizer.json`` and, beside it, ``[<name>.]tokenizer_config.json``.
+        """Writes ``[<name>.]tokenizer.json`` and, next to it, ``[<name>.]tokenizer_config.json``.
 
         Raises:
             OSError: the folder is missing or cannot be written.

@@ -1,11 +1,11 @@
 """Checkpoints and global views of tensors that ranks hold in pieces; knows tensors and meshes, never models."""
 
 from .async_save import AsyncSaver
-from .flat_range import FlatRange, flat_range_view
-from .folders import Retention, checkpoint_directory, latest_checkpoint
-from .global_view import global_shape, global_view, local_slices, local_tensor
+from .format.folders import Retention, checkpoint_directory, latest_checkpoint
 from .model_state import load_model_state_dict, model_state_dict
 from .serialization import load, load_metadata, save, verify
+from .views.flat_range import FlatRange, flat_range_view
+from .views.global_view import global_shape, global_view, local_slices, local_tensor
 
 __all__ = [
     "AsyncSaver",

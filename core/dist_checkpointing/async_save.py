@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: it waits only until what it will change has been copied."""
+"""Writes checkpoints in the background: training waits only until what it will change has been copied."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .folders import Retention
+from .format.folders import Retention
+from .format.staging import HostStaging
 from .serialization import save
-from .staging import HostStaging
 
 _GROUP_LIMIT = timedelta(hours=6)
 """How long ranks that have written wait for one that still writes; a rank that ends is noticed at once."""
@@ -102,7 +102,7 @@ class AsyncSaver:
     ) -> None:
         try:
             save(state, directory, **arguments)
-        except BaseException as error:  # told in the thread that asked for it
+        except BaseException as error:  # raised in the thread that asked for it
             self._error = error
         finally:
             self._staging.done.set()

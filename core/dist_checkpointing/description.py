@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
+from ..dtypes import dtype_name
 from ..errors import CheckpointError
-from .folders import existing_folder, latest_checkpoint
-from .foreign_layout import BoxReader
-from .index import CheckpointIndex, TensorEntry, dtype_name
-from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
-from .safetensors_io import has_safetensors, read_safetensors_index
-from .storage import read_index
+from ..text import readable_bytes
+from .foreign.box_reader import BoxReader
+from .foreign.safetensors_io import has_safetensors, read_safetensors_index
+from .format.folders import existing_folder, latest_checkpoint
+from .format.index import CheckpointIndex, TensorEntry
+from .format.reader import read_index
+from .format.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 
 _WIDTH = 118
 _LONGEST_LIST = 8
@@ -31,7 +33,7 @@ _DIFFERENCES_SHOWN = 50
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint of which the index has been read and checked."""
+    """A checkpoint whose index has been read and checked."""
 
     folder: Path
     index: CheckpointIndex
@@ -57,7 +59,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
     """A page about a checkpoint: where it comes from, its metadata, and the tree of its tensors.
 
     Args:
-        expand: every layer for itself; else those that are alike stand together.
+        expand: every layer for itself; else equal ones are shown together.
     """
     index = opened.index
     total, count = sum(map(_num_bytes, index.tensors.values())), len(index.tensors)
@@ -67,7 +69,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
     where = _provenance(index.metadata) if index.metadata else kind
     files = f"{len(index.file_bytes)} files" if len(index.file_bytes) != 1 else "1 file"
     held = f"{count} tensors" if count != 1 else "1 tensor"
-    lines = [str(opened.folder), f"  {where}", f"  {held}, {_amount(total)} in {files}"]
+    lines = [str(opened.folder), f"  {where}", f"  {held}, {readable_bytes(total)} in {files}"]
     if index.others:
         lines.append(f"  {len(index.others)} entries that are no tensors, which are never read")
     if index.metadata:
@@ -153,7 +155,7 @@ def _value(value: Any) -> str:
 
 @dataclass
 class _Node:
-    """A name of the tree: a tensor, or what stands under the name."""
+    """A name of the tree: a tensor, or what is below the name."""
 
     entry: TensorEntry | None = None
     below: dict[str, _Node] = field(default_factory=dict)
@@ -180,7 +182,7 @@ def _tree_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[st
     rows = [*_rows(root, 0, expand)]
     width = max((len(label) for label, _ in rows), default=0)
     for label, entries in rows:
-        size = _amount(sum(map(_num_bytes, entries)))
+        size = readable_bytes(sum(map(_num_bytes, entries)))
         kinds = {_kind(entry) for entry in entries}
         what = kinds.pop() if len(kinds) == 1 else f"{len(entries)} tensors"
         yield f"  {label:<{width}}  {size:>10}  {what}"
@@ -198,7 +200,7 @@ def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[Ten
 
 
 def _together(below: Mapping[str, _Node], expand: bool) -> Iterator[tuple[str, list[_Node]]]:
-    """Runs of numbered names under which the same stands."""
+    """Runs of numbered names with the same tensors below."""
     run: list[tuple[str, _Node]] = []
     for name, node in [*below.items(), ("", _Node())]:
         alike = run and name.isdigit() and run[-1][0].isdigit() and node.signature() == run[-1][1].signature()
@@ -270,15 +272,6 @@ def _kind(entry: TensorEntry) -> str:
 
 def _num_bytes(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
-
-
-def _amount(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
 
 
 def check_comparable(one: Opened, other: Opened) -> None:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import CheckpointError, MissingExtraError
+from .agreement import Ranks
 from .description import Opened, check_comparable, describe, differences, have_hashes, open_checkpoint, shown
-from .ranks import Ranks
-from .verification import another_offered, damage, verified_line
+from .format.verification import another_offered, damage, verified_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

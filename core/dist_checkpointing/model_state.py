@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from ..device import current_device
+from ..dtypes import dtype_name
 from ..errors import CheckpointError
-from .global_view import global_shape, global_view, local_slices, local_tensor
-from .index import dtype_name
-from .ranks import Ranks
+from .agreement import Ranks
+from .views.global_view import global_shape, global_view, local_slices, local_tensor
 
 
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """``module.state_dict()`` as :func:`global_view` sees it, for ``save`` and ``load``; shares storage.
 
-    A tensor that stands under several names (tied weights) is given once, under the first.
+    A tensor with several names (tied weights) is given once, under the first.
 
     Raises:
         CheckpointError: the module's state holds something that is no tensor.
@@ -38,11 +38,11 @@ def load_model_state_dict(
     broadcast_from_rank0: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> _IncompatibleKeys:
-    """Copies a state dict into a module's own storage, whatever cuts lie on it.
+    """Copies a state dict into a module's own storage, under any layout.
 
     The module's tensors may be plain, cut by tensor parallelism, sharded by FSDP2, or both. A value of the dict is
 
-    * a plain tensor: the whole model's, of which each rank takes its piece; or
+    * a plain tensor: the whole model's, from which each rank takes its piece; or
     * a DTensor of the whole model, as :func:`model_state_dict` gives it, on any mesh; or
     * a DTensor laid out just as the module's own, as ``module.state_dict()`` of an FSDP2 module gives it.
 
@@ -51,7 +51,7 @@ def load_model_state_dict(
     one whole tensor is held at a time. A local call if all values are plain, else collective over `process_group`.
 
     Args:
-        strict: names must match exactly. Without it the names in common are loaded, of which there must be one.
+        strict: names must match exactly. Without it the names in common are loaded; there must be one.
         broadcast_from_rank0: the group's first rank holds the whole (plain) dict, and sends tensor by tensor; what
             the others pass, as None, is not read.
 

@@ -1,7 +1,7 @@
 """Saves tensors from any layout and loads them into any other, on ``torch.distributed.checkpoint``.
 
 A state is a flat mapping from names to tensors: plain ones, which every rank that gives the name holds whole, and
-DTensors, of which each rank holds its piece (:func:`global_view` makes them). What a tensor is called and how large
+DTensors, which each rank holds its piece of (:func:`global_view` makes them). What a tensor is called and how large
 the whole of it is decides where its values go; how it was cut when it was written does not.
 
 Everything that is no tensor travels as JSON in ``metadata``. What differs from rank to rank is a tensor under a name
@@ -27,15 +27,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save_sha
 from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
+from ..dtypes import DTYPES, dtype_name
 from ..errors import CheckpointError
-from . import folders
-from .flat_range import FlatRange
-from .index import DTYPES, CheckpointIndex, dtype_name
-from .ranks import Ranks, joined_by_rank
-from .safe_metadata import json_problem
-from .staging import HostStaging
-from .storage import IndexedReader, RawWriter, read_index
-from .verification import damage, differing_tensors, verified_line
+from .agreement import Ranks, joined_by_rank
+from .format import folders
+from .format.index import CheckpointIndex
+from .format.reader import IndexedReader, read_index
+from .format.safe_metadata import json_problem
+from .format.staging import HostStaging
+from .format.verification import damage, differing_tensors, verified_line
+from .format.writer import RawWriter
+from .views.flat_range import FlatRange
 
 _PROBLEMS_SHOWN = 50
 
@@ -95,7 +97,7 @@ def load(
     optional: str | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fills the tensors of `state` in place from a checkpoint, whatever layout and world size wrote it.
+    """Fills the tensors of `state` in place from a checkpoint that any layout and world size wrote.
 
     Names, shapes, dtypes and files are checked on all ranks before the first value is written. What was loaded is
     compared with the hashes that were saved. Also reads what ``torch.distributed.checkpoint.save`` wrote, without
@@ -104,7 +106,7 @@ def load(
     Args:
         state: by name, plain tensors and DTensors; parameters are filled too.
         strict: every name of `state` must be in the checkpoint, and every name of the checkpoint in the `state` of
-            some rank. Without it the names in common are loaded, of which there must be at least one.
+            some rank. Without it the names in common are loaded; there must be at least one.
         verify: False compares only tensors that are put together from other pieces than they were saved in.
         cast: fill a floating tensor whose dtype is not the checkpoint's too, by way of one of that dtype; all such
             tensors are held twice until they are loaded.

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..dist_checkpointing.flat_range import flat_range_view
+from ..dist_checkpointing.views.flat_range import flat_range_view
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
 from ..distributed.buffers.bucket import Bucket
 from ..distributed.plan.buffers import is_expert_parameter, lay_out_params
@@ -30,7 +30,7 @@ class MainRange(MainParam):
     """A run of a parameter's elements, flat: what this rank's share of a bucket holds of it, which may be nothing."""
 
     bucket: Bucket
-    """Where the parameter lies."""
+    """The bucket of the wrapper's that has the parameter."""
 
     group: dist.ProcessGroup
     """The ranks that share the bucket."""

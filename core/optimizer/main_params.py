@@ -1,4 +1,4 @@
-"""A parameter as the update sees it: a plain local tensor, fp32 at least, with its gradient beside it.
+"""A parameter as the update sees it: a plain local tensor, fp32 at least, with its gradient.
 
 The update never meets a DTensor, so torch's fused kernels run on it without a dispatch per operation.
 """
@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from ..diagnostics.stale_optimizers import name_if_replaced, stale_optimizer_message
-from ..dist_checkpointing.global_view import global_view
+from ..dist_checkpointing.views.global_view import global_view
 from ..distributed.data_parallel_base import read_gradient
+from ..dtensors import local_part
 from ..errors import OptimizerError
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -38,7 +39,7 @@ class MainParam:
     """Name in the unwrapped model."""
 
     param: nn.Parameter
-    """The model's parameter: plain, or a DTensor of which this rank holds a shard."""
+    """The model's parameter: plain, or a DTensor."""
 
     owner: nn.Module
     """The module that holds the parameter."""
@@ -79,7 +80,7 @@ class MainParam:
             return None
         if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
             grad = grad.redistribute(placements=self.param.placements)
-        return _local(grad.detach())
+        return local_part(grad.detach())
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups over whose ranks together the parameter is updated once.
@@ -143,11 +144,11 @@ class MainParam:
 
     def _local_param(self) -> Tensor:
         """All that this rank holds of the parameter."""
-        return _local(self.param.detach())
+        return local_part(self.param.detach())
 
 
 def refresh_parameters(params: Sequence[MainParam]) -> None:
-    """Writes the masters into the parameters in low precision that they stand for."""
+    """Writes the masters into their parameters in low precision."""
     copied = [p for p in params if p.is_low_precision]
     if copied:
         torch._foreach_copy_([p.local() for p in copied], [p.main for p in copied])
@@ -158,7 +159,3 @@ def refresh_masters(params: Sequence[MainParam]) -> None:
     copied = [p for p in params if p.is_low_precision]
     if copied:
         torch._foreach_copy_([p.main for p in copied], [p.local() for p in copied])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

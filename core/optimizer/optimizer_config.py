@@ -1,4 +1,4 @@
-"""What the optimizer is told: the update rule, its constants, clipping and loss scaling."""
+"""Settings of the optimizer: the update rule, its constants, clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from ..errors import ConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..ranges import check_range
 
 OPTIMIZERS = ("adam", "sgd")
 
@@ -120,14 +121,11 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer is {self.optimizer!r}; it takes one of {list(OPTIMIZERS)}")
         if self.fp16 and self.bf16:
             raise ConfigError("fp16 and bf16 are both set; choose one")
-        for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
-            self._check(name, getattr(self, name) is None or getattr(self, name) >= 0.0, "zero or a positive number")
-        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-            self._check(name, 0.0 <= getattr(self, name) < 1.0, "a number from 0 up to, not including, 1")
-        for name in ("adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale"):
-            self._check(name, getattr(self, name) is None or getattr(self, name) > 0.0, "a positive number")
-        for name in ("loss_scale_window", "hysteresis"):
-            self._check(name, getattr(self, name) >= 1, "a positive integer")
+        check_range(self, "lr", "min_lr", "weight_decay", "clip_grad", least=0)
+        share = "a number from 0 up to, not including, 1"
+        check_range(self, "adam_beta1", "adam_beta2", "sgd_momentum", least=0, below=1, takes=share)
+        check_range(self, "adam_eps", "loss_scale", "initial_loss_scale", "min_loss_scale", over=0)
+        check_range(self, "loss_scale_window", "hysteresis", least=1, takes="a positive integer")
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
             raise ConfigError(f"min_lr is {self.min_lr}, above lr {self.lr}; the schedule falls from lr to min_lr")
         if self.min_loss_scale > self.initial_loss_scale:
@@ -135,8 +133,3 @@ class OptimizerConfig:
                 f"min_loss_scale is {self.min_loss_scale}, above initial_loss_scale {self.initial_loss_scale}; "
                 "lower the one or raise the other"
             )
-
-    def _check(self, name: str, holds: bool, wanted: str) -> None:
-        value = getattr(self, name)
-        if not holds or (isinstance(value, float) and not math.isfinite(value)):
-            raise ConfigError(f"{name} is {value}; it takes {wanted}")

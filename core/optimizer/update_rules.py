@@ -118,7 +118,7 @@ def build_update_rule(
 
 
 def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """The names of the state tensors that the update keeps beside each parameter."""
+    """The names of the state tensors that the update keeps for each parameter."""
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()

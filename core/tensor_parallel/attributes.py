@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError
-from .mappings import Group, group_rank, resolve_group
+from .groups import Group, group_rank, resolve_group
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 

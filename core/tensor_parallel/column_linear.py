@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .mappings import Group, gather_first_dim, group_size, reduce_scatter_first_dim
+from .first_dim import gather_first_dim, reduce_scatter_first_dim
+from .groups import Group, group_size
 from .weight_gradients import borrow_gradient_memory, lender_of, linear
 
 

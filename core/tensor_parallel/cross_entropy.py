@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary of which each tensor-parallel rank holds the logits of a part."""
+"""Cross entropy over a vocabulary whose logits are cut over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .mappings import Group, gather_first_dim, group_rank, group_size, resolve_group
+from .first_dim import gather_first_dim
+from .groups import Group, group_rank, group_size, resolve_group
 from .vocab import check_ids
 
 IGNORE_INDEX = -100

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..device import current_device
 from ..errors import DataError
-from .mappings import Group, group_rank, group_size, resolve_group
+from .groups import Group, group_rank, group_size, resolve_group
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import ParallelConfigError
 from ..model_parallel_config import ModelParallelConfig
-from .mappings import Group, group_size
+from .groups import Group, group_size
 
 
 def check_degree(config: ModelParallelConfig, group: Group) -> None:

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import ConfigError
-from .mappings import resolve_group
-from .own_part import copy_own_part, copy_own_shard, whole_shape
+from .groups import resolve_group
+from .partition import copy_partition, copy_shard, whole_shape
 
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
 """torch's names; the second is that of `nn.MultiheadAttention` and `nn.Transformer`."""
@@ -77,7 +77,7 @@ def reset(foreign: ForeignModule, seed: int) -> None:
             filled = _filled_by(foreign, attempt, seed)
     for name, value in filled.items():
         target = foreign.wanted[name]
-        copy_own_part(value.detach(), target, resolve_group(None))
+        copy_partition(value.detach(), target, resolve_group(None))
 
 
 def _filled_by(foreign: ForeignModule, resets: list[Callable[[], Any]], seed: int) -> dict[str, torch.Tensor]:
@@ -179,7 +179,7 @@ class _WritesWhole(TorchDispatchMode):
         result = func(*args, **kwargs)
         if target is None:
             return result
-        copy_own_shard(args[0], target)
+        copy_shard(args[0], target)
         return target
 
 

@@ -1,4 +1,4 @@
-"""Initial values by name: the same whatever the world size, the cut, the sharding, or a start on the meta device.
+"""Initial values by name: the same for any world size, cut, sharding, or start on the meta device.
 
 Every parameter is drawn as the whole model's tensor, by a generator of its own whose seed is a hash of one number
 and the parameter's name; each rank keeps its part. One full tensor exists at a time. Nothing else makes sharded
@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..dtensors import local_part
 from ..errors import ConfigError
 from ..model_parallel_config import ModelParallelConfig
 from .foreign_initialization import ForeignModule, init_weights_hook, reset
-from .mappings import Group, resolve_group
-from .own_part import copy_own_part, local_part, whole_shape
+from .groups import Group, resolve_group
+from .partition import copy_partition, whole_shape
 
 Initializer = Callable[..., Any]
 """Fills a tensor of the whole model's shape, fp32 on the CPU, in place: ``init_method(tensor)``, as in Megatron-LM and
@@ -123,7 +124,7 @@ class ParameterOwner(nn.Module):
 def draw_init_seed() -> int:
     """One draw from torch's default CPU generator, so that `torch.manual_seed` decides every initial value.
 
-    Ranks of one model must have been seeded alike.
+    Ranks of one model must have been seeded with the same seed.
     """
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
@@ -282,7 +283,7 @@ def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: G
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
             initializer(whole)
-    copy_own_part(whole, parameter, group)
+    copy_partition(whole, parameter, group)
 
 
 def _takes_generator(initializer: Initializer) -> bool:

@@ -1,7 +1,7 @@
-"""Linear layers of which each tensor-parallel rank holds a part (Shoeybi et al., 2019).
+"""Linear layers cut over tensor-parallel ranks (Shoeybi et al., 2019).
 
 A column-parallel layer followed by a row-parallel one needs one all-reduce in the forward and one in the backward.
-With sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and what lies
+With sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and what is
 between the pairs holds a part of the sequence only.
 
 Activations are `[s, b, h]`. A rank alone in its group computes with torch's own functions, without a detour. Where a
@@ -18,11 +18,10 @@ from ..foreign_arguments import ignore, refuse
 from ..model_parallel_config import ModelParallelConfig
 from .column_linear import column_parallel_linear
 from .degrees import check_degree, per_rank
+from .groups import Group, group_size
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .mappings import (
-    Group,
     gather_from_tensor_model_parallel_region,
-    group_size,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,

@@ -19,32 +19,15 @@ it, every mapping returns its input.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .. import parallel_state
-from .._torch_compat import all_gather_single, reduce_scatter_single
-from ..errors import ParallelConfigError
 from ..foreign_arguments import ignore, refuse
-
-Group = dist.ProcessGroup | None
-
-
-def resolve_group(group: Group) -> Group:
-    """`group`, or the tensor-parallel group of `core.parallel_state`, or None before that is initialised."""
-    return group if group is not None else parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-
-
-def group_size(group: Group) -> int:
-    """The number of ranks in `group`; no group is one rank."""
-    return 1 if group is None else group.size()
-
-
-def group_rank(group: Group) -> int:
-    """This rank's number within `group`; 0 without one."""
-    return 0 if group is None else group.rank()
+from .first_dim import gather_first_dim, reduce_scatter_first_dim
+from .groups import Group, group_size, resolve_group
+from .partition import rank_slice
 
 
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -176,7 +159,7 @@ class _ScatterToModelParallelRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return own_part(input_, -1, group).clone(memory_format=torch.contiguous_format)
+        return rank_slice(input_, -1, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -207,7 +190,7 @@ class _ScatterToSequenceParallelRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return own_part(input_, 0, group).clone(memory_format=torch.contiguous_format)
+        return rank_slice(input_, 0, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -246,77 +229,3 @@ class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gather_from_sequence_parallel_region(grad, True, ctx.group), None
-
-
-def own_part(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """This rank's part of `tensor` along `dim`, as a view.
-
-    Raises:
-        ParallelConfigError: the ranks do not divide it.
-    """
-    size = group_size(group)
-    _check_divides(tensor, dim, size)
-    return tensor.chunk(size, dim)[group_rank(group)]
-
-
-class Pending(Protocol):
-    """A collective on its way."""
-
-    def wait(self) -> object:
-        """Returns when its result may be used."""
-
-
-def gather_first_dim(
-    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> tuple[torch.Tensor, Pending | None]:
-    """`[n, ...]` of every rank as one `[tp * n, ...]`; with `async_op`, filled once the work is waited for."""
-    whole = tensor.new_empty(tensor.shape[0] * group_size(group), *tensor.shape[1:])
-    return whole, all_gather_single(whole, tensor.contiguous(), group, async_op)
-
-
-def reduce_scatter_first_dim(
-    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> tuple[torch.Tensor, Pending | None]:
-    """This rank's `[n / tp, ...]` of the sum of every rank's `[n, ...]`; `async_op` as in :func:`gather_first_dim`.
-
-    gloo's own reduce-scatter is an all-reduce inside, which sends everything twice. There each rank sends its parts
-    to those they belong to, who add them in the order of ranks.
-
-    Raises:
-        ParallelConfigError: the ranks do not divide dim 0.
-    """
-    size = group_size(group)
-    _check_divides(tensor, 0, size)
-    part = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
-    if tensor.device.type != "cpu" or "cpu:gloo" not in str(dist.get_backend_config(group)):
-        return part, reduce_scatter_single(part, tensor.contiguous(), group, async_op)
-    received = tensor.new_empty(tensor.shape)
-    work = dist.all_to_all_single(received, tensor.contiguous(), group=group, async_op=async_op)
-    adding = _Adding(work, received.view(size, *part.shape), part)
-    if async_op:
-        return part, adding
-    adding.wait()
-    return part, None
-
-
-class _Adding:
-    """A sum over ranks, once their parts `[ranks, ...]` are here."""
-
-    def __init__(self, arriving: Pending | None, parts: torch.Tensor, total: torch.Tensor) -> None:
-        self.arriving, self.parts, self.total = arriving, parts, total
-
-    def wait(self) -> None:
-        if self.arriving is not None:
-            self.arriving.wait()
-        torch.sum(self.parts, 0, out=self.total)
-
-
-def _check_divides(tensor: torch.Tensor, dim: int, size: int) -> None:
-    length = tensor.shape[dim]
-    if length % size:
-        what, fix = "last dim", "choose a size that it divides"
-        if dim == 0:
-            what, fix = "sequence", f"pad the sequence to a multiple of {size}, or turn sequence_parallel off"
-        raise ParallelConfigError(
-            f"a {what} of {length} ({list(tensor.shape)}) cannot be split over {size} tensor-parallel ranks; {fix}"
-        )

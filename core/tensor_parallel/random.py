@@ -39,7 +39,7 @@ _CONTEXT_PARALLEL_OFFSET = 1 << 20  # more than there are tensor-parallel ranks
 
 
 class RNGStatesTracker:
-    """Named random streams beside torch's default one, on the device of this process."""
+    """Named random streams next to torch's default one, on the device of this process."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -125,7 +125,7 @@ def _ignore_other_trackers(caller: str, use_te: bool, inference: bool, use_cudag
 
 
 def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
-    """Seeds the default stream alike on all ranks of a model, and each rank's own stream differently.
+    """Gives the default stream one seed on all ranks of a model, and each rank's own stream another.
 
     Under context parallelism there is a third, alike on tensor-parallel ranks and different on context-parallel ones.
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ParallelConfigError
-from .mappings import Group, gather_first_dim, group_rank, group_size, resolve_group
+from .first_dim import gather_first_dim
+from .groups import Group, group_rank, group_size, resolve_group
 
 
 def split_tensor_along_last_dim(

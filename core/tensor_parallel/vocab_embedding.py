@@ -1,4 +1,4 @@
-"""An embedding of which each tensor-parallel rank holds the rows of some tokens (Shoeybi et al., 2019)."""
+"""An embedding whose rows are cut over tensor-parallel ranks (Shoeybi et al., 2019)."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ from torch import nn
 
 from ..model_parallel_config import ModelParallelConfig
 from .degrees import check_degree, per_rank
+from .groups import Group, group_rank, group_size
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
-from .mappings import (
-    Group,
-    group_rank,
-    group_size,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from .mappings import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
 from .vocab import check_ids
 from .weight_gradients import embedding
 
 
 class VocabParallelEmbedding(ParameterOwner):
-    """A table of which each rank has the rows of consecutive tokens, `[num_embeddings / tp, embedding_dim]`.
+    """A table cut into the rows of consecutive tokens, each rank's `[num_embeddings / tp, embedding_dim]`.
 
     Args:
         num_embeddings: rows over all ranks; see :func:`~core.tensor_parallel.pad_vocab_size`.

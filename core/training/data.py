@@ -18,7 +18,7 @@ from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from ..errors import ConfigError, DataError
 from ..tensor_parallel.vocab import pad_vocab_size
 from .config import PretrainConfig
-from .stop import ignore_stop_signals
+from .stop_request import ignore_stop_signals
 from .train_step import Batch
 
 
@@ -30,7 +30,7 @@ class RunData:
     valid: GPTDataset | None
     """None where the run validates nothing."""
     tokenizer: Tokenizer | None
-    """None for a corpus of which only the vocabulary's size is known."""
+    """None for a corpus that says only the size of its vocabulary."""
     vocab_size: int
     """Rows of the embedding: the vocabulary, padded."""
     sample_order: Mapping[str, Any] = field(default_factory=dict)
@@ -128,8 +128,8 @@ def _sample_order(train: GPTDataset, global_batch_size: int) -> dict[str, Any]:
 def _tokenizer(config: PretrainConfig, data_path: Path) -> Tokenizer | None:
     if config.data.tokenizer_model is not None:
         return load_tokenizer(config.data.tokenizer_model)
-    beside = tokenizer_path(data_path)
-    return load_tokenizer(beside) if beside.exists() else None
+    path = tokenizer_path(data_path)
+    return load_tokenizer(path) if path.exists() else None
 
 
 def _vocab_size(config: PretrainConfig, data_path: Path, tokenizer: Tokenizer | None) -> int:

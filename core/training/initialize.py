@@ -1,4 +1,4 @@
-"""Makes what a run stands on, in order: settings checked, process group, parallel groups, seeds."""
+"""Sets a run up, in order: settings checked, process group, parallel groups, seeds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
-from ..dist_checkpointing.folder_lock import acquire_folder, release_folder
-from ..dist_checkpointing.ranks import Ranks
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
 from ..errors import ConfigError
 from ..tensor_parallel.random import model_parallel_manual_seed
 from .config import PretrainConfig, validate
-from .entry import check_launcher, environment_rank, environment_threads, environment_world_size
+from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
 
 _SEEDS_OF_A_REPLICA = 10
 """By which the seeds of data-parallel replicas differ under ``data_parallel_random_init``; Megatron-LM's."""
@@ -29,7 +29,7 @@ def initialize(config: PretrainConfig) -> None:
     """Joins the process group, builds the parallel groups, and seeds every generator.
 
     A rank computes with one thread unless ``OMP_NUM_THREADS`` says otherwise, and ranks other than the first show no
-    warnings, which all ranks have alike; the first shows each as one line.
+    warnings, which are the same on all ranks; the first shows each as one line.
 
     Raises:
         ConfigError: settings that do not fit together, to the number of ranks, or to the environment; before anything
@@ -65,7 +65,7 @@ def check_output_folders(config: PretrainConfig) -> None:
     Raises:
         ConfigError: on the first rank, which is the one that writes.
     """
-    dist.barrier()  # others may still be looking for what lies there
+    dist.barrier()  # others may still be looking at what is there
     for flag, folder in (("--save", config.checkpoint.folder), ("--tensorboard-dir", config.run.tensorboard_dir)):
         if folder is None or dist.get_rank() != 0:
             continue

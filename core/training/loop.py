@@ -11,14 +11,14 @@ import torch.distributed as dist
 from ..errors import ConfigError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
 from .checkpointing import TOKENIZER_FILE, save_tokenizer
+from .checkpointing.writer import CheckpointWriter
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
 from .log import RunLog, Stopwatch
 from .memory_profile import PICTURE_FILE, measure_step, write_timeline
-from .saving import CheckpointWriter
-from .skips import SkippedSteps
+from .skipped_steps import SkippedSteps
 from .state import TrainingState
-from .stop import StopRequest
+from .stop_request import StopRequest
 from .train_step import evaluate, train_step
 
 PROFILED_ITERATION = 3
@@ -42,11 +42,11 @@ def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcom
     """Trains from `state.iteration` to `train_iters`; all ranks call it together.
 
     SIGTERM and Ctrl-C on any rank end it on all after the step in progress, with a checkpoint if there is a folder.
-    When this returns, the last checkpoint stands, also where it was written beside training.
+    When this returns, the last checkpoint is complete, also with `async_save`.
 
     Raises:
         ConfigError: memory is to be profiled and there is no folder. DataError: no samples are left. CheckpointError:
-            a checkpoint cannot be written; of one that was written beside training, after the next step.
+            a checkpoint cannot be written; with `async_save` it is raised after the next step.
             OptimizerError: gradients stay infinite or NaN.
     """
     if config.run.profile_memory and config.checkpoint.folder is None:
@@ -77,7 +77,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
         skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
-            log.patience.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
+            log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         log.model(state.model, num_microbatches)
         profiled = min(state.iteration + PROFILED_ITERATION, last) if config.run.profile_memory and is_writer else None
         watch = Stopwatch()
@@ -95,7 +95,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             )
             if state.iteration + 1 == profiled and folder is not None:
                 result, timeline = measure_step(state.model, state.optimizer, step)
-                log.patience.write(folder / PICTURE_FILE, partial(write_timeline, timeline, folder, profiled))
+                log.files.write(folder / PICTURE_FILE, partial(write_timeline, timeline, folder, profiled))
                 log.message(f"iteration {profiled}: drew {folder / PICTURE_FILE}")
             else:
                 result = step()

@@ -1,8 +1,8 @@
 """Memory over one step, by what it is for: measured at every allocation, drawn as a picture.
 
-Torch's profiler reports each allocation and release, on the CPU and on a GPU alike, with its address. Hooks note at
+Torch's profiler reports each allocation and release, on the CPU and on a GPU, with its address. Hooks note at
 many moments of the step which addresses hold what the wrapper and the optimizer know (`held_tensors`). A piece of
-memory belongs, for its whole life, to what it was last noted as; what nobody knows are activations, gradients of
+memory belongs, for its whole life, to what it was last noted as; what is not noted are activations, gradients of
 activations and scratch. Nothing here talks to another rank.
 """
 
@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from .. import device
 from ..distributed import _BaseDataParallel
+from ..dtensors import local_part
 from ..errors import MissingExtraError
 from ..host_memory import passing_memory_seen_by_profilers
 from ..optimizer import MegatronOptimizer
@@ -35,7 +35,7 @@ CATEGORIES = ("parameters", "gathered parameters", "gradients", "optimizer state
 """From the bottom of the picture to its top. Parameters are this rank's shards, or whole where nothing is cut."""
 
 MAX_POINTS = 2000
-"""Of a series; of moments that are closer together the one with the most memory stands for all."""
+"""Of a series; of moments that are closer together the one with the most memory is kept."""
 
 _REST = len(CATEGORIES) - 1
 _ORIGINS = {"FSDP::all_gather": 1, "FSDP::post_backward_reduce": 2}
@@ -95,7 +95,7 @@ def measure_step(
 ) -> tuple[Result, MemoryTimeline]:
     """Runs `step` and measures it; it takes longer than others do.
 
-    On the CPU, where torch keeps no account, what lives before the step and that nobody here knows, such as data that
+    On the CPU, where torch keeps no account, what lives before the step and is not noted, such as data that
     a loader holds, is counted only if the step releases it.
     """
     # Read when the profiler is first used, which else announces on stderr that it starts and stops.
@@ -202,7 +202,7 @@ def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple
     found: dict[int, tuple[int, int]] = {}
     for category, tensors in kinds:
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             storage = local.untyped_storage()
             if storage.nbytes() and local.device.type == device.device_type():  # offloaded tensors lie elsewhere
                 found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
@@ -300,7 +300,7 @@ def _category_by_origin(event: Any) -> int:
 
 
 def _end_what_is_missed(pieces: Iterable[_Piece], noted: Sequence[tuple[int, _Note]]) -> None:
-    """Ends pieces whose release was not reported at the first moment at which nobody holds them any more.
+    """Ends pieces whose release was not reported at the first moment at which nothing holds them any more.
 
     On the CPU torch reports the release only of what was allocated while the profiler ran, and not from the threads of
     a process group, which may be the last to hold what they sent.

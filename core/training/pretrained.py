@@ -1,6 +1,6 @@
 """Weights alone, for a run to start from or for a program to use: of a run's checkpoint, of Hugging Face, of Megatron.
 
-Each rank reads what it holds of each tensor, whatever wrapper it trains under.
+Each rank reads what it holds of each tensor, under any wrapper.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..bounds import brief
 from ..datasets.tokenizer import Tokenizer, load_tokenizer
 from ..device import current_device
 from ..dist_checkpointing import checkpoint_directory, load, load_metadata, model_state_dict, save
-from ..dist_checkpointing.folders import existing_folder
-from ..dist_checkpointing.ranks import Ranks
-from ..dist_checkpointing.storage import read_index
-from ..dist_checkpointing.verification import another_offered
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.format.folders import existing_folder
+from ..dist_checkpointing.format.reader import read_index
+from ..dist_checkpointing.format.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
 from ..durable import write_durably
 from ..errors import CheckpointError, DataError
@@ -32,9 +32,9 @@ from ..models.gpt.hugging_face import hf_architecture, load_hugging_face, read_h
 from ..models.gpt.megatron_layout import find_megatron, load_megatron
 from ..tensor_parallel.vocab import pad_vocab_size
 from ..transformer.lora import add_lora, is_adapter, merge_lora
-from .arguments import build_config
 from .checkpointing import TOKENIZER_FILE, check_is_run, find_checkpoint, load_weights, save_tokenizer
 from .config import PretrainConfig
+from .config.build import build_config
 from .state import TrainingState
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -175,7 +175,7 @@ def _check_description(checkpoint: Path, config: PretrainConfig, build: Callable
 
 
 def load_run_tokenizer(checkpoint: Path) -> Tokenizer:
-    """The tokenizer that the run kept beside its checkpoints."""
+    """The tokenizer that the run kept next to its checkpoints."""
     path = checkpoint.parent / TOKENIZER_FILE
     if not path.exists():
         raise DataError(f"{path} does not exist: the run had no tokenizer; put the corpus's tokenizer.json there")
@@ -212,7 +212,7 @@ def run_to_hugging_face(
     if tokenizer is not None:
         with _unwritable_as_error(folder):
             tokenizer.save(folder / TOKENIZER_FILE)
-            path = folder / TOKENIZER_CONFIG_FILE  # of which class it is the model's kind would guess
+            path = folder / TOKENIZER_CONFIG_FILE  # the class would be guessed from the model's kind
             described = json.loads(path.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
             write_durably(path, json.dumps(described, indent=1))
     return checkpoint

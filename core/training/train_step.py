@@ -55,12 +55,12 @@ def train_step(
     """Makes one optimizer step in Megatron-LM's order; all ranks call it together.
 
     Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks; context-parallel
-    ranks divide by the tokens of their sequences together, so that each token weighs the same wherever it lies. With
+    ranks divide by the tokens of their sequences together, so that each token weighs the same on every rank. With
     `calculate_per_token_loss` losses are summed instead, and `finalize_model_grads` divides by the number of tokens
     of all micro-batches and ranks.
 
     Args:
-        batches: this rank's micro-batches, of which `num_microbatches` are taken.
+        batches: this rank's micro-batches; `num_microbatches` of them are taken.
         stop_requested: what this rank knows; the ranks agree on it with the sum that they make anyway.
     """
     per_token = model.sums_gradients

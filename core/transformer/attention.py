@@ -10,16 +10,17 @@ import torch
 
 from ..foreign_arguments import ignore
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
+from ..tensor_parallel.groups import group_rank
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from ..tensor_parallel.mappings import gather_from_sequence_parallel_region, group_rank
+from ..tensor_parallel.mappings import gather_from_sequence_parallel_region
 from ..tensor_parallel.random import recompute
+from .document_masks import Piece
 from .dot_product_attention import DotProductAttention, check_mask_type
 from .enums import AttnMaskType
 from .identity_op import IdentityOp
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation, apply_rotary_pos_emb
-from .sequence_pieces import Piece
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 
@@ -38,7 +39,7 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(MegatronModule):
-    """Causal multi-head or grouped-query attention, of which each tensor-parallel rank has some heads.
+    """Causal multi-head or grouped-query attention, with its heads cut over tensor-parallel ranks.
 
     The rows of the fused projection's weight are laid out by query group, `[q ... q k v]` of one after those of
     another, so that a cut between groups keeps together what belongs together. Where there are fewer groups than

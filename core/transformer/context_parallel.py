@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from .. import parallel_state
 from ..errors import DataError
-from ..tensor_parallel.mappings import Group, gather_first_dim, group_size, reduce_scatter_first_dim
+from ..tensor_parallel.first_dim import gather_first_dim, reduce_scatter_first_dim
+from ..tensor_parallel.groups import Group, group_size
 from .attention_kernels import Attended, attend, attend_backward, combine
-from .sequence_pieces import Piece, chunk_places, chunks_of_rank
+from .document_masks import Piece, chunk_places, chunks_of_rank
 
 
 def own_chunks(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:

@@ -15,9 +15,9 @@ from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import get_rng_tracker
 from .attention_kernels import has_kernel
 from .context_parallel import attend_in_pieces, gather_sequence, own_positions
+from .document_masks import Piece, causal_pieces, visible_keys
 from .enums import AttnMaskType
 from .module import MegatronModule
-from .sequence_pieces import Piece, causal_pieces, visible_keys
 from .transformer_config import TransformerConfig
 
 

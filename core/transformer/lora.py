@@ -20,6 +20,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..model_parallel_config import ModelParallelConfig
+from ..tensor_parallel.groups import Group
 from ..tensor_parallel.initialization import (
     Initializer,
     ParameterOwner,
@@ -27,7 +28,6 @@ from ..tensor_parallel.initialization import (
     initialize_parameters,
 )
 from ..tensor_parallel.layers import ColumnParallelLinear, Output, RowParallelLinear
-from ..tensor_parallel.mappings import Group
 from ..tensor_parallel.weight_gradients import linear
 from .initializers import init_zeros
 from .module import performs_initialization, root_seed

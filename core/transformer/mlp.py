@@ -8,8 +8,8 @@ import torch
 
 from ..errors import ConfigError
 from ..foreign_arguments import refuse
+from ..tensor_parallel.groups import Group
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from ..tensor_parallel.mappings import Group
 from .activations import activation_function
 from .module import MegatronModule
 from .spec_utils import Builder, ModuleSpec, build_module

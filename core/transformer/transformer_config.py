@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -10,6 +9,7 @@ from typing import Literal, get_args
 from ..errors import ConfigError, ParallelConfigError
 from ..foreign_arguments import takes_foreign_fields
 from ..model_parallel_config import ModelParallelConfig
+from ..ranges import out_of_range
 from ..tensor_parallel.initialization import Initializer
 from .activations import Activation, ActivationFunction, name_of_activation
 from .foreign_config_fields import FOREIGN_FIELDS
@@ -172,16 +172,14 @@ class TransformerConfig(ModelParallelConfig):
             yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
         if not negative and all(getattr(self, name) for name in _SIZES):
             yield from self._size_violations()
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                yield ConfigError(f"{name} is {getattr(self, name)}; it takes a probability from 0 to below 1")
-        if not 0.0 < self.rotary_percent <= 1.0:
-            yield ConfigError(f"rotary_percent is {self.rotary_percent}; it takes a share above 0 and up to 1")
-        for name in ("layernorm_epsilon", "rotary_base"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
-        if not 0.0 <= self.init_method_std < math.inf:
-            yield ConfigError(f"init_method_std is {self.init_method_std}; it takes zero or a positive number")
+        chance, share = "a probability from 0 to below 1", "a share above 0 and up to 1"
+        problems = [
+            *out_of_range(self, "hidden_dropout", "attention_dropout", least=0, below=1, takes=chance),
+            *out_of_range(self, "rotary_percent", over=0, most=1, takes=share),
+            *out_of_range(self, "layernorm_epsilon", "rotary_base", over=0),
+            *out_of_range(self, "init_method_std", least=0),
+        ]
+        yield from map(ConfigError, problems)
         for name, choices in (("normalization", Normalization), ("activation_func", Activation)):
             if not callable(getattr(self, name)) and getattr(self, name) not in get_args(choices):
                 yield ConfigError(f"{name} is {getattr(self, name)!r}; it takes one of {_listed(get_args(choices))}")

@@ -10,13 +10,13 @@ import torch
 from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from .attention import SelfAttention, packing
+from .document_masks import Piece
 from .dropout import hidden_dropout
 from .identity_op import IdentityOp
 from .mlp import MLP
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation
-from .sequence_pieces import Piece
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 

@@ -4,13 +4,13 @@ A model of anybody's is trained under every wrapper in turn, in lockstep with pl
 compared with one process that goes through the micro-batches of all ranks. What parts is named: the first step, and
 the first parameter whose gradient or weight differs.
 
-    subject      the user's function, imported, called and checked
-    trainings    a training that can be stopped between backward and update, and read as whole tensors
-    lockstep     two trainings side by side, up to where they part
-    __main__     the command
+    model_under_test    the user's function, imported, called and checked
+    trainings           a training that can be stopped between backward and update, and read as whole tensors
+    lockstep            two trainings side by side, up to where they part
+    __main__            the command
 """
 
 from .lockstep import Options, Parting, Verdict, verify
-from .subject import Subject, load_subject
+from .model_under_test import ModelUnderTest, load_model_under_test
 
-__all__ = ["Options", "Parting", "Subject", "Verdict", "load_subject", "verify"]
+__all__ = ["Options", "Parting", "ModelUnderTest", "Verdict", "load_model_under_test", "verify"]

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from .. import device
-from ..training.entry import environment_threads, run_command
-from ..training.launch import run_ranks
+from ..training.launch.entry import run_command
+from ..training.launch.environment import environment_threads
+from ..training.launch.ranks import run_ranks
 from .lockstep import WRAPPERS, Options, verify
-from .subject import load_subject
+from .model_under_test import load_model_under_test
 
 NOT_EQUAL_STATUS = 1
 
@@ -41,13 +42,13 @@ def _verify(options: argparse.Namespace) -> int:
     )
     torch.set_num_threads(environment_threads())
     device.init_process_group(timeout_minutes=5.0)
-    subject = load_subject(options.build)
+    tested = load_model_under_test(options.build)
     _say(
-        f"{subject.name} on {dist.get_world_size()} ranks ({device.device_type()}): {settings.steps} steps of "
+        f"{tested.name} on {dist.get_world_size()} ranks ({device.device_type()}): {settings.steps} steps of "
         f"{settings.micro_batches} micro-batches, {settings.optimizer}\n"
     )
     differing = []
-    for verdict in verify(subject, settings, options.wrappers):
+    for verdict in verify(tested, settings, options.wrappers):
         of = f", as {verdict.reference}" if verdict.is_equal and not verdict.inapplicable else ""
         _say(f"  {verdict}{of}\n")
         if not verdict.is_equal:

@@ -15,7 +15,8 @@ from .. import parallel_state
 from ..distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ..errors import ConfigError, ShardstackError, WrapError
 from ..optimizer import OptimizerConfig
-from .subject import Subject
+from ..ranges import check_range
+from .model_under_test import ModelUnderTest
 from .trainings import SerialTraining, Training, WrappedTraining
 
 REPLICAS = "ddp"
@@ -62,9 +63,7 @@ class Options:
     """The gradient's norm is clipped to one, so that this is about how far a step goes."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
+        check_range(self, "steps", "micro_batches", least=1)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def names_of_wrappers(world_size: int) -> list[str]:
     return [name for name in WRAPPERS if can_be_hybrid or not name.startswith("hybrid")]
 
 
-def verify(subject: Subject, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
+def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
     """Compares every wrapper, one verdict after the other; all ranks of the default group call it together.
 
     Plain replicas are compared with one process, and every other wrapper with plain replicas: at two ranks bit by
@@ -134,20 +133,20 @@ def verify(subject: Subject, options: Options, wrappers: Sequence[str] | None = 
         wrappers: names of :data:`WRAPPERS`; None for all that the ranks can run.
 
     Raises:
-        ConfigError: the subject builds nothing that can be trained, or not the same twice; an unknown wrapper.
+        ConfigError: the model builds nothing that can be trained, or not the same twice; an unknown wrapper.
     """
     known = names_of_wrappers(dist.get_world_size())
     chosen = known if wrappers is None else list(wrappers)
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise ConfigError(f"wrapper {unknown[0]!r} is unknown on {dist.get_world_size()} ranks; choose of {known}")
-    model = subject.check()
+    model = tested.check()
     rounding = _rounding(model.parameters())
     rate = OptimizerConfig(optimizer=options.optimizer, lr=options.lr, weight_decay=0.0, clip_grad=1.0)
     del model
 
     def wrapped(name: str) -> Training:
-        return WrappedTraining(subject, _config(name), rate, options.micro_batches)
+        return WrappedTraining(tested, _config(name), rate, options.micro_batches)
 
     for name in chosen:
         if name == REPLICAS:
@@ -155,12 +154,12 @@ def verify(subject: Subject, options: Options, wrappers: Sequence[str] | None = 
         else:
             reference, tolerance = REPLICAS, rounding if _adds_in_another_order(name) else 0.0
         try:
-            expected = SerialTraining(subject, rate, options.micro_batches) if name == REPLICAS else wrapped(REPLICAS)
+            expected = SerialTraining(tested, rate, options.micro_batches) if name == REPLICAS else wrapped(REPLICAS)
             parting = _first_parting(wrapped(name), expected, options.steps, tolerance)
             yield Verdict(name, reference, tolerance, parting)
         except ShardstackError as error:
-            if isinstance(error, ConfigError) and subject.name in str(error):
-                raise  # of the subject, and of no wrapper
+            if isinstance(error, ConfigError) and tested.name in str(error):
+                raise  # of the model, and of no wrapper
             said = " ".join(str(error).split())
             does_not_apply = name in _MAY_NOT_APPLY and isinstance(error, (WrapError, ConfigError))
             if does_not_apply:
@@ -195,7 +194,7 @@ def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: floa
 
 
 def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> Parting | None:
-    """One step of both; collectives are the same whatever is found."""
+    """One step of both; collectives are the same in every case."""
     loss, expected = ours.backward(step), theirs.backward(step)
     found: Parting | None = None
     off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0

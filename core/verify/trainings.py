@@ -23,7 +23,7 @@ from ..distributed import (
 )
 from ..distributed.data_parallel_base import unwrap_model
 from ..optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from .subject import Subject, scalar_loss
+from .model_under_test import ModelUnderTest, scalar_loss
 
 
 class Training(ABC):
@@ -63,7 +63,7 @@ class WrappedTraining(Training):
 
     def __init__(
         self,
-        subject: Subject,
+        tested: ModelUnderTest,
         ddp_config: DistributedDataParallelConfig,
         optimizer: OptimizerConfig,
         micro_batches: int,
@@ -71,9 +71,9 @@ class WrappedTraining(Training):
         instances = ddp_config.num_distributed_optimizer_instances
         if instances > 1:
             parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
-        model, self._loss = subject.build()
+        model, self._loss = tested.build()
         is_fsdp2 = isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
-        # No config of the model's: it runs in the precision in which it was built, under every wrapper alike.
+        # No config of the model's: it runs in the precision in which it was built, under every wrapper.
         self.model = self._wrapper = wrap_model(
             model,
             SimpleNamespace(),
@@ -82,7 +82,7 @@ class WrappedTraining(Training):
             sub_modules_to_wrap=ITEMS_OF_CONTAINERS if is_fsdp2 else None,
         )
         self.optimizer = get_megatron_optimizer(optimizer, [self.model])
-        self._subject, self._micro_batches = subject, micro_batches
+        self._tested, self._micro_batches = tested, micro_batches
 
     def backward(self, step: int) -> float:
         model, number = self._wrapper, self._micro_batches
@@ -91,7 +91,7 @@ class WrappedTraining(Training):
         for micro_batch in range(number):
             index = (step * number + micro_batch) * dist.get_world_size() + dist.get_rank()
             with model.no_sync() if micro_batch < number - 1 else nullcontext():
-                loss = scalar_loss(self._subject, self._loss, model, index)
+                loss = scalar_loss(self._tested, self._loss, model, index)
                 (loss / number).backward()
             total += loss.detach().double().cpu()
         finalize_model_grads([model])
@@ -101,26 +101,26 @@ class WrappedTraining(Training):
 class SerialTraining(Training):
     """Without a wrapper: every rank goes through the micro-batches of all, and so all do the same."""
 
-    def __init__(self, subject: Subject, optimizer: OptimizerConfig, micro_batches: int) -> None:
-        self.model, self._loss = subject.build()
+    def __init__(self, tested: ModelUnderTest, optimizer: OptimizerConfig, micro_batches: int) -> None:
+        self.model, self._loss = tested.build()
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             dist.broadcast(tensor.detach(), src=0)  # as wrappers do, should ranks have built different values
         self.optimizer = get_megatron_optimizer(optimizer, [self.model])
-        self._subject, self._micro_batches = subject, micro_batches
+        self._tested, self._micro_batches = tested, micro_batches
 
     def backward(self, step: int) -> float:
         number = self._micro_batches * dist.get_world_size()
         total = 0.0
         self.optimizer.zero_grad()
         for index in range(step * number, (step + 1) * number):
-            loss = scalar_loss(self._subject, self._loss, self.model, index)
+            loss = scalar_loss(self._tested, self._loss, self.model, index)
             (loss / number).backward()
             total += loss.item() / number
         return total
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, of which a rank may hold a shard or a run of elements; every rank calls it."""
+    """The whole tensor, of whose elements a rank may hold a shard or a run; every rank calls it."""
     if isinstance(tensor, DTensor):
         full: Tensor = tensor.full_tensor()
         return full.detach()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from core.datasets.prepare import prepare
 from core.errors import ConfigError, MissingExtraError
 from core.training.arguments import parse_call
-from core.training.entry import run_command
+from core.training.launch.entry import run_command
 
 
 def main(arguments: Sequence[str]) -> None:

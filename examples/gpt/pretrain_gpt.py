@@ -17,27 +17,28 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bigram import bigram_validation_loss
+from sampling import SamplingConfig, generate_tokens, stream_text
 
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.prepare import prepare, standard_library_sources
 from core.datasets.tokenizer import Tokenizer
 from core.device import current_device
 from core.dist_checkpointing import latest_checkpoint
-from core.dist_checkpointing.folders import complete_checkpoints
+from core.dist_checkpointing.format.folders import complete_checkpoints
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
 from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.arguments import parse_arguments
-from core.training.bigram import bigram_validation_loss
 from core.training.checkpointing import find_checkpoint, is_checkpoint, load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple
 from core.training.data import RunData, load_data
-from core.training.entry import RUN_STARTED, environment_restart_count, run_command
-from core.training.frozen import freeze_parameters
-from core.training.generation import SamplingConfig, generate_tokens, stream_text
+from core.training.frozen_parameters import freeze_parameters
 from core.training.initialize import check_model_fits, check_output_folders, initialize, run_folder_held
+from core.training.launch.entry import run_command
+from core.training.launch.environment import RUN_STARTED, environment_restart_count
 from core.training.loop import Outcome, train
 from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler

@@ -16,7 +16,7 @@ from core import parallel_state
 from core.dist_checkpointing import load, load_metadata, load_model_state_dict, save
 from core.distributed import finalize_model_grads, wrap_model
 from core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from core.training.checkpointing import _tensors
+from core.training.checkpointing.run_checkpoint import state_tensors
 from core.training.state import TrainingState
 from core.transformer import Float16Module
 from tests.compositions.composition import Composition
@@ -186,12 +186,12 @@ class Wrapped(Training):
     def save(self, folder: Path) -> None:
         """Writes model and optimizer, whole."""
         metadata = {"optimizer": self.optimizer.state_scalars()}
-        save(_tensors(self._state()), folder, metadata=metadata)
+        save(state_tensors(self._state()), folder, metadata=metadata)
 
     def load(self, folder: Path) -> None:
         """Continues from what another wrapper, on other ranks, has written."""
         scalars = load_metadata(folder)["optimizer"]
-        load(_tensors(self._state()), folder, cast=True)
+        load(state_tensors(self._state()), folder, cast=True)
         self.optimizer.load_state_scalars(scalars)
 
     def _state(self) -> TrainingState:

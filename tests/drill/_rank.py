@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from core.training import loop
-from core.training.entry import run_command
+from core.training.launch.entry import run_command
 from tests.functional._program import load_program
 
 _train_step = loop.train_step

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from core.dist_checkpointing import load
-from core.dist_checkpointing.storage import read_index
+from core.dist_checkpointing.format.reader import read_index
 from core.errors import CheckpointError
 from tests.drill.report import Report
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from core.dist_checkpointing import latest_checkpoint, verify
-from core.dist_checkpointing.folders import complete_checkpoints
+from core.dist_checkpointing.format.folders import complete_checkpoints
 from tests.drill.launched import ITERATIONS, Launched, send
 from tests.drill.report import Report, line_with
 from tests.functional.test_resume import content

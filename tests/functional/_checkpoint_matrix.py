@@ -19,7 +19,8 @@ from core.distributed import wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
 from core.training.arguments import build_config
-from core.training.checkpointing import _tensors, load_checkpoint, save_checkpoint
+from core.training.checkpointing import load_checkpoint, save_checkpoint
+from core.training.checkpointing.run_checkpoint import state_tensors
 from core.training.config import PretrainConfig
 from core.training.state import TrainingState, build_scheduler
 from core.training.train_step import train_step
@@ -224,7 +225,7 @@ class _Run:
 
     def contents(self) -> dict[str, torch.Tensor]:
         """Every tensor of model and optimizer, whole, on every rank."""
-        return _whole(_tensors(self.state))
+        return _whole(state_tensors(self.state))
 
 
 def _config(site: Site, tied: bool) -> PretrainConfig:

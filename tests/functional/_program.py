@@ -133,7 +133,10 @@ def _wait(processes: Sequence[BaseProcess]) -> int:
 
 
 def load_program(name: str):
-    """An example as a module; it is a script and no part of a package."""
+    """An example as a module; it is a script, which finds its neighbours in its own folder."""
+    folder = str(PROGRAMS[name].parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, PROGRAMS[name])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

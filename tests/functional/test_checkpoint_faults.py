@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from core.dist_checkpointing import storage
-from core.dist_checkpointing.safe_metadata import seal
+from core.dist_checkpointing.format import writer
+from core.dist_checkpointing.format.safe_metadata import seal
 from core.errors import CheckpointError
 from tests.functional._program import REPOSITORY, TINY, load_program, program_environment, run_program
 from tests.functional.test_resume import content, log
@@ -166,7 +166,7 @@ def test_ranks_that_are_started_again_continue_from_the_last_good_checkpoint(
 
 def _pretrain_with_little_room(*arguments: str) -> str:
     """While the second rank writes tensors, the kernel refuses to let a file grow."""
-    append, limits = storage._append, resource.getrlimit(resource.RLIMIT_FSIZE)
+    append, limits = writer._append, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def in_little_room(stream, tensor):
         resource.setrlimit(resource.RLIMIT_FSIZE, (stream.tell() + 100, limits[1]))
@@ -176,11 +176,11 @@ def _pretrain_with_little_room(*arguments: str) -> str:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     if dist.get_rank() == 1:
-        storage._append = in_little_room
+        writer._append = in_little_room
     try:
         return _pretrain(*arguments)
     finally:
-        storage._append = append
+        writer._append = append
 
 
 @pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["at once", "beside training"])

@@ -17,8 +17,8 @@ from core.datasets.prepare import prepare
 from core.datasets.tokenizer import load_tokenizer, train_bpe
 from core.dist_checkpointing import latest_checkpoint, load, save
 from core.dist_checkpointing.description import describe, open_checkpoint
-from core.dist_checkpointing.folder_lock import hold_folder
-from core.dist_checkpointing.safe_metadata import seal
+from core.dist_checkpointing.format.folder_lock import hold_folder
+from core.dist_checkpointing.format.safe_metadata import seal
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.training.log import read_log

@@ -365,10 +365,10 @@ MUTATIONS = (
     ),
     Mutation(
         "documents are joined at the edge of a chunk",
-        "core/transformer/sequence_pieces.py",
+        "core/transformer/document_masks.py",
         "before = slice(begin, max(begin, start))",
         "before = slice(0, max(begin, start))",
-        ("tests/unit/transformer/test_sequence_pieces.py",),
+        ("tests/unit/transformer/test_document_masks.py",),
     ),
     Mutation(
         "attention drops the same weights on every tensor-parallel rank",
@@ -387,17 +387,17 @@ MUTATIONS = (
     # ---- checkpoints and data
     Mutation(
         "a column-parallel weight is seen as cut along its rows",
-        "core/dist_checkpointing/global_view.py",
+        "core/dist_checkpointing/views/global_view.py",
         "        outer = Shard(dim)\n",
         "        outer = Shard(0)\n",
-        ("tests/unit/dist_checkpointing/test_global_view.py",),
+        ("tests/unit/dist_checkpointing/views/test_global_view.py",),
     ),
     Mutation(
         "the last elements of a flat range are in no box",
-        "core/dist_checkpointing/flat_range.py",
+        "core/dist_checkpointing/views/flat_range.py",
         "        boxes += _inside_row(shape, last, 0, taken)\n",
         "        boxes += _inside_row(shape, last, 0, taken - 1)\n",
-        ("tests/unit/dist_checkpointing/test_flat_range.py",),
+        ("tests/unit/dist_checkpointing/views/test_flat_range.py",),
     ),
     Mutation(
         "a rank's range of optimizer state is said to begin one element later",

@@ -21,7 +21,7 @@ from ... import device
 from ...errors import WrapError
 from ...tensor_parallel.allocation import allocate_meta_tensors
 from ...tensor_parallel.initialization import initialize_parameters
-from ...tensor_parallel.own_part import copy_own_shard
+from ...tensor_parallel.partition import copy_shard
 from ...transformer.module import performs_initialization, root_seed
 from .broadcast import broadcast_tensors, share_init_seeds
 
@@ -91,7 +91,7 @@ class InitialValues:
                 whole = torch.empty(shape, dtype=dtype, device=device.current_device())
             whole = whole.to(device.current_device()).contiguous()
             broadcast_tensors([whole], self._group)
-            copy_own_shard(whole, tensors[name])
+            copy_shard(whole, tensors[name])
 
     def _agree(self, on_meta: list[bool]) -> tuple[list[bool], list[bool]]:
         """Which tensors the first rank has on meta, and which any rank has there."""

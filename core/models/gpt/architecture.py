@@ -1,4 +1,4 @@
-"""What a GPT computes, whatever it is cut into: what two models must share for the weights of one to fit the other."""
+"""What a GPT computes, under any layout: what two models must share for the weights of one to fit the other."""
 
 from __future__ import annotations
 

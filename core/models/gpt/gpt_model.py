@@ -14,7 +14,7 @@ from ...tensor_parallel.initialization import deferred_initialization, draw_init
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
-from ...transformer.sequence_pieces import document_pieces
+from ...transformer.document_masks import document_pieces
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
@@ -205,7 +205,7 @@ class GPTModel(LanguageModule):
             DataError: shapes that disagree, or a sequence beyond `max_sequence_length`.
             ParallelConfigError: an argument that is refused.
         """
-        no_inference = "generate by the examples' generation, which calls the model"
+        no_inference = "generate as examples/gpt/sampling.py does, which calls the model"
         refuse(
             "GPTModel.forward",
             inference_context=(inference_context, None, no_inference),

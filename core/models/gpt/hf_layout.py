@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from ...bounds import brief
-from ...dist_checkpointing.foreign_layout import Recipe, Run
+from ...dist_checkpointing.foreign.layout import Recipe, Run
 from ...errors import CheckpointError
 from .architecture import Architecture
 

@@ -24,17 +24,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ...bounds import BoundsError, read_json
-from ...dist_checkpointing import folders, model_state_dict
-from ...dist_checkpointing.foreign_layout import Recipe, foreign_shapes, load_foreign, make_foreign
-from ...dist_checkpointing.index import dtype_name
-from ...dist_checkpointing.ranks import Ranks
-from ...dist_checkpointing.safetensors_io import (
+from ...dist_checkpointing import model_state_dict
+from ...dist_checkpointing.agreement import Ranks
+from ...dist_checkpointing.foreign.layout import Recipe, foreign_shapes, load_foreign, make_foreign
+from ...dist_checkpointing.foreign.safetensors_io import (
     DEFAULT_SHARD_BYTES,
     begin_new_folder,
     publish_new_folder,
     read_safetensors_index,
     write_safetensors,
 )
+from ...dist_checkpointing.format import folders
+from ...dtypes import dtype_name
 from ...durable import write_durably
 from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
@@ -133,7 +134,7 @@ def load_hugging_face(
     targets: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Fills a GPT in place from a folder of Hugging Face's, whatever cuts lie on it.
+    """Fills a GPT in place from a folder of Hugging Face's, under any layout.
 
     Each rank reads of each tensor what it holds; rows of the vocabulary that the folder does not have are zeros. An
     optimizer built before keeps fp32 masters of weights in low precision: call its `reload_model_params`.

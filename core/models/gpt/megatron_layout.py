@@ -6,7 +6,7 @@ of tensors (``weights_only``). Layers of one kind are stacked, ``decoder.layers.
 one block after the other. The norms before attention and MLP carry the names that Transformer Engine's fused layers
 give them, or their own.
 
-What else lies there is left alone: the optimizer's state, whose cuts follow Megatron's buffers, and pickles
+What else is there is left alone: the optimizer's state, whose cuts follow Megatron's buffers, and pickles
 (``common.pt`` with the arguments, random streams), which are never opened. So nothing tells what the model computes
 but the shapes of its tensors: activation, epsilon and rotation are for the caller to know.
 """
@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...dist_checkpointing.foreign_layout import Recipe, Run, load_foreign
-from ...dist_checkpointing.index import CheckpointIndex
-from ...dist_checkpointing.ranks import Ranks
-from ...dist_checkpointing.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
-from ...dist_checkpointing.storage import read_index
+from ...dist_checkpointing.agreement import Ranks
+from ...dist_checkpointing.foreign.layout import Recipe, Run, load_foreign
+from ...dist_checkpointing.format.index import CheckpointIndex
+from ...dist_checkpointing.format.reader import read_index
+from ...dist_checkpointing.format.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 
@@ -123,7 +123,7 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
 
 
 def _vocabulary(name: str, index: CheckpointIndex, prefix: str) -> Recipe:
-    """Padded there to another multiple than here: rows beyond theirs stand for no token."""
+    """Padded there to another multiple than here: rows beyond theirs have no token."""
     entry = index.tensors.get(prefix + name)
     return Recipe(name, (Run(prefix + name, entry.shape[0] if entry and entry.shape else 0),), padded=True)
 

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save, storage
-from core.dist_checkpointing.staging import HostStaging
+from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save
+from core.dist_checkpointing.format import writer
+from core.dist_checkpointing.format.staging import HostStaging
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import toy
@@ -24,15 +25,15 @@ class Gate:
     """Holds every write back until it is opened."""
 
     def __init__(self) -> None:
-        self._open, self._kept = threading.Event(), storage._append
-        storage._append = self._wait
+        self._open, self._kept = threading.Event(), writer._append
+        writer._append = self._wait
 
     def _wait(self, *args):
         assert self._open.wait(100)
         return self._kept(*args)
 
     def open(self) -> None:
-        storage._append = self._kept
+        writer._append = self._kept
         self._open.set()
 
     @property
@@ -89,17 +90,17 @@ def test_one_is_written_at_a_time(tmp_path):
 
 
 def _fails_on_rank_1(root: str) -> list[str]:
-    saver, kept = AsyncSaver(), storage._append
+    saver, kept = AsyncSaver(), writer._append
     saver.save({"w": torch.ones(2)}, f"{root}/iter_0000001", metadata={})
     saver.wait()
     told = []
     if dist.get_rank() == 1:
-        storage._append = _cannot_write
+        writer._append = _cannot_write
     saver.save({f"w{dist.get_rank()}": torch.ones(2)}, f"{root}/iter_0000002", metadata={})
     deadline = time.monotonic() + 100
     while not saver.failed and time.monotonic() < deadline:
         time.sleep(0.01)
-    storage._append = kept
+    writer._append = kept
     for then in (saver.wait, lambda: saver.save({"w": torch.ones(2)}, f"{root}/iter_0000003", metadata={})):
         try:
             then()
@@ -138,11 +139,11 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
         for tensor in model.state_dict().values():
             tensor.mul_(2)
     save(model_state_dict(model), f"{root}/now", metadata={})
-    kept = storage.RawWriter._values
-    storage.RawWriter._values = lambda *args: [tensor for tensor in kept(*args) if tensors.append(tensor) is None]
+    kept = writer.RawWriter._values
+    writer.RawWriter._values = lambda *args: [tensor for tensor in kept(*args) if tensors.append(tensor) is None]
     tensors: list[torch.Tensor] = []
-    begun = storage.folders.begin
-    planning, storage.folders.begin = threading.Event(), lambda folder: planning.wait(100) and begun(folder)
+    begun = writer.folders.begin
+    planning, writer.folders.begin = threading.Event(), lambda folder: planning.wait(100) and begun(folder)
     saver.save(model_state_dict(model), f"{root}/it", metadata={})  # returns, though no plan can be made yet
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -151,7 +152,7 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
     dist.barrier()  # one rank's plan lets all of them write
     planning.set()
     saver.wait()
-    storage.RawWriter._values, storage.folders.begin = kept, begun
+    writer.RawWriter._values, writer.folders.begin = kept, begun
     return waited and bool(tensors)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from core.dist_checkpointing import save
+from core.dist_checkpointing.foreign.safetensors_io import write_safetensors
 from core.dist_checkpointing.inspect import main
-from core.dist_checkpointing.safetensors_io import write_safetensors
 
 
 def _state() -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def test_one_page_says_where_it_comes_from_and_what_it_holds(run: Path, capsys: 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == str(run / "iter_0000030")
     assert lines[1] == "  step 30, 240 samples seen, written by 4 ranks (tensor parallel 2), under FSDP2"
-    assert lines[2] == "  15 tensors, 8.8 KiB in 1 file"
+    assert lines[2] == "  15 tensors, 8.83 KiB in 1 file"
     assert "  config.model: hidden_size 3" in lines
     assert any("many (100 entries)" in line for line in lines)
     tree = [line.split() for line in lines]

@@ -21,9 +21,9 @@ from core.dist_checkpointing import (
     local_tensor,
     model_state_dict,
     save,
-    storage,
 )
-from core.dist_checkpointing.index import DTYPES
+from core.dist_checkpointing.format import writer
+from core.dtypes import DTYPES
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, on_ranks, toy, whole
@@ -189,7 +189,7 @@ def test_a_crash_while_saving_leaves_the_last_checkpoint_and_its_pointer(tmp_pat
         raise _Crash("the disk is full")
 
     owner, _, name = moment.rpartition(".")
-    monkeypatch.setattr(getattr(storage, owner) if owner else storage, name, crash)
+    monkeypatch.setattr(getattr(writer, owner) if owner else writer, name, crash)
     for folder in (second, first):  # a new one, and one in place of the old
         with pytest.raises(CheckpointError, match="the disk is full"):
             save({"w": torch.zeros(2)}, folder, metadata={"n": 2})
@@ -220,7 +220,7 @@ def _fails_on_rank_1(moment: str, directory: str) -> str:
         run = lambda: save(state, directory, metadata={})  # noqa: E731
     elif moment == "while writing":
         if dist.get_rank() == 1:
-            storage._append, kept = _cannot_write, storage._append
+            writer._append, kept = _cannot_write, writer._append
         run = lambda: save({f"w{dist.get_rank()}": torch.ones(2)}, directory, metadata={})  # noqa: E731
     else:
         shape = 3 if dist.get_rank() == 1 else 2
@@ -230,7 +230,7 @@ def _fails_on_rank_1(moment: str, directory: str) -> str:
             run()
     finally:
         if moment == "while writing" and dist.get_rank() == 1:
-            storage._append = kept
+            writer._append = kept
     return str(caught.value)
 
 

@@ -14,8 +14,8 @@ from core.errors import ConfigError, DataError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from core.transformer import TransformerConfig, attention_kernels
 from core.transformer.context_parallel import attend_in_pieces, gather_sequence, own_chunks, own_positions
+from core.transformer.document_masks import causal_pieces, document_pieces
 from core.transformer.dot_product_attention import DotProductAttention
-from core.transformer.sequence_pieces import causal_pieces, document_pieces
 from tests.unit._spawn import run_distributed
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 6

@@ -13,7 +13,7 @@ from core import parallel_state
 from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from core.tensor_parallel.own_part import copy_own_part, whole_shape
+from core.tensor_parallel.partition import copy_partition, whole_shape
 from core.transformer import TransformerConfig, materialize
 from core.transformer.lora import Adapter, add_lora, is_adapter, merge_lora
 from tests.unit._spawn import run_distributed
@@ -33,7 +33,7 @@ def _layer(kind: type[nn.Module], tp: int, sequence_parallel: bool) -> nn.Module
     layer.adapter = Adapter(layer, RANK, 2.0 * RANK)
     for seed, parameter in enumerate(layer.adapter.parameters()):
         with torch.no_grad():
-            copy_own_part(integer_tensor(*whole_shape(parameter, group), seed=seed), parameter, group)
+            copy_partition(integer_tensor(*whole_shape(parameter, group), seed=seed), parameter, group)
     return layer
 
 

@@ -16,7 +16,7 @@ from core.distributed import DistributedDataParallel, TorchFullyShardedDataParal
 from core.distributed.data_parallel_base import unwrap_model
 from core.errors import ConfigError, WrapError
 from core.optimizer.distrib_optimizer import DistributedOptimizer
-from core.verify import Options, Parting, Verdict, load_subject, verify
+from core.verify import Options, Parting, Verdict, load_model_under_test, verify
 from core.verify.lockstep import WRAPPERS, names_of_wrappers
 from tests.functional._faults import FAULTS
 from tests.unit._spawn import RankFailure, run_distributed
@@ -25,9 +25,9 @@ MODELS = "tests.unit.verify._models"
 
 
 def _verified(function: str, options: Options, wrappers: list[str] | None = None, fault: str = "") -> list[Verdict]:
-    subject = load_subject(f"{MODELS}:{function}")
+    tested = load_model_under_test(f"{MODELS}:{function}")
     with PLANTED[fault]() if fault else mock.MagicMock():
-        return list(verify(subject, options, wrappers))
+        return list(verify(tested, options, wrappers))
 
 
 # ---- what is planted

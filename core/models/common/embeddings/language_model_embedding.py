@@ -11,9 +11,10 @@ from torch import nn
 from ....errors import DataError
 from ....foreign_arguments import refuse
 from ....process_groups_config import ProcessGroupCollection, check_same_groups
+from ....tensor_parallel.groups import Group
 from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
 from ....tensor_parallel.layers import VocabParallelEmbedding
-from ....tensor_parallel.mappings import Group, scatter_to_sequence_parallel_region
+from ....tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from ....transformer.dropout import hidden_dropout
 from ....transformer.module import MegatronModule
 from ....transformer.transformer_config import TransformerConfig

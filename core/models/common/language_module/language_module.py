@@ -6,7 +6,7 @@ import torch
 
 from .... import tensor_parallel
 from ....process_groups_config import ProcessGroupCollection, check_same_groups
-from ....tensor_parallel.mappings import Group, resolve_group
+from ....tensor_parallel.groups import Group, resolve_group
 from ....transformer.module import MegatronModule
 from ....transformer.transformer_config import TransformerConfig
 

@@ -1,0 +1,111 @@
+"""Agreement between the ranks of one checkpoint: what fails on one is raised on all, and none waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..errors import CheckpointError, ShardstackError
+from ..text import rank_list
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Ranks:
+    """The ranks of a process group, or this process alone where there is no group.
+
+    Args:
+        group: None means the default group, if there is one.
+        alone: no communication even if there is a group.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
+        joined = dist.is_available() and dist.is_initialized() and not alone
+        self.group = group
+        self.size = dist.get_world_size(group) if joined else 1
+        self.rank = dist.get_rank(group) if joined else 0
+        if self.rank < 0:
+            raise CheckpointError(
+                f"rank {dist.get_rank()} does not belong to the process group that it gave; only members may call"
+            )
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def all_gather(self, value: T) -> list[T]:
+        """The small objects of all ranks, in rank order."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the group's first rank, on all of them; its error, likewise."""
+        outcome: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                outcome[0] = make()
+            except Exception as error:
+                if self.size == 1:
+                    raise
+                outcome[1] = _told(error)
+        if self.size > 1:
+            dist.broadcast_object_list(outcome, src=self._first_global_rank(), group=self.group)
+        if outcome[1] is not None:
+            raise CheckpointError(outcome[1])
+        return outcome[0]  # type: ignore[no-any-return]
+
+    def decided_by_first(self, value: T, decide: Callable[[list[T]], R]) -> R:
+        """What `decide` makes, on the group's first rank, of the small objects of all ranks; on all of them."""
+        gathered: list[Any] = [value] * self.size
+        if self.size > 1:
+            into = gathered if self.is_first else None
+            dist.gather_object(value, into, dst=self._first_global_rank(), group=self.group)
+        return self.from_first(lambda: decide(gathered))
+
+    def on_all(self, run: Callable[[], T]) -> T:
+        """Runs `run` on every rank and returns its result, or raises on all if it raised on one.
+
+        `run` must not communicate: a rank that fails would leave the others waiting inside it.
+        """
+        failed: Exception | None = None
+        try:
+            result = run()
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failed = error
+        told = self.all_gather(None if failed is None else _told(failed))
+        if any(told):
+            raise CheckpointError(joined_by_rank(told)) from failed
+        return result
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """The first rank's `tensor`, in place on all."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=self._first_global_rank(), group=self.group)
+
+    def _first_global_rank(self) -> int:
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+
+
+def joined_by_rank(told: list[str | None]) -> str:
+    """Joins the ranks' messages into one: once if all are the same, else by rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(told):
+        if text:
+            ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1:
+        return next(iter(ranks_of))
+    return "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in ranks_of.items())
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ShardstackError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,180 @@
+"""Tensors that another project names and cuts in its own way, read into any layout of ours, and made from it.
+
+A :class:`Recipe` lists the rows of foreign tensors that one of our parameters consists of; nothing more is known
+here of models. Whatever cuts lie on our tensor, each rank reads of each foreign tensor the part that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ...dtypes import dtype_name
+from ...errors import CheckpointError
+from ..agreement import Ranks
+from ..format.index import CheckpointIndex
+from ..views.flat_range import held_boxes
+from .box_reader import BoxReader
+
+_PROBLEMS_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` rows of ours, from `start` on and `step` apart, that are consecutive rows of a foreign tensor."""
+
+    source: str
+    """The foreign tensor's name."""
+    count: int
+    start: int = 0
+    step: int = 1
+    source_start: int = 0
+    """Its first row in the foreign tensor."""
+    transposed: bool = False
+    """Our rows are the foreign tensor's columns."""
+    layer: int | None = None
+    """The foreign tensor is a stack, and this the index of what is meant along its first dimension."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one of our tensors, whole, is made of."""
+
+    name: str
+    """As in the model's state dict."""
+    runs: tuple[Run, ...]
+    padded: bool = False
+    """Rows that no run names are zeros: entries of a vocabulary without a token."""
+
+
+def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """The shape of every foreign tensor that the recipes name, from the shapes of our whole tensors."""
+    rows: dict[tuple[str, int | None], int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for recipe in recipes:
+        for run in recipe.runs:
+            key = run.source, run.layer
+            rows[key] = rows.get(key, 0) + run.count
+            rest = tuple(ours[recipe.name][1:])
+            shape = (*rest, rows[key]) if run.transposed else (rows[key], *rest)
+            if run.layer is not None:
+                layers = max(run.layer + 1, shapes[run.source][0] if run.source in shapes else 0)
+                shape = (layers, *shape)
+            shapes[run.source] = shape
+    return shapes
+
+
+def make_foreign(
+    name: str, shape: Sequence[int], recipes: Iterable[Recipe], ours: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """One foreign tensor, made of our whole tensors: the way back of :func:`load_foreign`."""
+    parts = [(run, ours[recipe.name]) for recipe in recipes for run in recipe.runs if run.source == name]
+    made = parts[0][1].new_empty(tuple(shape))
+    for run, whole in parts:
+        box = _source_box(run, slice(0, run.count), [slice(0, size) for size in whole.shape[1:]])
+        made[box].copy_(_turned(run, whole[run.start : run.start + run.count * run.step : run.step]))
+    return made
+
+
+@torch.no_grad()
+def load_foreign(
+    targets: Mapping[str, torch.Tensor],
+    recipes: Iterable[Recipe],
+    index: CheckpointIndex,
+    folder: Path,
+    *,
+    ignored: Iterable[str] = (),
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Fills our tensors in place from a foreign checkpoint; beyond them one piece of a foreign one is held at a time.
+
+    Values are rounded to our dtype where both are floating point. Every rank of `process_group` calls it and reads for
+    itself; they agree on errors alone.
+
+    Args:
+        targets: by name, tensors of the whole model as `model_state_dict` or an optimizer gives them.
+        recipes: of all `targets`.
+        index: of the foreign checkpoint in `folder`.
+        ignored: foreign tensors that no recipe need name.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is written: all tensors that are missing, left over or of
+            another shape or kind.
+    """
+    recipes = list(recipes)
+    ranks = Ranks(process_group)
+    ranks.on_all(lambda: _check(targets, recipes, index, folder, set(ignored)))
+    source = BoxReader(folder, index)
+    ranks.on_all(lambda: _fill_all(targets, recipes, source))
+
+
+def _check(
+    targets: Mapping[str, torch.Tensor],
+    recipes: list[Recipe],
+    index: CheckpointIndex,
+    folder: Path,
+    ignored: set[str],
+) -> None:
+    named = {recipe.name for recipe in recipes}
+    problems = [f"the model has no {name}" for name in sorted(named - targets.keys())]
+    problems += [f"nothing there makes up {name}" for name in sorted(targets.keys() - named)]
+    known = [recipe for recipe in recipes if recipe.name in targets]
+    expected = foreign_shapes(known, {name: tuple(tensor.shape) for name, tensor in targets.items()})
+    problems += [f"missing there: {name}" for name in sorted(expected.keys() - index.tensors.keys())]
+    problems += [f"left over there: {name}" for name in sorted(index.tensors.keys() - expected.keys() - ignored)]
+    for name in sorted(expected.keys() & index.tensors.keys()):
+        entry = index.tensors[name]
+        if entry.shape != expected[name]:
+            problems.append(f"{name} is {list(entry.shape)} there, and {list(expected[name])} is what the model takes")
+    for recipe in known:
+        target = targets[recipe.name]
+        rows, given = (target.shape[0] if target.dim() else 0), sum(run.count for run in recipe.runs)
+        if given != rows and (given > rows or not recipe.padded):
+            problems.append(f"{recipe.name} has {rows} rows here, and {given} there")
+        for name in sorted({run.source for run in recipe.runs} & index.tensors.keys()):
+            dtype = index.tensors[name].dtype
+            if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
+                problems.append(f"{name} is {dtype_name(dtype)} there, and {dtype_name(target.dtype)} in the model")
+    if problems:
+        more = f"; and {len(problems) - _PROBLEMS_SHOWN} more" if len(problems) > _PROBLEMS_SHOWN else ""
+        raise CheckpointError(
+            f"{folder} is of another model, and nothing was loaded: {'; '.join(problems[:_PROBLEMS_SHOWN])}{more}"
+        )
+
+
+def _fill_all(targets: Mapping[str, torch.Tensor], recipes: list[Recipe], source: BoxReader) -> None:
+    for recipe in recipes:
+        _fill(targets[recipe.name], recipe, source)
+        source.close_files()
+
+
+def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
+    for offsets, held in held_boxes(target):
+        if recipe.padded:
+            held.zero_()
+        first, last = offsets[0], offsets[0] + held.shape[0]
+        rest = [slice(offset, offset + size) for offset, size in zip(offsets[1:], held.shape[1:], strict=True)]
+        for run in recipe.runs:
+            begin = max(0, -(-(first - run.start) // run.step))
+            end = min(run.count, -(-(last - run.start) // run.step))
+            if begin >= end or not held.numel():
+                continue
+            start = run.start + begin * run.step - first
+            rows = held[start : start + (end - begin - 1) * run.step + 1 : run.step]
+            read = source.read(run.source, _source_box(run, slice(begin, end), rest))
+            rows.copy_(_turned(run, read))
+
+
+def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:
+    """Where in the foreign tensor these rows of the run lie, and of them these elements."""
+    own = slice(run.source_start + rows.start, run.source_start + rows.stop)
+    box: list[slice | int] = [*rest, own] if run.transposed else [own, *rest]
+    return tuple(box if run.layer is None else [run.layer, *box])
+
+
+def _turned(run: Run, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.movedim(0, -1) if run.transposed else tensor

@@ -1,0 +1,128 @@
+"""A 64-bit hash of a whole tensor that every holder of a part of it can add to, however the tensor is cut.
+
+The bytes of the whole tensor in row-major order are taken as 32-bit words ``w[j]``, and each is multiplied by a key of
+its own position::
+
+    hash = sum over j of  w[j] * key[j]   modulo 2^64
+
+which is multilinear hashing (Carter and Wegman, 1979). A sum does not ask who added what: ranks hash what they hold,
+words of which they hold only some bytes count with zeros in the place of the others, and the sum over ranks is the
+hash of the whole. Keys are random odd 64-bit numbers, fixed for ever: one for each position in a block and one for
+each block, multiplied. A change of a single word always shows, and other damage is missed about once in 2^32. It
+finds errors; it is no signature, because whoever can choose values can make them collide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MODULUS = 1 << 64
+_WORD_BYTES = 4
+_BLOCK_WORDS = 1 << 15  # keys and words of a block stay in the second-level cache
+_BLOCK_BYTES = _WORD_BYTES * _BLOCK_WORDS
+_SLAB_BYTES = 1 << 26  # of a tensor on a device, or scattered in memory, that is copied at a time
+_HOLE_BYTES = 1 << 15  # up to this many between two rows it is quicker to hash them as zeros than to skip them
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def box_hash(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
+    """What a box of a tensor adds to the hash of the whole.
+
+    Args:
+        values: the box, on any device, with any strides.
+        offsets: where it begins in the whole tensor, per dimension.
+        shape: of the whole tensor.
+    """
+    if values.numel() == 0:
+        return 0
+    total = 0
+    for slab, first in _host_slabs(values.detach()):
+        begin = [offsets[0] + first, *offsets[1:]] if offsets else []
+        for run, start in _runs(slab, begin, list(shape), 0):
+            total += _run_hash(run, start * values.element_size())
+    return total % MODULUS
+
+
+def _host_slabs(values: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """The box in parts along its first dimension that are contiguous on the host, and where each begins."""
+    if values.device.type == "cpu" and values.is_contiguous():
+        yield values, 0
+    elif values.ndim == 0:
+        yield values.cpu(), 0
+    else:
+        rows = max(1, _SLAB_BYTES * len(values) // max(values.numel() * values.element_size(), 1))
+        for first in range(0, len(values), rows):
+            yield values[first : first + rows].cpu().contiguous(), first
+
+
+def _runs(values: Tensor, offsets: list[int], shape: list[int], base: int) -> Iterator[tuple[np.ndarray, int]]:
+    """The bytes of a contiguous box as runs of the whole tensor's elements, each with the element it begins at."""
+    row = math.prod(shape[1:])
+    start = base + (offsets[0] * row if offsets else 0)
+    if list(values.shape[1:]) == shape[1:]:
+        yield _bytes(values), start
+        return
+    inner = row // shape[1]
+    gap_bytes = (shape[1] - values.shape[1]) * inner * values.element_size()
+    if list(values.shape[2:]) == shape[2:] and gap_bytes <= _HOLE_BYTES:
+        rows = max(1, _BLOCK_BYTES // (row * values.element_size()))
+        for first in range(0, len(values), rows):
+            part = values[first : first + rows]
+            filled = torch.zeros((len(part), row * values.element_size()), dtype=torch.uint8)
+            begin, size = offsets[1] * inner * values.element_size(), part.shape[1] * inner * values.element_size()
+            filled[:, begin : begin + size] = torch.from_numpy(_bytes(part)).view(len(part), size)
+            yield _bytes(filled), start + first * row
+        return
+    for index in range(len(values)):
+        yield from _runs(values[index], offsets[1:], shape[1:], start + index * row)
+
+
+def _bytes(values: Tensor) -> np.ndarray:
+    return values.reshape(-1).view(torch.uint8).numpy()
+
+
+def _run_hash(data: np.ndarray, start: int) -> int:
+    """The sum over a run of bytes that begins at byte `start` of the whole tensor."""
+    keys = _position_keys()
+    wide = np.empty(min(_BLOCK_WORDS, len(data) // _WORD_BYTES + 2), np.uint64)
+    total = done = 0
+    while done < len(data):
+        block, inside = divmod(start + done, _BLOCK_BYTES)
+        part = data[done : done + _BLOCK_BYTES - inside]
+        first, lead = divmod(inside, _WORD_BYTES)
+        if lead or len(part) % _WORD_BYTES:  # words that this run has only some bytes of
+            padded = np.zeros(-(-(lead + len(part)) // _WORD_BYTES) * _WORD_BYTES, np.uint8)
+            padded[lead : lead + len(part)] = part
+            words = padded.view(np.uint32)
+        else:
+            words = part.view(np.uint32)
+        factors = wide[: len(words)]
+        factors[...] = words
+        total += int(np.dot(factors, keys[first : first + len(words)])) * _block_key(block)
+        done += len(part)
+    return total % MODULUS
+
+
+@cache
+def _position_keys() -> np.ndarray:
+    """SplitMix64 (Steele, Lea and Flood, 2014) of the position in the block."""
+    with np.errstate(over="ignore"):
+        x = (np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64)) * np.uint64(_GOLDEN)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        keys: np.ndarray = (x ^ (x >> np.uint64(31))) | np.uint64(1)
+    return keys
+
+
+def _block_key(block: int) -> int:
+    """The same of the block's number, in another stream; odd, so that what shows in a block shows in the whole."""
+    x = ~block * _GOLDEN % MODULUS
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift)) * factor % MODULUS
+    return (x ^ (x >> 31)) | 1

@@ -1,0 +1,143 @@
+"""Finds out whether what was loaded, or what is on disk, is what was saved, by the hashes in the index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...text import readable_bytes
+from ..agreement import Ranks
+from ..views.flat_range import held_boxes
+from .content_hash import MODULUS, box_hash
+from .folders import complete_checkpoints, iteration_of
+from .index import Box, CheckpointIndex, Piece, overlap
+from .reader import is_good, read_index
+
+BoxHash = tuple[Box, int]
+
+
+def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names: set[str], ranks: Ranks) -> list[str]:
+    """Which of the tensors in `names`, as all ranks together hold them, are not what was saved; collective.
+
+    Args:
+        state: this rank's part of what was loaded.
+        names: the same on all ranks, each with hashes in the index.
+    """
+    held = {name: _box_hashes(state[name]) for name in sorted(names & state.keys())}
+
+    def compare(of_ranks: list[dict[str, list[BoxHash]]]) -> list[str]:
+        return [
+            name
+            for name in sorted(names)
+            if _differs([box for of_rank in of_ranks for box in of_rank.get(name, [])], index, name)
+        ]
+
+    return ranks.decided_by_first(held, compare)
+
+
+def damage(folder: Path, ranks: Ranks) -> list[str]:
+    """What is wrong with the files of a checkpoint, each named; empty if all is what was written. Collective.
+
+    Every byte is read, by the ranks in turns. Of a checkpoint without hashes only the lengths of files are checked.
+    """
+    try:
+        index = ranks.from_first(lambda: read_index(folder))
+    except CheckpointError as error:
+        return [str(error)]
+    pieces = [
+        (name, piece) for name, entry in index.tensors.items() for piece in entry.pieces if piece.hash is not None
+    ]
+    pieces.sort(key=lambda named: (named[1].file, named[1].start))
+    mine = pieces[ranks.rank * len(pieces) // ranks.size : (ranks.rank + 1) * len(pieces) // ranks.size]
+    bad = ranks.on_all(lambda: [(name, piece) for name, piece in mine if _is_damaged(folder, index, name, piece)])
+    files: dict[str, list[str]] = {}
+    for name, piece in (found for of_rank in ranks.all_gather(bad) for found in of_rank):
+        files.setdefault(piece.file, []).append(f"{name} (bytes {piece.start} to {piece.start + piece.num_bytes})")
+    return [f"{folder / file} is damaged in {_listed(places)}" for file, places in sorted(files.items())]
+
+
+def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds: float) -> str:
+    """Says which tensors of a checkpoint were compared with their hashes, and how long that took."""
+    num_bytes = sum(piece.num_bytes for name in names for piece in index.tensors[name].pieces)
+    return f"verified {len(names)} tensors of {folder} by their hashes: {readable_bytes(num_bytes)} in {seconds:.2f} s"
+
+
+def newest_good(root: Path, ranks: Ranks, *, besides: Path | None = None) -> Path | None:
+    """The newest checkpoint of a run that is whole and can be gone on from; None if there is none. Collective.
+
+    Args:
+        besides: a checkpoint that is no good: older ones are looked at first, then newer ones.
+    """
+    paths = ranks.from_first(lambda: [path for path in complete_checkpoints(root) if path != besides])
+    if besides is not None:
+        paths.sort(key=lambda path: iteration_of(path) > iteration_of(besides))
+    for path in paths:
+        if ranks.from_first(partial(is_good, path)) and not damage(path, ranks):
+            return path
+    return None
+
+
+@contextmanager
+def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Errors of a checkpoint whose files are damaged name the newest older one whose files are not. Collective."""
+    try:
+        yield
+    except CheckpointError as error:
+        if folder.parent == folder or not damage(folder, ranks):
+            raise
+        raise CheckpointError(f"{error}; {advice(folder, ranks)}") from None
+
+
+def advice(folder: Path, ranks: Ranks) -> str:
+    """What to load in the place of a checkpoint that is no good. Collective."""
+    whole = newest_good(folder.parent, ranks, besides=folder)
+    if whole is None:
+        return f"no other checkpoint in {folder.parent} is whole"
+    return f"{whole.name} in the same folder is whole: continue from it with --load {whole}"
+
+
+def _is_damaged(folder: Path, index: CheckpointIndex, name: str, piece: Piece) -> bool:
+    entry = index.tensors[name]
+    try:
+        data = np.memmap(folder / piece.file, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
+    except (OSError, ValueError):  # removed, or cut short, since its length was compared
+        return True
+    values = torch.from_numpy(data).view(entry.dtype).view(piece.sizes)
+    return box_hash(values, piece.offsets, entry.shape) != piece.hash
+
+
+def _differs(held: list[BoxHash], index: CheckpointIndex, name: str) -> bool:
+    entry = index.tensors[name]
+    whole = Box((0,) * len(entry.shape), entry.shape)
+    hashes: dict[Box, int] = {}
+    for box, value in held:
+        if hashes.setdefault(box, value) != value:
+            return True  # replicas that are not equal
+    if whole in hashes and hashes.pop(whole) != entry.content_hash:
+        return True
+    volume = sum(torch.Size(box.sizes).numel() for box in hashes)
+    if volume != torch.Size(entry.shape).numel() or overlap(list(hashes)):
+        return False  # parts of a tensor, or parts that overlap, that some caller asked for: there is nothing to sum
+    return sum(hashes.values()) % MODULUS != entry.content_hash
+
+
+def _box_hashes(tensor: Tensor) -> list[BoxHash]:
+    """The boxes of the whole tensor that this rank holds, each with what it adds to the hash."""
+    shape = tuple(tensor.shape)
+    return [
+        (Box(offsets, tuple(values.shape)), box_hash(values, offsets, shape))
+        for offsets, values in held_boxes(tensor)
+        if values.numel()
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,0 +1,154 @@
+"""A run of a tensor's elements, held flat, seen as the piece that it is of the whole model's tensor.
+
+A distributed optimizer cuts flat buffers where the ranks' shares end, which is anywhere inside a parameter. Of an
+n-dimensional tensor such a run, in row-major order, is at most ``2n - 1`` boxes: the rest of a row that it begins in,
+whole rows, and the beginning of a row that it ends in, where rows are cut in the same way. Each box is a view of the
+flat storage, so checkpoints are written from it and read into it without gathering or copying anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ...errors import CheckpointError
+from .global_view import global_shape, local_slices, local_tensor
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, per dimension."""
+
+
+def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
+    """Returns the whole model's tensor whose elements `values` this rank holds; shares storage with them.
+
+    Args:
+        param: a plain parameter, with Megatron's attributes where tp cut it; only its shape and cuts are read.
+        values: `[n]`, contiguous, any dtype: in place of the elements ``start .. start + n`` of `param`, in row-major
+            order of this rank's piece of it. May be empty.
+
+    Raises:
+        CheckpointError: values that are not flat, or reach beyond the parameter.
+        ParallelConfigError: as :func:`~core.dist_checkpointing.global_view` does.
+    """
+    if values.ndim != 1 or not values.is_contiguous() or not 0 <= start <= start + len(values) <= param.numel():
+        raise CheckpointError(
+            f"values of shape {list(values.shape)} from element {start} on are no run of a parameter of shape "
+            f"{list(param.shape)}; give a contiguous tensor of one dimension that ends within {param.numel()} elements"
+        )
+    origin = [part.start for part in local_slices(param)]
+    boxes = boxes_of_range(tuple(param.shape), start, start + len(values))
+    moved = [(tuple(a + b for a, b in zip(origin, offsets, strict=True)), sizes) for offsets, sizes in boxes]
+    return FlatRange(values.detach(), tuple(global_shape(param)), moved)
+
+
+def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
+    """What this rank holds of a tensor of the whole model: where each box of it begins, and a view of its storage.
+
+    Args:
+        tensor: as :func:`~core.dist_checkpointing.global_view` and :func:`flat_range_view` give it: a plain one is
+            whole.
+    """
+    if isinstance(tensor, FlatRange):
+        return tensor.pieces()
+    offsets: Sequence[int] = (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return [(tuple(offsets), local_tensor(tensor))]
+
+
+def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """The boxes of a tensor of `shape` that hold its elements ``start .. end`` in row-major order, in that order."""
+    if start >= end:
+        return []
+    if not shape:
+        return [((), ())]
+    row = math.prod(shape[1:])
+    first, skipped = divmod(start, row)
+    last, taken = divmod(end, row)
+    if first == last:  # the run ends in the row that it begins in
+        return _inside_row(shape, first, skipped, taken)
+    boxes: list[Box] = []
+    if skipped:
+        boxes += _inside_row(shape, first, skipped, row)
+        first += 1
+    if first < last:
+        boxes.append(((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])))
+    if taken:
+        boxes += _inside_row(shape, last, 0, taken)
+    return boxes
+
+
+def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[Box]:
+    return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_range(shape[1:], start, end)]
+
+
+class FlatRange(Tensor):
+    """The whole model's tensor, in shape and dtype; this rank holds a run of its elements in one flat tensor.
+
+    Made for checkpoints: `save` writes it and `load` fills it in place. It answers torch's protocol for checkpointable
+    tensors (``torch.distributed._checkpointable``) and knows no arithmetic; `held` is there to compute with.
+    """
+
+    held: Tensor
+    """`[n]`: the elements of this rank."""
+
+    boxes: list[Box]
+    """Where in the whole tensor they lie, box after box."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> FlatRange:
+        made: FlatRange = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)
+        made.held = held
+        made.boxes = boxes
+        return made
+
+    def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Each box as where it begins in the whole tensor and a view, in the box's shape, of what is held."""
+        sizes = [sizes for _, sizes in self.boxes]
+        runs = self.held.split([math.prod(size) for size in sizes]) if sizes else ()
+        return [(offsets, run.view(size)) for (offsets, size), run in zip(self.boxes, runs, strict=True)]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FlatRange(shape={list(self.shape)}, dtype={self.dtype}, {len(self.held)} elements here)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            whole: FlatRange = args[0]
+            return FlatRange(whole.held, tuple(whole.shape), whole.boxes)
+        raise CheckpointError(
+            f"{func} was asked of a tensor of which this rank holds a flat range; compute with its `held`, "
+            "or save it and load it into whole tensors"
+        )
+
+    # torch's protocol: what to write, what to read, and where each box is in memory.
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.held)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # A tensor without elements has no boxes, and yet has to be known by its name.
+        boxes = self.boxes if self.numel() else [((0,) * self.ndim, tuple(self.shape))]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offsets, piece in self.pieces():
+            if index.offset is None or tuple(index.offset) == offsets:
+                return piece
+        raise CheckpointError(f"{index.fqn} has no box at {index.offset} on this rank; its boxes are {self.boxes}")

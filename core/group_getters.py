@@ -1,0 +1,79 @@
+"""Makes the getters and setters of `core.parallel_state` that differ in the kind of group alone.
+
+A setter is for a script that builds one rank's part of a model without the other ranks (a converter, a test): the
+getter of that name then returns what was set, and no group has to exist. None takes a value back, as
+`destroy_model_parallel` does. Groups and their collectives never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.distributed import ProcessGroup
+
+from . import current_groups
+
+
+class GroupGetter(Protocol):
+    """Returns this rank's process group; None, if that is not to be checked, where it has none."""
+
+    def __call__(self, check_initialized: bool = True) -> ProcessGroup | None: ...
+
+
+def group_getter(kind: str, text: str) -> GroupGetter:
+    """Makes a getter of this rank's process group; `text` is its docstring."""
+
+    def getter(check_initialized: bool = True) -> ProcessGroup | None:
+        return current_groups.process_group(kind, check_initialized)
+
+    getter.__doc__ = text
+    return getter
+
+
+def size_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
+    """Makes a getter of the number of ranks; `alone` is what it returns before initialisation, if anything."""
+
+    def getter() -> int:
+        return current_groups.size(kind, alone)
+
+    getter.__doc__ = f"Size of the {what}{'' if alone is None else f'; {alone} before initialisation'}."
+    return getter
+
+
+def rank_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
+    """Makes a getter of this rank's place; `alone` is what it returns before initialisation, if anything."""
+
+    def getter() -> int:
+        return current_groups.rank(kind, alone)
+
+    getter.__doc__ = f"This rank's place in the {what}{'' if alone is None else f'; {alone} before initialisation'}."
+    return getter
+
+
+def size_setter(kind: str) -> Callable[[int | None], None]:
+    """Makes a setter of the number of ranks."""
+
+    def setter(world_size: int | None) -> None:
+        """Sets the size that the getter of this name returns; None: that of the group."""
+        current_groups.assume(current_groups.assumed_sizes, kind, world_size)
+
+    return setter
+
+
+def rank_setter(kind: str) -> Callable[[int | None], None]:
+    """Makes a setter of this rank's place."""
+
+    def setter(rank: int | None) -> None:
+        """Sets the place that the getter of this name returns; None: that in the group."""
+        current_groups.assume(current_groups.assumed_ranks, kind, rank)
+
+    return setter
+
+
+def name_functions(module: dict[str, Any]) -> None:
+    """Gives what was made here the names under which a module keeps it, for tracebacks and `help`."""
+    for name, made in module.items():
+        if getattr(made, "__qualname__", "").endswith(("<locals>.getter", "<locals>.setter")):
+            made.__name__ = made.__qualname__ = name
+            made.__module__ = module["__name__"]

@@ -1,0 +1,64 @@
+"""All-gather and reduce-scatter along the first dimension of a tensor, over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from .._torch_compat import all_gather_single, reduce_scatter_single
+from .groups import group_size
+from .partition import check_divides
+
+
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object:
+        """Returns when its result may be used."""
+
+
+def gather_first_dim(
+    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> tuple[torch.Tensor, Pending | None]:
+    """`[n, ...]` of every rank as one `[tp * n, ...]`; with `async_op`, filled once the work is waited for."""
+    whole = tensor.new_empty(tensor.shape[0] * group_size(group), *tensor.shape[1:])
+    return whole, all_gather_single(whole, tensor.contiguous(), group, async_op)
+
+
+def reduce_scatter_first_dim(
+    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> tuple[torch.Tensor, Pending | None]:
+    """This rank's `[n / tp, ...]` of the sum of every rank's `[n, ...]`; `async_op` as in :func:`gather_first_dim`.
+
+    gloo's own reduce-scatter is an all-reduce inside, which sends everything twice. There each rank sends its parts
+    to those they belong to, who add them in the order of ranks.
+
+    Raises:
+        ParallelConfigError: the ranks do not divide dim 0.
+    """
+    size = group_size(group)
+    check_divides(tensor, 0, size)
+    part = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+    if tensor.device.type != "cpu" or "cpu:gloo" not in str(dist.get_backend_config(group)):
+        return part, reduce_scatter_single(part, tensor.contiguous(), group, async_op)
+    received = tensor.new_empty(tensor.shape)
+    work = dist.all_to_all_single(received, tensor.contiguous(), group=group, async_op=async_op)
+    adding = _Adding(work, received.view(size, *part.shape), part)
+    if async_op:
+        return part, adding
+    adding.wait()
+    return part, None
+
+
+class _Adding:
+    """A sum over ranks, once their parts `[ranks, ...]` are here."""
+
+    def __init__(self, arriving: Pending | None, parts: torch.Tensor, total: torch.Tensor) -> None:
+        self.arriving, self.parts, self.total = arriving, parts, total
+
+    def wait(self) -> None:
+        if self.arriving is not None:
+            self.arriving.wait()
+        torch.sum(self.parts, 0, out=self.total)

@@ -1,0 +1,57 @@
+"""Cuts a whole tensor into the part that one tensor-parallel rank has."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..errors import ParallelConfigError
+from .groups import Group, group_rank, group_size
+
+
+def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
+    """The shape before tensor parallelism (by the parameter's marks) and before any sharding."""
+    shape = list(parameter.shape)  # a DTensor's own shape is already that before its sharding
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= group_size(group)  # type: ignore[attr-defined]
+    return shape
+
+
+def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -> None:
+    """Fills this rank's part from the whole model's tensor, in place; nothing is communicated."""
+    if getattr(parameter, "tensor_model_parallel", False):
+        whole = whole.chunk(group_size(group), parameter.partition_dim)[group_rank(group)]  # type: ignore[attr-defined]
+    copy_shard(whole, parameter)
+
+
+def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
+    """The same where `whole` is already what one tensor-parallel rank holds: only a DTensor is cut."""
+    if isinstance(parameter, DTensor):
+        # Without a source rank every rank cuts its own copy.
+        own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(own.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def rank_slice(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Returns this rank's part of `tensor` along `dim`, as a view.
+
+    Raises:
+        ParallelConfigError: the ranks do not divide it.
+    """
+    size = group_size(group)
+    check_divides(tensor, dim, size)
+    return tensor.chunk(size, dim)[group_rank(group)]
+
+
+def check_divides(tensor: torch.Tensor, dim: int, size: int) -> None:
+    """Raises ParallelConfigError where `size` ranks do not divide a dimension, the last one or the first."""
+    length = tensor.shape[dim]
+    if length % size:
+        what, fix = "last dim", "choose a size that it divides"
+        if dim == 0:
+            what, fix = "sequence", f"pad the sequence to a multiple of {size}, or turn sequence_parallel off"
+        raise ParallelConfigError(
+            f"a {what} of {length} ({list(tensor.shape)}) cannot be split over {size} tensor-parallel ranks; {fix}"
+        )

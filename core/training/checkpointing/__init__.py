@@ -1,0 +1,25 @@
+"""A run on disk and back: model, optimizer, schedule, random streams and the place in the data."""
+
+from .run_checkpoint import (
+    TOKENIZER_FILE,
+    find_checkpoint,
+    is_checkpoint,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    save_tokenizer,
+)
+from .run_metadata import check_is_run
+from .writer import CheckpointWriter
+
+__all__ = [
+    "TOKENIZER_FILE",
+    "CheckpointWriter",
+    "check_is_run",
+    "find_checkpoint",
+    "is_checkpoint",
+    "load_checkpoint",
+    "load_weights",
+    "save_checkpoint",
+    "save_tokenizer",
+]

@@ -1,0 +1,213 @@
+"""All of a run's state on disk and back: model, optimizer, schedule, random streams and the place in the data.
+
+A checkpoint is laid out for the whole model, so that any number of ranks and any wrapper can continue it: fp32 master
+weights are saved in place of the low-precision parameters that were rounded from them, which is how FSDP2, whose
+parameters are the masters, writes them anyway. Frozen parameters have no masters: they are written as the model has
+them, and cast where the run that reads them has them in another precision.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ... import device
+from ...bounds import brief
+from ...datasets.tokenizer import Tokenizer
+from ...dist_checkpointing import (
+    AsyncSaver,
+    checkpoint_directory,
+    latest_checkpoint,
+    load,
+    load_metadata,
+    model_state_dict,
+    save,
+)
+from ...dist_checkpointing.agreement import Ranks
+from ...dist_checkpointing.format.folders import complete_checkpoints
+from ...dist_checkpointing.format.reader import FINITE, SKIPPED
+from ...dist_checkpointing.format.safe_metadata import INDEX_FILE
+from ...dist_checkpointing.format.verification import advice, another_offered, newest_good
+from ...dist_checkpointing.views.flat_range import held_boxes
+from ...distributed.data_parallel_base import unwrap_model
+from ...errors import CheckpointError
+from ..config import PretrainConfig
+from ..state import TrainingState
+from .random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
+from .run_metadata import check_is_run, check_same_model, rank_layout, warn_of_another_order
+
+TOKENIZER_FILE = "tokenizer.json"
+_RNG_NAMES = "rng."
+
+
+def save_checkpoint(
+    state: TrainingState, config: PretrainConfig, root: Path, *, saver: AsyncSaver | None = None
+) -> Path:
+    """Writes ``root/iter_<iteration>`` and points ``root/latest`` to it; collective.
+
+    Args:
+        saver: writes it in the background; its `wait` then raises if it failed.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on one.
+    """
+    rng, tensors = rng_state(), state_tensors(state)
+    folder = checkpoint_directory(root, state.iteration)
+    metadata = {
+        "iteration": state.iteration,
+        "consumed_samples": state.consumed_samples,
+        "vocab_size": state.vocab_size,
+        "config": config.to_json(),
+        "optimizer": state.optimizer.state_scalars(),
+        "scheduler": state.scheduler.state_dict(),
+        "model_tensors": sorted(name for name in tensors if name.startswith("model.")),
+        "rng_layout": rng_layout(rng),
+        "layout": rank_layout(),
+        "sample_order": dict(state.sample_order),
+        FINITE: _all_finite(tensors),
+        SKIPPED: state.skipped_steps,
+    }
+    write = save if saver is None else saver.save
+    tensors |= {f"{_RNG_NAMES}rank{dist.get_rank()}": pack(rng)}
+    write(tensors, folder, metadata=metadata, keep=config.checkpoint.retention)
+    return folder
+
+
+def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *, fall_back: bool = False) -> str:
+    """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one; collective.
+
+    Warns where samples come in another order than the checkpoint's run had them.
+
+    Args:
+        fall_back: where the latest is damaged, or its weights are not finite, continue from the newest that is good:
+            for a run that is started again with no person there to choose.
+
+    Returns:
+        A line that says what was compared with the hashes that were saved, and how long that took.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, its weights are not finite, or it is of another model. Of one
+            that is no good the newest older one that is good is named.
+    """
+    ranks = Ranks()
+    folder = ranks.from_first(lambda: find_checkpoint(root, fall_back=fall_back))
+    if fall_back and not is_checkpoint(root):
+        good = newest_good(root, ranks)
+        if good is not None and good != folder:
+            warnings.warn(f"{folder} is no good; continuing from {good}", stacklevel=2)
+            folder = good
+    with another_offered(folder, ranks):
+        metadata = ranks.from_first(lambda: load_metadata(folder))
+    check_is_run(metadata, folder)
+    if not metadata["optimizer"]:
+        raise CheckpointError(
+            f"{folder} holds weights alone, and no run to continue; start one with --pretrained-checkpoint {root}"
+        )
+    check_same_model(metadata, state, config, folder)
+    if metadata.get(FINITE) is False:
+        raise CheckpointError(f"{folder} holds weights that are infinite or NaN; {advice(folder, ranks)}")
+    same_ranks = metadata["layout"] == rank_layout() and metadata["rng_layout"] == rng_layout(rng_state())
+    name = f"{_RNG_NAMES}rank{dist.get_rank()}"
+    num_bytes = sum(size for _, size in metadata["rng_layout"])
+    streams = {name: torch.empty(num_bytes, dtype=torch.uint8)} if same_ranks else {}
+    lines: list[str] = []
+    verify = config.checkpoint.verify_checkpoint
+    with another_offered(folder, ranks):
+        wanted = state_tensors(state) | streams
+        load(wanted, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
+    try:
+        state.optimizer.load_state_scalars(metadata["optimizer"])
+        state.scheduler.load_state_dict(metadata["scheduler"])
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{folder}: the metadata of optimizer and schedule is none that a run writes ({type(error).__name__}: "
+            f"{brief(str(error))}); load another one"
+        ) from None
+    state.iteration, state.consumed_samples = metadata["iteration"], metadata["consumed_samples"]
+    warn_of_another_order(metadata.get("sample_order", {}), state)
+    if same_ranks:
+        set_rng_state(unpack(streams[name], metadata["rng_layout"]))
+    return lines[0]
+
+
+def load_weights(
+    model: nn.Module, folder: Path, *, verify: bool = True, report: Callable[[str], None] | None = None
+) -> None:
+    """Fills a model's parameters alone from a checkpoint of any layout.
+
+    Args:
+        verify, report: as those of :func:`core.dist_checkpointing.load`.
+
+    Raises:
+        CheckpointError: it is damaged, where the newest older one that is good is named, or of another model.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
+    stored = load_metadata(folder)["model_tensors"]
+    if sorted(tensors) != stored:
+        differing = sorted(set(stored) ^ tensors.keys())
+        raise CheckpointError(f"{folder} is a checkpoint of another model; only one side has {', '.join(differing)}")
+    with another_offered(folder, Ranks()):
+        load(tensors, folder, strict=False, verify=verify, cast=True, report=report)
+
+
+def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
+    """The latest checkpoint of a run's folder; the folder itself if it is a checkpoint.
+
+    Args:
+        fall_back: where ``latest`` names none, take the one of the highest iteration.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if is_checkpoint(root):
+        return root
+    try:
+        found = latest_checkpoint(root) if root.is_dir() else None
+    except CheckpointError:
+        found = next(iter(complete_checkpoints(root)), None) if fall_back else None
+        if found is None:
+            raise
+    if found is None:
+        raise CheckpointError(
+            f"{root}: {'holds no checkpoint' if root.is_dir() else 'no such folder'}; give --load the folder that a "
+            "run saved to"
+        )
+    return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether this is one checkpoint, and not the folder of a run."""
+    return (folder / INDEX_FILE).is_file()
+
+
+def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:
+    """Keeps the run's tokenizer next to its checkpoints, for programs that generate text; by one rank."""
+    root.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(root / TOKENIZER_FILE)
+
+
+def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
+    """Every tensor of the whole model and its optimizer by name, sharing this rank's storage."""
+    optimizer = state.optimizer.state_tensors()
+    masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
+    model = model_state_dict(unwrap_model(state.model))
+    tensors = {f"model.{name}": masters.get(name, tensor) for name, tensor in model.items()}
+    return tensors | {f"optimizer.{name}": t for name, t in optimizer.items() if not name.startswith("master.")}
+
+
+def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether every floating value that any rank holds is finite; collective."""
+    found = True
+    for tensor in tensors.values():
+        for _, values in held_boxes(tensor):
+            if values.is_floating_point() and values.element_size() > 1 and values.numel():
+                low, high = torch.aminmax(values.detach())  # NaN shows in both
+                found = found and bool(low.isfinite() & high.isfinite())
+    everywhere = torch.tensor(int(found), device=device.current_device())
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)

@@ -1,0 +1,241 @@
+"""All settings of a pretraining run: one dataclass, a section per concern, built once and never written to.
+
+Facts about one section are checked where the section is built, facts across sections in :func:`validate`. Field names
+are Megatron-LM's flags with underscores; `arguments` makes the flags from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from ...bounds import brief
+from ...datasets.data_samplers import num_microbatches
+from ...distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from ...dtypes import DTYPES
+from ...errors import ConfigError, ParallelConfigError, ShardstackError
+from ...optimizer import OptimizerConfig
+from ...tensor_parallel.vocab import pad_vocab_size
+from ...transformer.transformer_config import TransformerConfig, nearest_multiples
+from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """All settings of a pretraining run. Below `core.training` each part takes its own section."""
+
+    model: TransformerConfig
+    """The transformer and the parallel degrees."""
+    gpt: GPTConfig = field(default_factory=GPTConfig)
+    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
+    """Settings of the data-parallel wrapper; its type chooses FSDP2."""
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    data: DataConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunConfig
+
+    @property
+    def use_torch_fsdp2(self) -> bool:
+        """Whether the model is wrapped in PyTorch's FSDP2."""
+        return isinstance(self.ddp, TorchFullyShardedDataParallelConfig)
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Longest sequence of the model, in tokens."""
+        return self.gpt.max_position_embeddings or self.data.seq_length
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that read different samples."""
+        return world_size // _model_parallel_size(self.model)
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples of a step over all ranks."""
+        return self.data.global_batch_size or self.data.micro_batch_size * self.data_parallel_size(world_size)
+
+    def num_microbatches(self, world_size: int) -> int:
+        """Micro-batches that each rank takes in a step."""
+        data = self.data
+        return num_microbatches(
+            self.global_batch_size(world_size), data.micro_batch_size, self.data_parallel_size(world_size)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as JSON values, for the log and for checkpoints; :meth:`from_json` is the way back."""
+        sections = {section.name: _json_values(getattr(self, section.name)) for section in fields(self)}
+        return {"use_torch_fsdp2": self.use_torch_fsdp2, **sections}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PretrainConfig:
+        """Settings from what :meth:`to_json` gave.
+
+        Raises:
+            ConfigError: a section or a field that is missing or unknown, from another version of this library.
+        """
+        try:
+            types = section_types(values["use_torch_fsdp2"])
+            return cls(**{name: _from_json_values(kind, values[name]) for name, kind in types.items()})
+        except ShardstackError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(
+                f"these are no settings of this version of the library ({type(error).__name__}: {brief(str(error))})"
+            ) from error
+
+
+def section_types(use_torch_fsdp2: bool) -> dict[str, type]:
+    """The dataclass of each section, in the order of `PretrainConfig`."""
+    return {
+        "model": TransformerConfig,
+        "gpt": GPTConfig,
+        "ddp": TorchFullyShardedDataParallelConfig if use_torch_fsdp2 else DistributedDataParallelConfig,
+        "optimizer": OptimizerConfig,
+        "scheduler": SchedulerConfig,
+        "data": DataConfig,
+        "checkpoint": CheckpointConfig,
+        "run": RunConfig,
+    }
+
+
+def validate(config: PretrainConfig, world_size: int) -> None:
+    """Checks what no section can know alone.
+
+    Raises:
+        ConfigError: everything that is wrong, a line each; a `ParallelConfigError` when all of it is about sizes that
+            do not divide.
+    """
+    violations = [*_size_violations(config, world_size), *_setting_violations(config)]
+    if violations:
+        kind = ParallelConfigError if all(isinstance(v, ParallelConfigError) for v in violations) else ConfigError
+        raise kind("\n".join(str(violation) for violation in violations))
+
+
+def _size_violations(config: PretrainConfig, world_size: int) -> Iterator[ConfigError]:
+    model, data = config.model, config.data
+    model_parallel = _model_parallel_size(model)
+    if world_size % model_parallel:
+        yield ParallelConfigError(
+            f"{world_size} ranks do not divide into tensor_model_parallel_size {model.tensor_model_parallel_size} x "
+            f"context_parallel_size {model.context_parallel_size} x pipeline_model_parallel_size "
+            f"{model.pipeline_model_parallel_size} = {model_parallel}; start a multiple of {model_parallel} ranks"
+        )
+    else:
+        yield from _replica_violations(config, world_size)
+    yield from division_violations(
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        sequence_parallel=model.sequence_parallel,
+        seq_length=data.seq_length,
+        vocab_size=data.vocab_size,
+        make_vocab_size_divisible_by=config.gpt.make_vocab_size_divisible_by,
+    )
+
+
+def _replica_violations(config: PretrainConfig, world_size: int) -> Iterator[ConfigError]:
+    try:
+        config.num_microbatches(world_size)
+    except ParallelConfigError as error:
+        yield error
+    instances, replicas = config.ddp.num_distributed_optimizer_instances, config.data_parallel_size(world_size)
+    if replicas % instances:  # context-parallel ranks do not count: an instance holds whole groups of them
+        yield ParallelConfigError(
+            f"num_distributed_optimizer_instances {instances} does not divide the {replicas} data-parallel ranks"
+        )
+
+
+def division_violations(
+    *,
+    tensor_model_parallel_size: int,
+    context_parallel_size: int,
+    sequence_parallel: bool,
+    seq_length: int,
+    vocab_size: int | None,
+    make_vocab_size_divisible_by: int,
+) -> Iterator[ParallelConfigError]:
+    """Yields what the ranks of one model do not divide, its layers aside: sequences and the vocabulary."""
+    tp, cp = tensor_model_parallel_size, context_parallel_size
+    cuts = sequence_multiple(tp, cp, sequence_parallel)
+    if seq_length % cuts:
+        yield ParallelConfigError(
+            f"seq_length {seq_length} is cut into {cuts} parts by context_parallel_size {cp} and sequence_parallel "
+            f"{sequence_parallel}; take {nearest_multiples(seq_length, cuts)}"
+        )
+    multiple = make_vocab_size_divisible_by
+    padded = multiple if vocab_size is None else pad_vocab_size(vocab_size, multiple)
+    if padded % tp:
+        what = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
+        yield ParallelConfigError(
+            f"make_vocab_size_divisible_by {multiple} pads {what} to a size that tensor_model_parallel_size {tp} does "
+            f"not divide; take {nearest_multiples(multiple, tp)}"
+        )
+
+
+def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
+    try:
+        config.model.check_sizes_given()
+    except ConfigError as error:
+        yield error
+    limit = config.gpt.max_position_embeddings
+    if limit is not None and config.data.seq_length > limit:
+        yield ConfigError(
+            f"seq_length {config.data.seq_length} exceeds max_position_embeddings {limit}; raise the latter"
+        )
+    for name in ("fp16", "bf16"):
+        model, optimizer = getattr(config.model, name), getattr(config.optimizer, name)
+        if model != optimizer:
+            yield ConfigError(f"{name} is {model} for the model and {optimizer} for the optimizer; set both alike")
+    if config.optimizer.loss_scale is not None and not config.model.fp16:
+        yield ConfigError(f"loss_scale {config.optimizer.loss_scale} is given without fp16, where nothing reads it")
+    if config.model.fp16 and config.optimizer.loss_scale is None and config.ddp.check_for_nan_in_grad:
+        yield ConfigError(
+            "check_for_nan_in_grad ends a run at the first overflow, and under fp16 with a dynamic loss scale "
+            "overflows are normal; drop it, or set a constant loss_scale"
+        )
+    if config.optimizer.lr is None:
+        yield ConfigError("lr is not set; give the peak learning rate")
+
+
+def sequence_multiple(tensor_model_parallel_size: int, context_parallel_size: int, sequence_parallel: bool) -> int:
+    """What the length of a sequence has to be a multiple of.
+
+    It is cut into two chunks a context-parallel rank, whose part is cut once more by sequence parallelism.
+    """
+    chunks = 1 if context_parallel_size == 1 else 2 * context_parallel_size
+    parts = context_parallel_size * (tensor_model_parallel_size if sequence_parallel else 1)
+    return math.lcm(chunks, parts)
+
+
+def _model_parallel_size(model: TransformerConfig) -> int:
+    return model.tensor_model_parallel_size * model.context_parallel_size * model.pipeline_model_parallel_size
+
+
+def _json_values(section: Any) -> dict[str, Any]:
+    return {
+        entry.name: _json_value(getattr(section, entry.name))
+        for entry in fields(section)
+        if not entry.metadata.get("is_code")
+    }
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, (Path, torch.dtype)):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _from_json_values(kind: type, values: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
+    return kind(**{name: _from_json_value(hints.get(name), value) for name, value in values.items()})
+
+
+def _from_json_value(hint: Any, value: Any) -> Any:
+    if isinstance(value, str) and Path in (hint, *get_args(hint)):
+        return Path(value)
+    if isinstance(value, str) and hint is torch.dtype:
+        return DTYPES[value.removeprefix("torch.")]
+    return tuple(value) if isinstance(value, list) else value

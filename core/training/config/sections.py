@@ -1,0 +1,286 @@
+"""The settings of a run that no other room has: embeddings, schedule, data, checkpoints, and the run itself.
+
+Each checks itself when it is built. `core.training.config` puts them together with those of model, wrapper and
+optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...dist_checkpointing import Retention
+from ...errors import ConfigError
+from ...ranges import check_range
+from ...transformer.lora import LoRATarget
+
+
+@dataclass(kw_only=True)
+class GPTConfig:
+    """What a GPT is made of beyond its transformer layers.
+
+    Raises:
+        ConfigError: a size below one, or settings of adapters that contradict each other.
+    """
+
+    max_position_embeddings: int | None = None
+    """Longest sequence, in tokens, that the model can take. None: the sequence length of training."""
+
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    """How positions enter: a learned table, or rotary embeddings."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the projection to the vocabulary a weight of its own instead of the embedding's."""
+
+    freeze: tuple[str, ...] = ()
+    """Leave parameters as they are, by shell patterns of their names, as `decoder.layers.0.*`; may be given
+    repeatedly."""
+
+    lora_rank: int | None = None
+    """Train LoRA adapters of this rank alone, added to linear layers that are frozen. None: all of the model."""
+
+    lora_alpha: float | None = None
+    """What an adapter gives is scaled by `lora_alpha / lora_rank`. None: `lora_rank`, which scales by 1."""
+
+    lora_targets: tuple[LoRATarget, ...] | None = None
+    """Layers that have adapters. None: all of these."""
+
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this, in entries, at every tensor-parallel size, so that one
+    checkpoint fits all of them; it has to divide it."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_position_embeddings", "make_vocab_size_divisible_by", "lora_rank", least=1)
+        if self.lora_rank is None:
+            for name in ("lora_alpha", "lora_targets"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name} is set and lora_rank is not; give the rank of the adapters")
+            return
+        check_range(self, "lora_alpha", over=0)
+        if self.freeze:
+            raise ConfigError(
+                f"lora_rank {self.lora_rank} freezes all but the adapters, and freeze {' '.join(self.freeze)} is "
+                "given; drop one"
+            )
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig:
+    """The course of learning rate and weight decay; one step is one iteration.
+
+    Raises:
+        ConfigError: a length below zero, or warm-up given both ways.
+    """
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the fall from the peak to the minimal learning rate."""
+
+    lr_decay_iters: int | None = None
+    """Iterations until the minimal learning rate is reached. None: the length of the run."""
+
+    lr_warmup_iters: int = 0
+    """Iterations of linear rise from `lr_warmup_init` to the peak."""
+
+    lr_warmup_fraction: float | None = None
+    """Length of the warm-up as a share of `lr_decay_iters`, in place of `lr_warmup_iters`."""
+
+    lr_warmup_init: float = 0.0
+    """Learning rate at which the warm-up starts."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the last part of a WSD (warm-up, stable, decay) schedule."""
+
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of that last part."""
+
+    start_weight_decay: float | None = None
+    """Weight decay at the first iteration, for a style that is not constant."""
+
+    end_weight_decay: float | None = None
+    """Weight decay at the last iteration, for a style that is not constant."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the way from `start_weight_decay` to `end_weight_decay`."""
+
+    use_checkpoint_opt_param_scheduler: bool = False
+    """On `load`, go on with the checkpoint's schedule. Without this or the next, the two have to agree."""
+
+    override_opt_param_scheduler: bool = False
+    """On `load`, go on with this schedule and not with the checkpoint's."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "lr_decay_iters", "lr_wsd_decay_iters", least=1)
+        check_range(self, "lr_warmup_iters", "lr_warmup_init", "start_weight_decay", "end_weight_decay", least=0)
+        if self.lr_warmup_fraction is not None:
+            if self.lr_warmup_iters:
+                raise ConfigError(
+                    f"lr_warmup_iters {self.lr_warmup_iters} and lr_warmup_fraction {self.lr_warmup_fraction} both "
+                    "say how long to warm up; drop one"
+                )
+            check_range(self, "lr_warmup_fraction", least=0, below=1, takes="0 up to, not with, 1")
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None:
+            raise ConfigError("lr_decay_style WSD needs lr_wsd_decay_iters, the length of its last part")
+        decays = (self.start_weight_decay, self.end_weight_decay)
+        if (self.weight_decay_incr_style == "constant") != (decays == (None, None)) or decays.count(None) == 1:
+            raise ConfigError(
+                f"weight_decay_incr_style is {self.weight_decay_incr_style}, with start_weight_decay {decays[0]} and "
+                f"end_weight_decay {decays[1]}; a constant style takes neither (set weight_decay), the others both"
+            )
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where samples come from and how many make a step.
+
+    Raises:
+        ConfigError: a size below one.
+    """
+
+    data_path: Path | None = None
+    """Corpus: the path of its .bin and .idx files without the suffix."""
+
+    split: str = "969,30,1"
+    """Shares of the documents for training, validation and test."""
+
+    data_cache_path: Path | None = None
+    """Folder of the sample index. None: next to the corpus."""
+
+    tokenizer_model: Path | None = None
+    """Tokenizer file (tokenizer.json) of the corpus. None: the one next to it."""
+
+    vocab_size: int | None = None
+    """Entries of the vocabulary, for a corpus without a tokenizer. None: the tokenizer's."""
+
+    seq_length: int
+    """Tokens of a sample."""
+
+    micro_batch_size: int
+    """Samples that a rank takes through the model at once."""
+
+    global_batch_size: int | None = None
+    """Samples of a step over all ranks. None: one micro-batch a rank."""
+
+    num_workers: int = 2
+    """Processes that read samples, on each rank; 0 reads in the rank itself."""
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end of document."""
+
+    reset_attention_mask: bool = False
+    """Hide the tokens of one document from those of another in the same sample."""
+
+    eod_mask_loss: bool = False
+    """Leave out the loss of the token that follows an end of document."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "vocab_size", "seq_length", "micro_batch_size", "global_batch_size", least=1)
+        check_range(self, "num_workers", least=0)
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Where a run is kept: its checkpoints, log and loss curve.
+
+    Raises:
+        ConfigError: an interval or a number below one, or a setting that would do nothing.
+    """
+
+    save: Path | None = None
+    """Folder of the run. None: that of `load`; without both nothing is written."""
+
+    load: Path | None = None
+    """Folder of a run to continue from its latest checkpoint, or one of its checkpoints."""
+
+    pretrained_checkpoint: Path | None = None
+    """Start with these weights, and a new optimizer, where no run is continued: a run's folder or checkpoint, a model
+    of Hugging Face's (config.json and safetensors), or a torch_dist checkpoint of Megatron-LM's."""
+
+    save_interval: int | None = None
+    """Iterations between checkpoints. None: one at the end."""
+
+    async_save: bool = False
+    """Write checkpoints while training goes on, which waits only until its state has been copied to host memory. The
+    copies take as much of it as this rank writes of a checkpoint."""
+
+    keep_last: int | None = None
+    """Keep so many of the latest checkpoints and remove older ones when a new one is complete. None: keep all. With
+    one alone there is nothing to go back to when it is damaged."""
+
+    keep_every: int | None = None
+    """Beside `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
+
+    verify_checkpoint: bool = True
+    """Compare every tensor that is loaded with the hash that was saved with it. Without, only tensors that are put
+    together from other pieces than they were saved in are compared."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "save_interval", "keep_last", "keep_every", least=1)
+        if self.keep_every is not None and self.keep_last is None:
+            raise ConfigError(
+                f"keep_every is {self.keep_every} and keep_last is not set, so that all checkpoints are kept; add "
+                "keep_last, or drop keep_every"
+            )
+
+    @property
+    def retention(self) -> Retention | None:
+        """Which checkpoints stay; None for all."""
+        return None if self.keep_last is None else Retention(self.keep_last, self.keep_every)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where this run writes."""
+        return self.save or self.load
+
+
+_LONGEST_TIMEOUT_MINUTES = 365 * 24 * 60
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Length of the run and what is reported of it.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    train_iters: int
+    """Iterations of the whole run, those before `--load` included."""
+
+    eval_interval: int = 1000
+    """Iterations between validations."""
+
+    eval_iters: int = 100
+    """Global batches of a validation; 0 for none."""
+
+    log_interval: int = 100
+    """Iterations between lines of the log."""
+
+    tensorboard_dir: Path | None = None
+    """Folder for TensorBoard's event files."""
+
+    profile_memory: bool = False
+    """Measure the memory of the run's third iteration on the first rank, by what it is for, and draw it: memory.png
+    and memory.json in the run's folder. That iteration takes longer."""
+
+    seed: int = 1234
+    """Seed of initial weights, sample order and dropout."""
+
+    data_parallel_random_init: bool = False
+    """Seed each data-parallel replica differently, by 10 times its rank, so that its samples get dropout masks of
+    their own. Replicas still start from the weights of the first, which the wrapper hands to all. Without it the masks
+    of all replicas are equal, as in Megatron-LM."""
+
+    deterministic: bool = False
+    """Compute the same bits in every run, on the CPU and on one GPU, by choosing operations that do and refusing those
+    that have no such form. Over several GPUs this also takes a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""
+
+    distributed_timeout_minutes: float = 10.0
+    """Minutes after which a collective that not all ranks joined is an error."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "train_iters", "eval_interval", "log_interval", least=1)
+        check_range(self, "eval_iters", least=0)
+        check_range(self, "seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
+        year = f"a positive number up to {_LONGEST_TIMEOUT_MINUTES}, a year"
+        check_range(self, "distributed_timeout_minutes", over=0, most=_LONGEST_TIMEOUT_MINUTES, takes=year)

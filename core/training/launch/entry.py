@@ -1,0 +1,113 @@
+"""How a program of several ranks fails: one line for a user's mistake, one traceback for a crash, and no hang.
+
+When a rank fails, the others soon fail too, because a collective lost its partner. What a reader needs is the first
+failure alone. Ranks therefore ask the store of the process group who was first: that one tells all, the others at
+most one line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ... import parallel_state
+from ...errors import MemoryLimitError, OutOfStepError, ShardstackError
+
+USER_ERROR_STATUS = 2
+RUN_ERROR_STATUS = 3
+CRASH_STATUS = 1
+INTERRUPTED_STATUS = 130
+
+_FIRST = "shardstack/first_failure"
+
+
+def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] | None = None) -> None:
+    """Runs a program's `main` on its command line, and ends the process with the status that belongs to the outcome.
+
+    0 when `main` returns; 2 after an error of the user, with one line printed over all ranks, or 3 where it
+    ended a run that had begun, as a full disk does; 1 after any other exception, whose traceback the first rank to
+    fail prints, as of ranks that fell out of step and of memory that did not suffice: there the place counts, and the
+    table; 130 after an interrupt.
+    """
+    try:
+        main(sys.argv[1:] if arguments is None else arguments)
+        _shut_down()
+    except (OutOfStepError, MemoryLimitError) as error:
+        _leave_after_crash(error)
+    except ShardstackError as error:
+        _leave(RUN_ERROR_STATUS if error.ended_run else USER_ERROR_STATUS, f"error: {one_line(error)}\n")
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED_STATUS, "interrupted\n")
+    except Exception as error:
+        _leave_after_crash(error)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks; its type's name where it has no message."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
+
+
+def _shut_down() -> None:
+    """Takes the process group down once every rank is done."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _leave_after_crash(error: Exception) -> None:
+    where = f"rank {_rank_in_reports()} of {os.environ.get('WORLD_SIZE', '1')}"
+    told = "".join(traceback.format_exception(error))
+    _leave(CRASH_STATUS, f"\n{where}:\n{told}", f"{where} stopped too: {one_line(error)[:200]}\n")
+
+
+def _leave(status: int, first_report: str, later_report: str = "") -> None:
+    has_group = dist.is_available() and dist.is_initialized()
+    first_status = _claim_first_failure(status) if has_group else None
+    if first_status is None:
+        # Before there is a group every rank fails in the same way, in reading its flags: one speaks. A crash differs.
+        if has_group or _speaks_for_all() or status == CRASH_STATUS:
+            _tell(first_report)
+    elif first_status == CRASH_STATUS and later_report:
+        _tell(later_report)
+    if has_group:
+        # A normal exit would wait for the group's threads, and these for ranks that no longer answer.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _rank_in_reports() -> str:
+    """What the launcher said, be it a number or not: it may be what the report is about."""
+    return os.environ.get("RANK", "0")
+
+
+def _speaks_for_all() -> bool:
+    """Whether this is the first rank, or one whose place nothing good is known of: it may be the only one in error."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    known = rank.isascii() and rank.isdigit() and size.isascii() and size.isdigit()
+    return not known or int(rank) == 0 or int(rank) >= int(size)
+
+
+def _tell(report: str) -> None:
+    # One write, so that the lines of several ranks do not interleave. The line break leaves a progress bar standing.
+    on_terminal = sys.stderr.isatty() and dist.is_initialized()
+    sys.stderr.write(("\n" if on_terminal else "") + report)
+    sys.stderr.flush()
+
+
+def _claim_first_failure(status: int) -> int | None:
+    """None for the rank that fails first; for a later one the status of the first."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if store.add(f"{_FIRST}/count", 1) == 1:
+            store.set(f"{_FIRST}/status", str(status))
+            return None
+        return int(store.get(f"{_FIRST}/status"))
+    except Exception:  # the store went away with the rank that held it: that one failed first
+        return CRASH_STATUS

@@ -1,0 +1,7 @@
+"""What is written of a run: progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss. One rank writes."""
+
+from .log_file import LOG_FILE, read_log
+from .measures import Stopwatch
+from .run_log import RunLog
+
+__all__ = ["LOG_FILE", "RunLog", "Stopwatch", "read_log"]

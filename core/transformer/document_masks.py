@@ -1,0 +1,105 @@
+"""Which keys the queries of one rank see: pieces of a sequence that one call of a causal kernel each can do.
+
+Context parallelism cuts a sequence into 2 x cp chunks. Rank r holds chunks r and 2 x cp - 1 - r, one behind
+the other: under a causal mask every rank then has the same work (the cut is Megatron-LM's). Documents packed into a
+sequence cut it further, where they must not see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import DataError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive queries that see the same keys before them, all of these, and each other causally."""
+
+    rows: slice
+    """Of the batch."""
+    queries: slice
+    """Of what this rank holds of the sequence."""
+    before: slice
+    """Keys of the whole sequence; may be none."""
+
+
+def chunks_of_rank(rank: int, size: int) -> tuple[int, ...]:
+    """The chunks of the sequence that a context-parallel rank holds, in its order; alone, the one that there is."""
+    return (0,) if size == 1 else (rank, 2 * size - 1 - rank)
+
+
+def chunk_places(size: int) -> list[int]:
+    """For each chunk in the sequence's order, its place among all ranks' chunks one rank behind the other."""
+    held = [chunk for rank in range(size) for chunk in chunks_of_rank(rank, size)]
+    return sorted(range(len(held)), key=held.__getitem__)
+
+
+def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[Piece]:
+    """The pieces of a rank's `length` queries where every query sees all that comes before it.
+
+    Raises:
+        DataError: a length that is not two equal chunks, under context parallelism.
+    """
+    return [Piece(slice(None), queries, slice(0, start)) for queries, start in _chunks(length, rank, size)]
+
+
+def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> list[Piece]:
+    """The pieces of a rank's queries where no query sees another document.
+
+    Args:
+        document_starts: `[b, s / cp]`, for each token that this rank holds the position in the whole sequence at
+            which its document begins. Read on the host.
+
+    Raises:
+        DataError: a length as above, or documents that begin behind one of their tokens.
+    """
+    rows, length = document_starts.shape
+    if not document_starts.any():
+        return causal_pieces(length, rank, size)
+    pieces = []
+    for queries, start in _chunks(length, rank, size):
+        of_chunk = document_starts[:, queries].cpu()
+        late = of_chunk > torch.arange(start, start + of_chunk.shape[1])
+        if late.any():
+            row, column = (int(index) for index in late.nonzero()[0])
+            raise DataError(
+                f"document_starts says that the token at position {start + column} of row {row} belongs to a document "
+                f"that begins behind it, at {int(of_chunk[row, column])}; give positions in the whole sequence"
+            )
+        for row in range(rows):
+            begins, lengths = torch.unique_consecutive(of_chunk[row], return_counts=True)
+            first = queries.start
+            for begin, count in zip(begins.tolist(), lengths.tolist(), strict=True):
+                before = slice(begin, max(begin, start))
+                pieces.append(Piece(slice(row, row + 1), slice(first, first + count), before))
+                first += count
+    return pieces
+
+
+def visible_keys(pieces: Sequence[Piece], positions: torch.Tensor, rows: int, length: int) -> torch.Tensor:
+    """The same as a mask `[b, 1, s / cp, s]`, True where a query sees a key, for devices without a fused kernel.
+
+    Args:
+        positions: `[s / cp]`, of the queries in the whole sequence of `length` tokens.
+    """
+    keys = torch.arange(length, device=positions.device)
+    begins = torch.zeros(rows, len(positions), dtype=torch.long, device=positions.device)
+    for piece in pieces:
+        begins[piece.rows, piece.queries] = piece.before.start
+    return ((keys >= begins[..., None]) & (keys <= positions[:, None])).unsqueeze(1)
+
+
+def _chunks(length: int, rank: int, size: int) -> Sequence[tuple[slice, int]]:
+    """Where each chunk is in what the rank holds, and where it begins in the whole sequence."""
+    held = chunks_of_rank(rank, size)
+    if length % len(held):
+        raise DataError(
+            f"a context-parallel rank holds two equal chunks of a sequence, and {length} tokens are not; take a whole "
+            f"sequence of a multiple of {2 * size} tokens and cut it with core.transformer.own_chunks"
+        )
+    chunk = length // len(held)
+    return [(slice(i * chunk, (i + 1) * chunk), number * chunk) for i, number in enumerate(held)]

@@ -1,0 +1,163 @@
+"""What is verified: a function of the user's that builds a model and says what its loss is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..device import current_device
+from ..errors import ConfigError
+
+Loss = Callable[[nn.Module, int], torch.Tensor]
+"""From the model, wrapped or not, and the number of a micro-batch to the mean loss of that micro-batch, a scalar."""
+
+SEED = 1234
+_SEQUENCES, _LENGTH = 2, 16
+
+
+@dataclass(frozen=True)
+class ModelUnderTest:
+    """A way to build the same model any number of times.
+
+    Args:
+        name: as the user wrote it, ``my_module:build``.
+        make: the user's function. It returns a model and its loss, or a model alone that takes ``input_ids`` and
+            ``labels`` as those of Hugging Face do.
+    """
+
+    name: str
+    make: Callable[[], Any]
+
+    def build(self) -> tuple[nn.Module, Loss]:
+        """A model on this process's device, and its loss, after seeding every generator.
+
+        Raises:
+            ConfigError: the function raises, or returns something else, or a model with nothing to train.
+        """
+        _seed_everything(SEED)
+        try:
+            made = self.make()
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} raised {type(error).__name__}: {error}; it is called without arguments"
+            ) from error
+        if isinstance(made, nn.Module):
+            model, loss = made, self._loss_of_tokens(made)
+        elif isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
+            model, loss = made
+        else:
+            raise ConfigError(
+                f"{self.name} returned {_described(made)}; let it return a model and a function loss(model, index), "
+                "or a model that takes input_ids and labels"
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            what = "only frozen parameters" if any(True for _ in model.parameters()) else "no parameters"
+            raise ConfigError(f"{self.name} built a {type(model).__name__} with {what}; there is nothing to train")
+        meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+        if meta is not None:
+            raise ConfigError(f"{self.name} built a model whose {meta} is on the meta device; let it have values")
+        return model.to(current_device()).train(), loss
+
+    def check(self) -> nn.Module:
+        """Builds twice, and returns the first model.
+
+        Raises:
+            ConfigError: two builds differ, in the names, shapes or values of parameters or buffers.
+        """
+        model = self.build()[0]
+        once, again = model.state_dict(), self.build()[0].state_dict()
+        for name in sorted(once.keys() ^ again.keys()):
+            raise ConfigError(f"{self.name} is not the same from one build to the next: {name} is there only once")
+        for name, value in once.items():
+            if isinstance(value, torch.Tensor) and not _equal(value, again[name]):
+                raise ConfigError(
+                    f"{self.name} is not the same from one build to the next: {name} differs, although torch, numpy "
+                    "and random were seeded; draw from their generators alone"
+                )
+        return model
+
+    def _loss_of_tokens(self, model: nn.Module) -> Loss:
+        vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+        if (
+            not isinstance(vocabulary, int)
+            or not {"input_ids", "labels"} <= inspect.signature(model.forward).parameters.keys()
+        ):
+            raise ConfigError(
+                f"{self.name} returned a {type(model).__name__} alone, whose forward does not take input_ids and "
+                "labels, or whose config has no vocab_size; return the model and a function loss(model, index)"
+            )
+
+        def loss(wrapped: nn.Module, index: int) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(index)
+            tokens = torch.randint(0, vocabulary, (_SEQUENCES, _LENGTH), generator=generator).to(current_device())
+            found: torch.Tensor = wrapped(input_ids=tokens, labels=tokens).loss
+            return found
+
+        return loss
+
+
+def load_model_under_test(name: str) -> ModelUnderTest:
+    """The function that ``my_module:build`` names.
+
+    Raises:
+        ConfigError: it is not of this form, does not import, or is no function.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{name!r} names no function; write module:function, as my_module:build")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigError(
+            f"{module_name} does not import ({type(error).__name__}: {error}); run the command where "
+            f"`python -c 'import {module_name}'` works"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{module_name} has no {attribute}; write module:function, as {module_name}:build")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{name} is {_described(found)}; it has to be a function that builds a model")
+    return ModelUnderTest(name, found)
+
+
+def scalar_loss(tested: ModelUnderTest, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
+    """The loss of a micro-batch, whose random draws depend on its number alone.
+
+    Raises:
+        ConfigError: it is no scalar that a backward can start from.
+    """
+    _seed_everything(SEED + 1 + index)
+    found = loss(model, index)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.requires_grad:
+        raise ConfigError(
+            f"the loss of {tested.name} is {_described(found)}; let loss(model, index) return a scalar tensor that "
+            "depends on the model's parameters"
+        )
+    return found.reshape(())
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}" + ("" if value.requires_grad else " without a gradient")
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and bool(torch.equal(one, other))
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

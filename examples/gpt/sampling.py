@@ -1,0 +1,132 @@
+"""Text from a model: one token after the other, each drawn from what the model expects next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core import device, parallel_state
+from core.datasets.tokenizer import Tokenizer
+from core.errors import DataError
+from core.ranges import check_range
+from core.transformer.context_parallel import own_chunks, own_positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is drawn.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    temperature: float = 0.8
+    """Divides the logits: below one the likely becomes likelier; 0 always takes the likeliest."""
+
+    top_k: int = 0
+    """Draw from the k likeliest tokens alone; 0 from all."""
+
+    top_p: float = 1.0
+    """Draw from the fewest tokens whose probabilities reach this sum (Holtzman et al., 2020)."""
+
+    seed: int = 0
+    """Seed of the draws."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "temperature", least=0)
+        check_range(self, "top_k", least=0, takes="zero or a positive number of tokens")
+        check_range(self, "top_p", over=0, most=1, takes="a probability above 0 and up to 1")
+        check_range(self, "seed", least=0, below=2**63)
+
+
+def generate_tokens(
+    model: nn.Module,
+    prompt: Sequence[int],
+    num_tokens: int,
+    config: SamplingConfig,
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    end: int | None = None,
+    length_multiple: int = 1,
+) -> Iterator[int]:
+    """Yields up to `num_tokens` ids that continue `prompt`, and stops before `end`.
+
+    All ranks of a distributed model must draw in step: every one gets the first rank's tokens. Context-parallel
+    ranks each take their chunks of the text. Text beyond `max_sequence_length` is continued from its last tokens.
+
+    Args:
+        model: gives logits `[b, s, v]` of the whole vocabulary; left in the mode it was in.
+        vocab_size: rows of the logits that stand for a token; the rest is padding.
+        length_multiple: what the text's length has to be a multiple of, as under sequence or context parallelism.
+    """
+    if not prompt:
+        raise DataError("the prompt is empty, and a model continues something; give at least one token")
+    generator = torch.Generator().manual_seed(config.seed)
+    ids = list(prompt)
+    longest = max_sequence_length - max_sequence_length % length_multiple
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(num_tokens):
+            window = ids[-longest:]
+            padding = [0] * (-len(window) % length_multiple)  # behind the text, where a causal model never looks
+            with torch.no_grad():
+                logits = _logits_at(len(window) - 1, model, window + padding)[:vocab_size].float().cpu()  # [v]
+            token = torch.tensor([draw(logits, config, generator)], device=device.current_device())
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.broadcast(token, src=0)
+            if int(token) == end:
+                return
+            ids.append(int(token))
+            yield ids[-1]
+    finally:
+        model.train(was_training)
+
+
+def _logits_at(position: int, model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
+    """What the model expects after the token at `position`, `[v]`, on every rank."""
+    whole = torch.tensor([ids], device=device.current_device())
+    logits = model(own_chunks(whole))[0]  # [s / cp, v]
+    if parallel_state.get_context_parallel_world_size() == 1:
+        found: torch.Tensor = logits[position]
+        return found
+    is_here = own_positions(len(logits), logits.device) == position
+    found = torch.where(is_here[:, None], logits, 0.0).sum(0)
+    dist.all_reduce(found, group=parallel_state.get_context_parallel_group())
+    return found
+
+
+def draw(logits: torch.Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
+    """One token id from the logits `[v]` of the next token."""
+    if config.temperature == 0.0:
+        return int(logits.argmax())
+    logits = logits / config.temperature
+    if 0 < config.top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(config.top_k).values[-1], float("-inf"))
+    probabilities = logits.softmax(0)
+    if config.top_p < 1.0:
+        ranked, order = probabilities.sort(descending=True)
+        # A token stays if those before it have not reached the sum yet: the likeliest always does.
+        total = ranked.cpu().cumsum(0).to(ranked.device)  # on a GPU it has no form that --deterministic admits
+        dropped = order[total - ranked >= config.top_p]
+        probabilities = probabilities.index_fill(0, dropped, 0.0)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def stream_text(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
+    """The text of `tokens` in pieces, as soon as it is certain: a character can take several tokens."""
+    ids: list[int] = []
+    shown = 0
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if text.endswith("\ufffd") and len(text) - shown < 4:
+            continue  # the beginning of a character whose other bytes are still to come
+        yield text[shown:]
+        shown = len(text)
+    yield tokenizer.decode(ids)[shown:]

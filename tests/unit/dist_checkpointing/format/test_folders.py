@@ -1,0 +1,187 @@
+"""The pointer to the latest checkpoint, and what a reader finds after a crash at the worst moment."""
+
+import shutil
+
+import pytest
+import torch
+
+from core.dist_checkpointing import Retention, checkpoint_directory, latest_checkpoint, load, save
+from core.dist_checkpointing.format import folders, writer
+from core.errors import CheckpointError
+
+
+def _save(folder, value: float = 1.0, keep: Retention | None = None) -> None:
+    save({"w": torch.full((2,), value)}, folder, metadata={}, keep=keep)
+
+
+def _iterations(root) -> list[int]:
+    return [int(path.name[5:]) for path in reversed(folders.complete_checkpoints(root))]
+
+
+def test_the_pointer_follows_each_save(tmp_path):
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    assert latest_checkpoint(tmp_path) is None
+    for iteration in (100, 12_345_678):
+        _save(checkpoint_directory(tmp_path, iteration))
+        assert latest_checkpoint(tmp_path) == checkpoint_directory(tmp_path, iteration)
+    assert [path.name for path in sorted(tmp_path.glob("iter*"))] == ["iter_0000100", "iter_12345678"]
+    assert (tmp_path / "latest").read_text() == "iter_12345678\n"
+
+
+def test_without_a_pointer_the_highest_complete_iteration_is_the_latest(tmp_path):
+    for iteration in (9_999_999, 10_000_000):
+        _save(checkpoint_directory(tmp_path, iteration))
+    (tmp_path / "latest").unlink()
+    (tmp_path / "iter_99999999").mkdir()  # empty
+    assert latest_checkpoint(tmp_path) == checkpoint_directory(tmp_path, 10_000_000)
+
+
+@pytest.mark.parametrize("text", ["", "..", "../elsewhere", "/", "iter_0000009", "a\nb"])
+def test_a_pointer_to_no_checkpoint_is_an_error_not_a_fresh_start(tmp_path, text):
+    _save(checkpoint_directory(tmp_path, 1))
+    (tmp_path / "latest").write_text(text)
+    with pytest.raises(CheckpointError, match="latest"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
+    folder = checkpoint_directory(tmp_path, 1)
+    _save(folder)
+    shutil.copytree(folder, tmp_path / f".{folder.name}.tmp")  # the new one, complete
+    folder.rename(tmp_path / f".{folder.name}.old")  # moved aside, and then the machine went down
+    assert latest_checkpoint(tmp_path) == folder
+    read = torch.zeros(2)
+    load({"w": read}, folder)
+    assert read.tolist() == [1.0, 1.0]
+    _save(folder, 2.0)
+    load({"w": read}, folder)
+    assert read.tolist() == [2.0, 2.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name, "latest"]
+
+
+def test_after_such_a_crash_a_save_of_another_iteration_gives_the_old_one_its_name_back(tmp_path):
+    folder = checkpoint_directory(tmp_path, 1)
+    _save(folder)
+    shutil.copytree(folder, tmp_path / f".{folder.name}.tmp")
+    folder.rename(tmp_path / f".{folder.name}.old")
+    _save(checkpoint_directory(tmp_path, 2))
+    assert _iterations(tmp_path) == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
+
+
+def test_a_copy_that_a_crash_left_aside_is_not_read_in_the_place_of_a_checkpoint_that_was_removed(tmp_path):
+    folder = checkpoint_directory(tmp_path, 1)
+    _save(folder, 1.0)
+    shutil.copytree(folder, tmp_path / f".{folder.name}.old")  # killed before it was removed
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        load({"w": torch.zeros(2)}, folder)
+    _save(checkpoint_directory(tmp_path, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest"]
+
+
+def test_rotation_keeps_the_newest_checkpoint_that_can_be_gone_on_from(tmp_path):
+    for iteration, finite in ((1, True), (2, True), (3, False), (4, False), (5, False)):
+        save(
+            {"w": torch.ones(2)},
+            checkpoint_directory(tmp_path, iteration),
+            metadata={"finite": finite},
+            keep=Retention(1),
+        )
+        assert _iterations(tmp_path) == ([iteration] if finite else [2, iteration])
+    _save(checkpoint_directory(tmp_path, 6), keep=Retention(1))
+    assert _iterations(tmp_path) == [6]
+    for skipped in (1, 2):
+        metadata = {"finite": True, "skipped_steps": skipped}
+        save({"w": torch.ones(2)}, checkpoint_directory(tmp_path, 6 + skipped), metadata=metadata, keep=Retention(1))
+        assert _iterations(tmp_path) == [6, 6 + skipped]
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_does_not_read_back(tmp_path, monkeypatch):
+    _save(checkpoint_directory(tmp_path, 1), keep=Retention(1))
+    honest = writer.np.fromfile
+
+    def misread(*args, **kwargs):
+        data = honest(*args, **kwargs)
+        data[-1] ^= 1
+        return data
+
+    monkeypatch.setattr(writer.np, "fromfile", misread)
+    with pytest.raises(CheckpointError, match="does not read back as it was written, in bytes 0 to 8"):
+        _save(checkpoint_directory(tmp_path, 2), keep=Retention(1))
+    assert _iterations(tmp_path) == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest"]
+
+
+def test_what_a_killed_save_left_is_swept_away_by_the_next(tmp_path):
+    folder = checkpoint_directory(tmp_path, 1)
+    left = tmp_path / f".{folder.name}.tmp"
+    left.mkdir()
+    (left / "rank_00007.bin").write_bytes(b"half")
+    _save(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "rank_00000.bin"]
+    assert not left.exists()
+
+
+def test_a_pointer_that_misleads_names_what_there_is(tmp_path):
+    for iteration in (1, 2):
+        _save(checkpoint_directory(tmp_path, iteration))
+    (tmp_path / "latest").write_text("iter_0000003")
+    with pytest.raises(CheckpointError, match=r"write the name of another one there \(iter_0000002, iter_0000001\)"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (None, [1, 2, 3, 4, 5, 6, 7]),
+        (Retention(1), [7]),
+        (Retention(3), [5, 6, 7]),
+        (Retention(2, 3), [3, 6, 7]),
+        (Retention(1, 1), [1, 2, 3, 4, 5, 6, 7]),
+        (Retention(9), [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_retention_keeps_the_last_and_every_so_many(tmp_path, keep, left):
+    (tmp_path / "iter_notes").mkdir()
+    (tmp_path / "iter_0000000").mkdir()  # no checkpoint, so not ours to remove
+    for iteration in range(1, 8):
+        _save(checkpoint_directory(tmp_path, iteration), keep=keep)
+    assert _iterations(tmp_path) == left
+    assert latest_checkpoint(tmp_path) == checkpoint_directory(tmp_path, 7)
+    assert {path.name for path in tmp_path.iterdir() if not (path / "checkpoint.json").exists()} == {
+        *("iter_notes", "iter_0000000", "latest")
+    }
+
+
+def test_a_run_that_went_back_keeps_what_it_writes_now(tmp_path):
+    for iteration in (3, 6, 9):
+        _save(checkpoint_directory(tmp_path, iteration))
+    for iteration in (4, 5):  # continued from 3, because later ones were no good
+        _save(checkpoint_directory(tmp_path, iteration), keep=Retention(2))
+    assert _iterations(tmp_path) == [4, 5, 6, 9]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch):
+    _save(checkpoint_directory(tmp_path, 1))
+
+    def refuse(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match=r"iter_0000001 cannot be removed \(Permission denied\)"):
+        _save(checkpoint_directory(tmp_path, 2), keep=Retention(1))
+    assert latest_checkpoint(tmp_path) == checkpoint_directory(tmp_path, 2)
+    monkeypatch.undo()
+    _save(checkpoint_directory(tmp_path, 3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000003", "latest"]
+
+
+def test_what_killed_saves_of_other_iterations_left_is_swept_away(tmp_path):
+    for name in (".iter_0000001.tmp", ".iter_0000004.removed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00007.bin").write_bytes(b"half")
+    (tmp_path / ".iter_mine.tmp").mkdir()
+    _save(checkpoint_directory(tmp_path, 2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".iter_mine.tmp", "iter_0000002", "latest"]

@@ -1,0 +1,48 @@
+"""A rank that does not answer while a run saves is named like one that is missing in a step."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.errors import OutOfStepError
+from core.training.checkpointing import writer as writer_module
+from tests.unit._spawn import run_distributed
+
+LIMIT_S = 1.0
+
+
+def _one_rank_is_paused_in_a_save(folder: str) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+
+    def save_checkpoint(*arguments: Any, **settings: Any) -> Path:
+        if dist.get_rank() == 1:
+            time.sleep(LIMIT_S + 4)
+            return Path(folder)
+        dist.all_reduce(torch.ones(1), group=group)
+        return Path(folder)
+
+    config = SimpleNamespace(checkpoint=SimpleNamespace(async_save=False))
+    writer = writer_module.CheckpointWriter(config, Path(folder))  # type: ignore[arg-type]
+    with patch.object(writer_module, "save_checkpoint", save_checkpoint):
+        if dist.get_rank() == 1:
+            writer.save(SimpleNamespace())  # type: ignore[arg-type]
+            return ""
+        with pytest.raises(OutOfStepError) as caught:
+            writer.save(SimpleNamespace())  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_rank_that_is_paused_in_a_save_is_named(tmp_path):
+    message = run_distributed(_one_rank_is_paused_in_a_save, 2, str(tmp_path))[0]
+    assert "s in vain in save 1 of the run's checkpoint, its call" in message
+    assert "rank 1 waited in the same" in message
+    assert "a paused process" in message

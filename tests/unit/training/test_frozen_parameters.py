@@ -1,0 +1,27 @@
+"""Parameters are frozen by the patterns of their names."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from core.errors import ConfigError
+from core.training.frozen_parameters import freeze_parameters
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+
+
+def test_what_matches_is_frozen():
+    found = model()
+    assert freeze_parameters(found, ["0.*", "*.bias"]) == ["0.weight", "0.bias", "1.bias", "2.bias"]
+    assert [name for name, p in found.named_parameters() if p.requires_grad] == ["1.weight", "2.weight"]
+    assert freeze_parameters(model(), []) == []
+
+
+def test_a_pattern_of_nothing_and_one_of_everything_are_refused():
+    with pytest.raises(ConfigError, match=r"freeze '3\.\*' matches no parameter; names are as 0\.weight and 2\.bias"):
+        freeze_parameters(model(), ["0.*", "3.*"])
+    with pytest.raises(ConfigError, match=r"freeze 0\.\* \[12\]\.\* matches all 6 parameters; leave some to train"):
+        freeze_parameters(model(), ["0.*", "[12].*"])
