@@ -15,11 +15,13 @@ from ..model_parallel_config import ModelParallelConfig
 from ..process_groups_config import ProcessGroupCollection
 from .buffers.bucket import Bucket
 from .buffers.bucket_group import BucketGroup, GradientLender
+from .buffers.forward_hooks import wait_before_forwards
 from .buffers.param_and_grad_buffer import ParamAndGradBuffer
 from .buffers.param_placement import ParamPlacement
 from .buffers.reduction import BucketReduction
 from .buffers.schedule import ReductionSchedule
-from .buffers.unreadable_gradient import is_unreadable, make_unreadable_gradient
+from .buffers.shown_gradients import ShownGradients, shows_main_grad
+from .buffers.unreadable_gradient import is_unreadable
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import Phase
@@ -116,9 +118,9 @@ class DistributedDataParallel(_BaseDataParallel):
         self._finishes_in_backward = finish_in_backward
         finish = _weakly(self.finish_grad_sync) if finish_in_backward else None
         self._schedule = ReductionSchedule(self._bucket_groups, plan, finish)
+        self._shown = ShownGradients(self._group_of, self._is_sharded)
+        # Handles, while forwards wait for parameters: from `enable_forward_pre_hook` to `disable_forward_pre_hook`.
         self._pre_hooks: list[Any] = []
-        # What `grad` is between finish_grad_sync and the optimizer's step where gradients are sharded.
-        self._unreadable_grads: dict[nn.Parameter, Tensor] = {}
         for param in self._group_of:
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -175,9 +177,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.finish_param_sync()
 
     def note_step(self) -> None:
-        if self._is_sharded:
-            for param in self._group_of:
-                param.grad = None
+        self._shown.hide_after_step()
 
     # Parameters marked ``allreduce=False`` lie in buffers of their own; all are reduced over one group, as long as
     # experts are cut as dense layers are (`reject_expert_parameters`).
@@ -250,46 +250,21 @@ class DistributedDataParallel(_BaseDataParallel):
         self.finish_param_sync()
         self._placement.check(unwrap_model(self))
         if not self.gradient_state.is_reduced:
-            self._take_gradients_written_by_user()
+            self._shown.take_written()
         self.start_grad_sync()
         for group in self._bucket_groups:
             group.finish_grad_sync(force_all_reduce)
-        if self._is_sharded:
-            self._show_gradients_unreadable()
-        else:
-            self._share_gradients()
-
-    def _take_gradients_written_by_user(self) -> None:
-        """Lets what the user has assigned to a parameter's ``grad`` replace this rank's gradient."""
-        for param, group in self._group_of.items():
-            if param.grad is not None and not group.bucket.holds_gradient(param, param.grad):
-                group.replace_gradient(param, param.grad)
-            param.grad = None
-
-    def _share_gradients(self) -> None:
-        """Shows whole gradients in ``param.grad`` too; of a parameter that is frozen and got none, nowhere."""
-        for param, group in self._group_of.items():
-            if not group.bucket.has_gradient(param):
-                param.grad = param.main_grad = None  # type: ignore[attr-defined]
-            elif param.main_grad.dtype == param.dtype:  # type: ignore[attr-defined]
-                param.grad = param.main_grad  # type: ignore[attr-defined]
-                share_gradient(param, True)
-
-    def _show_gradients_unreadable(self) -> None:
-        for param, group in self._group_of.items():
-            if param not in self._unreadable_grads:
-                self._unreadable_grads[param] = make_unreadable_gradient(param)
-            param.grad = self._unreadable_grads[param] if group.bucket.has_gradient(param) else None
+        self._shown.show()
 
     def _open_reduced_gradients(self) -> bool:
         if self._is_sharded:
             return False
-        kept = [param for param in self._group_of if _shows_main_grad(param)]
+        kept = [param for param in self._group_of if shows_main_grad(param)]
         if kept and not self._adds_exactly:
             return False
         self._schedule.restart()
         for group in self._bucket_groups:
-            group.open_again([param for param in group.bucket.params if not _shows_main_grad(param)])
+            group.open_again([param for param in group.bucket.params if not shows_main_grad(param)])
         return True
 
     def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -303,14 +278,12 @@ class DistributedDataParallel(_BaseDataParallel):
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
-        if self._is_sharded:
-            written = next((p for p in self._group_of if not (p.grad is None or is_unreadable(p.grad))), None)
-            if written is not None:
-                raise OptimizerError(
-                    f"parameter {self._name_of(written)} has a .grad of its own, but {self._sharding} keeps the "
-                    "gradient of a shard on each rank, which the optimizer reads instead; set .grad before "
-                    "finalize_model_grads, or use the sharding strategy 'no_shard'"
-                )
+        if (written := self._shown.find_written()) is not None:
+            raise OptimizerError(
+                f"parameter {self._name_of(written)} has a .grad of its own, but the sharding strategy "
+                f"{self.plan.strategy!r} keeps the gradient of a shard on each rank, which the optimizer reads "
+                "instead; set .grad before finalize_model_grads, or use the sharding strategy 'no_shard'"
+            )
 
     def check_may_step_directly(self, optimizer: str) -> None:
         if self._is_sharded:
@@ -331,10 +304,6 @@ class DistributedDataParallel(_BaseDataParallel):
                     f"kept in {grad_dtype} and not in .grad; use core.optimizer.get_megatron_optimizer, or drop "
                     f"{setting}"
                 )
-
-    @property
-    def _sharding(self) -> str:
-        return f"the sharding strategy {self.plan.strategy!r}"
 
     def _name_of(self, param: nn.Parameter) -> str:
         return next(slot.name for slot in self._group_of[param].bucket.slots if slot.param is param)
@@ -382,18 +351,10 @@ class DistributedDataParallel(_BaseDataParallel):
             group.free_overlap_buffers()
 
     def enable_forward_pre_hook(self) -> None:
-        """Lets parameters be gathered while forward runs: each module's forward waits for those that it reads.
-
-        Whoever else reads one waits as well (`pending_parameters`). A module of torch with children may read their
-        weights itself, and choose its kernel by whether it can: it waits for all below it.
-        """
+        """Lets parameters be gathered while forward runs: each module's forward waits for those that it reads."""
         if self._pre_hooks:
             raise ShardstackError("the forward pre-hooks are enabled already; disable_forward_pre_hook() comes first")
-        for module in self.module.modules():
-            params = module.parameters(recurse=_reads_weights_of_children(module))
-            groups = {self._group_of[p]: None for p in params if p in self._group_of}
-            if groups:  # before all other hooks, which may read parameters
-                self._pre_hooks.append(module.register_forward_pre_hook(_Waiter(list(groups)), prepend=True))
+        self._pre_hooks += wait_before_forwards(self.module, self._group_of)
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Takes the hooks away, as for an evaluation that reads parameters outside of forward.
@@ -435,31 +396,6 @@ class _BufferList(list[ParamAndGradBuffer]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
         return self._torch_buffers(*args, **kwargs)
-
-
-class _Waiter:
-    """Waits for the parameters of some buckets; in a pickled module it does nothing."""
-
-    def __init__(self, groups: list[BucketGroup]) -> None:
-        self._groups = groups
-
-    def __call__(self, *unused: Any) -> None:
-        for group in self._groups:
-            group.finish_param_sync()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Waiter, ([],)
-
-
-def _reads_weights_of_children(module: nn.Module) -> bool:
-    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return type(module).__module__.startswith("torch.nn.modules.") and not isinstance(module, containers)
-
-
-def _shows_main_grad(param: Any) -> bool:
-    """Whether ``param.grad`` is the memory of ``main_grad``, as after `finish_grad_sync`."""
-    main_grad = getattr(param, "main_grad", None)
-    return param.grad is not None and main_grad is not None and param.grad.data_ptr() == main_grad.data_ptr()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

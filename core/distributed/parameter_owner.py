@@ -10,14 +10,26 @@ import functools
 import types
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-if TYPE_CHECKING:
-    from .data_parallel_base import _BaseDataParallel
+from .plan import ShardingPlan
+
+
+class TrainsParameters(Protocol):
+    """What an optimizer asks of a wrapper, and says to it."""
+
+    plan: ShardingPlan
+
+    def check_may_step_directly(self, optimizer: str) -> None:
+        """Raises unless an optimizer of torch may read the gradients of its parameters."""
+
+    def note_step(self) -> None:
+        """An optimizer has written its parameters."""
+
 
 _OWNER = "_data_parallel_owner"
 _OF_WRAPPERS = frozenset(
@@ -32,7 +44,7 @@ _OF_WRAPPERS = frozenset(
 class _Owner:
     """What a wrapper notes on each of its parameters."""
 
-    def __init__(self, wrapper: _BaseDataParallel) -> None:
+    def __init__(self, wrapper: TrainsParameters) -> None:
         self.wrapper = weakref.ref(wrapper)
         # Set when gradients are reduced, cleared when they are zeroed: `grad` is then the memory of `main_grad`.
         self.shares_gradient = False
@@ -41,7 +53,7 @@ class _Owner:
         return None
 
 
-def own_parameters(params: Iterable[nn.Parameter], wrapper: _BaseDataParallel) -> None:
+def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) -> None:
     """Makes `wrapper` the one that optimizers of these parameters ask; it is not kept alive."""
     for param in params:
         setattr(param, _OWNER, _Owner(wrapper))
@@ -50,7 +62,7 @@ def own_parameters(params: Iterable[nn.Parameter], wrapper: _BaseDataParallel) -
     _watch_torch_optimizers()
 
 
-def owner_of(param: Any) -> _BaseDataParallel | None:
+def owner_of(param: Any) -> TrainsParameters | None:
     """The wrapper that trains the parameter, while it exists."""
     owner: _Owner | None = getattr(param, _OWNER, None)
     return None if owner is None else owner.wrapper()
@@ -81,7 +93,7 @@ def _watch_torch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _wrappers_of(optimizer: Optimizer) -> list[_BaseDataParallel]:
+def _wrappers_of(optimizer: Optimizer) -> list[TrainsParameters]:
     found = (owner_of(param) for group in optimizer.param_groups for param in group["params"])
     return list({id(wrapper): wrapper for wrapper in found if wrapper is not None}.values())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +10,8 @@ from torch import Tensor, nn
 from ..._torch_compat import current_backward
 from ...errors import ShardstackError
 from ...host_memory import passing_memory
+from ..plan.buffers import is_expert_parameter
 from ..plan.layout import BucketLayout
-
-if TYPE_CHECKING:
-    from .param_and_grad_buffer import ParamAndGradBuffer
 
 _ALLOCATION_ALIGNMENT = 64
 """Bytes, of every tensor that torch allocates on the CPU. What is aligned to `PARAM_ALIGNMENT` elements is so too."""
@@ -52,6 +49,28 @@ class GradSlot:
     """The backward that computes a gradient in `view` (`Bucket.lend`), until it brings the parameter's."""
 
 
+class FlatMemory:
+    """What buckets are parts of: a `ParamAndGradBuffer`, which sets all of this when it is built."""
+
+    names: list[str]
+    params: list[nn.Parameter]
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+    num_shards: int
+    shard_index: int
+    accumulated_in_fp32: frozenset[str]
+    param_data: Tensor | None
+    """`[numel]`, or None where parameters keep their own memory."""
+    grad_data: Tensor | None
+    """`[numel]`, or None where whole gradients are released."""
+
+    @property
+    def holds_experts(self) -> bool:
+        """Whether its parameters carry Megatron-LM's mark of experts; those with and without share no buffer."""
+        return is_expert_parameter(self.params[0])
+
+
 class Bucket:
     """A part of a buffer: the parameters whose gradients are reduced, and that are gathered, in one collective.
 
@@ -70,7 +89,7 @@ class Bucket:
 
     layerwise_gather_list: list[Tensor] | None = None
 
-    def __init__(self, buffer: ParamAndGradBuffer, layout: BucketLayout) -> None:
+    def __init__(self, buffer: FlatMemory, layout: BucketLayout) -> None:
         self.buffer = buffer
         self.layout = layout
         self.offset, self.numel = layout.start, layout.end - layout.start

@@ -12,12 +12,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..plan.buffers import is_expert_parameter
 from ..plan.layout import BucketLayout
-from .bucket import Bucket
+from .bucket import Bucket, FlatMemory
 
 
-class ParamAndGradBuffer:
+class ParamAndGradBuffer(FlatMemory):
     """Flat memory for parameters of one dtype and their gradients.
 
     Args:
@@ -80,11 +79,6 @@ class ParamAndGradBuffer:
             for number, bucket in enumerate(self.buckets)
             for param in bucket.params
         }
-
-    @property
-    def holds_experts(self) -> bool:
-        """Whether its parameters carry Megatron-LM's mark of experts; those with and without share no buffer."""
-        return is_expert_parameter(self.params[0])
 
     @property
     def extra_main_grads(self) -> list[Tensor]:

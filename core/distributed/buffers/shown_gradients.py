@@ -1,0 +1,69 @@
+"""What the user and optimizers see of gradients in ``param.grad``, once they are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..parameter_owner import share_gradient
+from .bucket_group import BucketGroup
+from .unreadable_gradient import is_unreadable, make_unreadable_gradient
+
+
+class ShownGradients:
+    """``param.grad`` of the parameters of flat buffers, from `finish_grad_sync` to the optimizer's step.
+
+    Whole gradients are shown there, in the memory of ``main_grad``; of a shard something that raises when it is read.
+
+    Args:
+        group_of: the bucket of each parameter.
+        is_sharded: a rank keeps a shard of each gradient.
+    """
+
+    def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
+        self._group_of, self._is_sharded = group_of, is_sharded
+        # Made when it is first shown, and shown again in each step.
+        self._unreadable: dict[nn.Parameter, Tensor] = {}
+
+    def take_written(self) -> None:
+        """Lets what the user has assigned to a parameter's ``grad`` replace this rank's gradient."""
+        for param, group in self._group_of.items():
+            if param.grad is not None and not group.bucket.holds_gradient(param, param.grad):
+                group.replace_gradient(param, param.grad)
+            param.grad = None
+
+    def show(self) -> None:
+        """After gradients were reduced; those of a parameter that is frozen and got none are shown nowhere."""
+        for param, group in self._group_of.items():
+            if self._is_sharded:
+                param.grad = self._unreadable_gradient(param) if group.bucket.has_gradient(param) else None
+            elif not group.bucket.has_gradient(param):
+                param.grad = param.main_grad = None  # type: ignore[attr-defined]
+            elif param.main_grad.dtype == param.dtype:  # type: ignore[attr-defined]
+                param.grad = param.main_grad  # type: ignore[attr-defined]
+                share_gradient(param, True)
+
+    def hide_after_step(self) -> None:
+        """What stands for a shard goes with the step that has read the shard."""
+        if self._is_sharded:
+            for param in self._group_of:
+                param.grad = None
+
+    def find_written(self) -> nn.Parameter | None:
+        """A parameter to whose ``grad`` the user has assigned, where a shard's is read instead."""
+        if not self._is_sharded:
+            return None
+        return next((p for p in self._group_of if not (p.grad is None or is_unreadable(p.grad))), None)
+
+    def _unreadable_gradient(self, param: nn.Parameter) -> Tensor:
+        if param not in self._unreadable:
+            self._unreadable[param] = make_unreadable_gradient(param)
+        return self._unreadable[param]
+
+
+def shows_main_grad(param: Any) -> bool:
+    """Whether ``param.grad`` is the memory of ``main_grad``, as after `finish_grad_sync`."""
+    main_grad = getattr(param, "main_grad", None)
+    return param.grad is not None and main_grad is not None and param.grad.data_ptr() == main_grad.data_ptr()
