@@ -23,6 +23,7 @@ def test_the_programs_run(tmp_path: Path) -> None:
     whole = [program for page in PAGES for program in programs_in(page) if _is_whole(program)]
     without = {"README", "functional-cases", "mutations", "coming-from-megatron-lm"}  # whose script needs a model
     without |= {"megatron-signatures", "megatron-pretrain-script", "runs", "contract", "silent-errors", "compositions"}
+    without |= {"wrappers", "what-it-costs"}
     assert len(whole) == len([page for page in PAGES if page.stem not in without])
     ended = run_scripts(whole, tmp_path, limit_s=240)
     assert ended.status == 0, ended.err
@@ -38,6 +39,16 @@ def test_code_compiles_and_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), link
         headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
         assert not anchor or anchor in [re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+def test_every_page_is_in_the_order_of_reading() -> None:
+    linked = set(re.findall(r"\]\(([a-z-]+\.md)\)", (REPOSITORY / "docs" / "README.md").read_text()))
+    assert linked == {page.name for page in PAGES} - {"README.md"}
+
+
+def test_links_of_the_first_page_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)", (REPOSITORY / "README.md").read_text())
+    assert len(links) >= 10 and all((REPOSITORY / link).exists() for link in links)
 
 
 def test_every_import_of_this_package_that_a_page_shows_exists() -> None:
