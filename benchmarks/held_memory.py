@@ -3,8 +3,8 @@
     python benchmarks/held_memory.py [--ranks 4] [--picture docs/what-a-rank-holds.svg]
 
 The GPT of the other benchmarks trains for two steps of two micro-batches with AdamW on gloo ranks. Then, between
-`finalize_model_grads` and the optimizer's step, rank 0 counts the bytes of its parameters, gradients and optimizer state
-(`held_tensors`, and the optimizer's tensors). Bytes are exact: they depend on no machine.
+`finalize_model_grads` and the optimizer's step, rank 0 counts the bytes of its parameters, gradients and optimizer
+state. They are exact, and depend on no machine.
 """
 
 from __future__ import annotations
