@@ -1,4 +1,4 @@
-"""Which axes of a mesh that somebody else built are data parallel and which tensor parallel, by their names."""
+"""Which axes of a given mesh are data parallel and which tensor parallel, by their names."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
 
 
 def fully_replicated(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks, each with a whole copy: the mesh of a hybrid whose shards are shared by nobody."""
+    """The same ranks, each with a whole copy: the mesh of a hybrid whose shards have one rank each."""
     return _of_two_axes(mesh, 1)
 
 

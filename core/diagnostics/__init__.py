@@ -39,7 +39,7 @@ from .out_of_step import raise_out_of_step
 
 @contextmanager
 def failures_explained(wrapper: nn.Module) -> Iterator[None]:
-    """Explains what fails inside it, in whatever part of a step of the wrapped model.
+    """Explains what fails inside it, in any part of a step of the wrapped model.
 
     Raises:
         UnitError: a sharded parameter was used outside its unit.

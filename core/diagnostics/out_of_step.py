@@ -2,7 +2,7 @@
 
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
 operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for, and so
-does NCCL with `TORCH_NCCL_BLOCKING_WAIT=1`. Without it torch's watchdog ends the process beside Python, with a message
+does NCCL with `TORCH_NCCL_BLOCKING_WAIT=1`. Without it torch's watchdog ends the process, with a message
 of its own.
 """
 
@@ -75,12 +75,12 @@ def _message(error: BaseException, call: Collective) -> str:
     states: dict[str, list[int]] = defaultdict(list)
     for rank in others:
         states[_state_of(record.read(rank), call)].append(record.ranks[rank])
-    told = listed([f"{rank_list(ranks)} {state}" for state, ranks in states.items()])
+    said = listed([f"{rank_list(ranks)} {state}" for state, ranks in states.items()])
     behind = [rank for state, ranks in states.items() if not state.startswith("waited in the same") for rank in ranks]
     look_at = rank_list(sorted(behind)) if behind else _NONE_BEHIND
     return (
         f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s in vain in {_name(call)}, "
-        f"its call {call.number} in this group: {told}. Every rank must make the same sequence of forwards, backwards "
+        f"its call {call.number} in this group: {said}. Every rank must make the same sequence of forwards, backwards "
         f"and steps; look at {look_at} for a skipped micro-batch, another branch, an endless "
         f"wait for data or a crash.{_flight_recorder_says(unfinished=True)} The backend said: {_first_line(error)}"
     )
@@ -122,9 +122,9 @@ def _words(kind: str, subject: str, occurrence: int, num_bytes: int) -> str:
 
 
 def _flight_recorder_says(unfinished: bool) -> str:
-    """Where torch's own record stands on this rank: at the first that is unfinished, or at the last; or nothing.
+    """Where torch's own record is on this rank: at the first that is unfinished, or at the last; or nothing.
 
-    gloo leaves entries "scheduled" for ever, but retires those that have ended, in whatever way.
+    gloo leaves entries "scheduled" for ever, but retires those that have ended in any way.
     """
     entries = flight_recorder()
     waiting = [entry for entry in entries if entry.get("state") != "completed" and not entry.get("retired")]

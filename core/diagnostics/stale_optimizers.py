@@ -25,9 +25,9 @@ _GATHERED_MARK = "_gathered_of"
 
 @contextmanager
 def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
-    """Marks the parameters that something inside replaces by others, as far as anybody still holds them.
+    """Marks the parameters that something inside replaces by others, as far as they are still referenced.
 
-    Nothing is kept alive: a parameter that nobody else holds is freed as it would be without this.
+    Nothing is kept alive: a parameter without other references is freed as it would be without this.
     """
     before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
     yield

@@ -126,7 +126,7 @@ class _BaseDataParallel(nn.Module, ABC):
         self._step += 1
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of the gradient that the optimizer reads, in whatever shape it has; it may be empty."""
+        """This rank's part of the gradient that the optimizer reads, in the shape that it has; it may be empty."""
         return local_gradient(parameter)
 
     sharded_state_dict = absent_method("sharded_state_dict", MODEL_STATE_DICT)
@@ -255,7 +255,7 @@ class _BaseDataParallel(nn.Module, ABC):
 
         Args:
             format: ``text``, a table of 119 columns at most, in which equal layers are one line; or ``html``, a page
-                that needs nothing beside itself, with a picture.
+                in one file, with a picture.
             num_microbatches: of a step.
 
         Raises:

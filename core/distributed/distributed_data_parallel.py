@@ -43,7 +43,7 @@ class DistributedDataParallel(_BaseDataParallel):
     * ``no_shard``: the whole gradient, averaged, in ``param.main_grad``, and the same memory in ``param.grad`` where
       both have one dtype: any optimizer, and `torch.nn.utils.clip_grad_norm_`, may read and write it there;
     * ``optim`` (ZeRO-1): the gradient of its shard of each bucket, inside the buffer of whole gradients; the rest of
-      ``main_grad`` is then this rank's own and no use to anybody;
+      ``main_grad`` is then this rank's own, and not to be read;
     * ``optim_grads`` (ZeRO-2): its shard alone. Whole gradients are allocated when backward reaches their bucket and
       freed when the bucket is reduced, during the last micro-batch's backward; ``main_grad`` is then None.
 
@@ -58,7 +58,7 @@ class DistributedDataParallel(_BaseDataParallel):
             this package it says that layers add into ``main_grad`` themselves, which then always exists.
         ddp_config: the wrapper's settings.
         module: the model. Every rank's becomes that of the group's first; on the meta device it is materialized here.
-        disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
+        disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
         full_param_layout: from `DistributedOptimizer.compute_full_param_layout`; it has to be what the wrapper
             computes itself.
@@ -223,7 +223,7 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         if self.gradient_state.phase is not Phase.ACCUMULATING:
             self.note_backward()
-            if self.gradient_state.phase is Phase.LATE:  # dropped; whoever asks for gradients next raises
+            if self.gradient_state.phase is Phase.LATE:  # dropped; the next use of gradients raises
                 param.grad = None
                 return
         if param.grad_added_to_main_grad:  # type: ignore[attr-defined]

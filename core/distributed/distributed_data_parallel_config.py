@@ -1,4 +1,4 @@
-"""What a data-parallel wrapper is told, apart from the model's own config."""
+"""The settings of a data-parallel wrapper, apart from the model's own config."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class DistributedDataParallelConfig:
 
     @property
     def sharding_strategy(self) -> str:
-        """The strategy after ``use_distributed_optimizer``, which alone means ``optim``, has had its say."""
+        """The strategy, after ``use_distributed_optimizer`` is applied, which alone means ``optim``."""
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"
         return self.data_parallel_sharding_strategy

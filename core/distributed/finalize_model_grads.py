@@ -25,8 +25,8 @@ def finalize_model_grads(
 ) -> None:
     """Finishes the gradients of a step, after which the optimizer may read them (Megatron-LM's function of this name).
 
-    In order: every chunk finishes its data-parallel reduction; gradients of parameters that tensor-parallel ranks
-    hold alike but used on different tokens (norms under sequence parallelism) are summed over those ranks; and, with
+    In order: every chunk finishes its data-parallel reduction; gradients of parameters that all tensor-parallel ranks
+    hold whole but used on different tokens (norms under sequence parallelism) are summed over those ranks; and, with
     a token count, everything is divided by the number of tokens of all ranks.
 
     Args:

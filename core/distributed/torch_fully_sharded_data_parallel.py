@@ -50,10 +50,10 @@ DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
 class TorchFullyShardedDataParallel(_BaseDataParallel):
     """Parameters, gradients and optimizer state sharded over the group (ZeRO-3), by PyTorch's `fully_shard`.
 
-    Parameters become DTensors on dim 0 and keep Megatron's attributes; ``param.grad`` is sharded alike. With fp32
+    Parameters become DTensors on dim 0 and keep Megatron's attributes; ``param.grad`` is sharded so too. With fp32
     parameters and ``config.bf16`` or ``fp16`` the fp32 shard is the master copy: it is cast for the all-gather, and
     gradients are reduced in that dtype, or in fp32 with ``ddp_config.grad_reduce_in_fp32``. Parameters that arrive in
-    low precision stay so, and FSDP2 rounds their gradients to it, whatever they were reduced in.
+    low precision stay so, and FSDP2 rounds their gradients to it, also where they were reduced in fp32.
 
     A parameter that no backward reached has a zero gradient, as under `DistributedDataParallel`.
 
@@ -176,7 +176,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def broadcast_params(self) -> None:
         """Sends rank 0's buffers to all, and each shard to its replicas across optimizer instances.
 
-        Within an instance a shard exists once and has nobody to agree with: replicas that started different were made
+        Within an instance a shard exists once, and is not sent: replicas that started different were made
         equal before they were cut (``sync_module_states``).
         """
         self.sharded.reshard()

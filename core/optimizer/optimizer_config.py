@@ -114,7 +114,7 @@ class OptimizerConfig:
 
     use_distributed_optimizer: bool | None = None
     """Whether the state is sharded over flat buffers (ZeRO-1 and -2). The model's wrapper decides; a script may say
-    here what it counts on, and is told where it differs."""
+    here what it counts on, and where it differs says so."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:

@@ -38,7 +38,7 @@ class HasParamGroups(Protocol):
 class OptimizerParamScheduler:
     """Sets ``lr`` and ``weight_decay`` of every parameter group from the number of steps made.
 
-    A step is whatever the caller counts, iterations or samples, in :meth:`step` and in every ``*_steps`` alike.
+    A step is what the caller counts, iterations or samples, in :meth:`step` and in every ``*_steps``.
 
     The learning rate rises linearly from `init_lr` to `max_lr` over `lr_warmup_steps`, then falls to `min_lr` at
     `lr_decay_steps`, and stays there: along a line, a half cosine (Loshchilov & Hutter, 2017), or, with ``"WSD"``

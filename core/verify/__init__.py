@@ -1,6 +1,6 @@
 """Whether the numbers of a model change under any wrapper: ``python -m core.verify my_module:build``.
 
-A model of anybody's is trained under every wrapper in turn, in lockstep with plain replicas, which are themselves
+Any model is trained under every wrapper in turn, in lockstep with plain replicas, which are themselves
 compared with one process that goes through the micro-batches of all ranks. What parts is named: the first step, and
 the first parameter whose gradient or weight differs.
 

@@ -14,7 +14,7 @@ from ...text import choices
 
 
 def import_classes_from_paths(class_paths: Iterable[str | type[nn.Module]]) -> list[type[nn.Module]]:
-    """The module classes of these dotted paths, as ``"torch.nn.Linear"``; a class stands for itself.
+    """The module classes of these dotted paths, as ``"torch.nn.Linear"``; a class is taken as it is.
 
     Raises:
         WrapError: a path that does not import, or is not that of a module class; it names the path, what the module

@@ -52,7 +52,7 @@ def fsdp2_strategy_parallelize(
         offload_policy: as torch's.
         activation_checkpointing: compute each unit again in backward; ``"selective"`` keeps matrix products.
         reshard_after_forward: free a unit's parameters between forward and backward; see `shard_model`.
-        sync_module_states: begin with the first rank's values, whatever the others hold.
+        sync_module_states: begin with the first rank's values, in place of what the others hold.
 
     Returns:
         The same model.

@@ -21,7 +21,7 @@ from ..mesh_axes import TENSOR_AXES, MeshAxes, axis_sizes
 from .styles import translate_to_torch_parallel_style
 
 Plan = Mapping[str, ParallelStyle]
-"""By module name, in which ``*`` stands for any one part of it."""
+"""By module name, in which ``*`` matches any one part."""
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:

@@ -28,7 +28,7 @@ def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
 
 @dataclass
 class DDPTransformConfig:
-    """What torch's DDP is told; on this library's buffers each of these is always so."""
+    """Settings of torch's DDP; on this library's buffers each of these is always so."""
 
     find_unused_parameters: bool = False
     """A parameter that no backward reaches has a zero gradient here in any case."""

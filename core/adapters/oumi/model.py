@@ -37,8 +37,8 @@ _ABOUT_SHARDS = ("backward_prefetch", "forward_prefetch", "auto_wrap_policy", "s
 def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMesh | None = None) -> _BaseDataParallel:
     """Wraps a model as an oumi config's ``fsdp`` block says.
 
-    Gradients are in ``param.grad`` after backward, whatever the strategy, and `get_megatron_optimizer` takes the
-    result too. The wrapped model stands in ``.module``, whose ``generate`` works.
+    Gradients are in ``param.grad`` after backward, under every strategy, and `get_megatron_optimizer` takes the
+    result too. The wrapped model is ``.module``, whose ``generate`` works.
 
     Args:
         model: any module, on this rank's device.

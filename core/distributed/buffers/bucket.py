@@ -198,7 +198,7 @@ class Bucket:
         if memory.data_ptr() % _ALLOCATION_ALIGNMENT:
             return None
         slot.lent_to = current_backward()
-        return memory.detach()  # autograd copies a gradient that somebody else holds, so not the view
+        return memory.detach()  # autograd copies a gradient that has other references, so not the view
 
     def take_back(self, param: nn.Parameter) -> None:
         """Ends what `lend` began, as the parameter's gradient of this backward is there to be added.
@@ -305,7 +305,7 @@ class Bucket:
             accumulator.mul_(factor)
 
     def release_grads(self) -> None:
-        """Lets go of the whole gradient; whoever reduces it still holds it."""
+        """Frees the whole gradient, once the reduction that holds it has ended too."""
         self.grad_data = None
         for slot in self._slots.values():
             slot.view, slot.accumulator, slot.is_empty = None, None, True

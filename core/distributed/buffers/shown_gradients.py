@@ -46,7 +46,7 @@ class ShownGradients:
                 share_gradient(param, True)
 
     def hide_after_step(self) -> None:
-        """What stands for a shard goes with the step that has read the shard."""
+        """Hides what was shown in place of a shard, once a step has read the shard."""
         if self._is_sharded:
             for param in self._group_of:
                 param.grad = None

@@ -1,4 +1,4 @@
-"""What ``param.grad`` is where gradients are sharded over flat buffers: something that says so to whoever uses it.
+"""What ``param.grad`` is where gradients are sharded over flat buffers: a tensor that raises an error saying so.
 
 None would tell `torch.nn.utils.clip_grad_norm_` and loops over gradients that there is nothing to do.
 """

@@ -75,7 +75,7 @@ class Prefetcher:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # Below the first trained weight, as under adapters, nothing needs a gradient. A checkpoint that is to be
-        # recomputed may run without: there nobody knows yet.
+        # recomputed may run without: there it is not known yet.
         needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
         if needs_gradient or not torch.is_grad_enabled():
             self._reached_by_backward.add(module)
@@ -102,7 +102,7 @@ class Prefetcher:
 
 
 def _last_index(order: list[nn.Module], module: nn.Module) -> int:
-    """Where `module` stands in `order` last; its length where it does not."""
+    """The last index of `module` in `order`; its length where it is absent."""
     return next((index for index in reversed(range(len(order))) if order[index] is module), len(order))
 
 

@@ -47,7 +47,7 @@ class ShardedModel:
         fsdp_modules: every module that FSDP2 acts on, the root first.
 
     Raises:
-        WrapError: a model that is sharded already, that cannot be, or that other ranks do not have alike.
+        WrapError: a model that is sharded already, that cannot be, or that differs between ranks.
     """
 
     def __init__(self, module: nn.Module, plan: FSDP2Plan) -> None:

@@ -18,7 +18,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
     """Overwrites tensors, in place, with those of the group's first rank; the order must agree on all ranks.
 
     Of a DTensor its local shard is sent: the group must then be one whose ranks hold the same shard. Tensors on the
-    meta device have nothing to send. One that lies elsewhere than this process computes travels by way of there, so
+    meta device have nothing to send. One on another device than this process computes on is sent from a copy there, so
     that every rank sends from the same kind of device.
     """
     if group.size() == 1:

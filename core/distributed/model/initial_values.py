@@ -1,4 +1,4 @@
-"""What a wrapped model starts from: the values of the first rank, or of nobody yet.
+"""What a wrapped model starts from: the values of the first rank, or values that are still to be drawn.
 
     start = InitialValues(module, group)
     start.equalize()                        # before sharding: what every rank holds becomes the first one's
@@ -7,7 +7,7 @@
 
 The first rank decides, tensor by tensor. What it holds, all get: in place where all have storage, else after sharding,
 one tensor at a time, so that a rank which started on the meta device never holds the model whole. What it has on the
-meta device, all draw alike from its seeds.
+meta device, all draw from its seeds.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class InitialValues:
     def _agree(self, on_meta: list[bool]) -> tuple[list[bool], list[bool]]:
         """Which tensors the first rank has on meta, and which any rank has there."""
         if dist.get_backend(self._group) == "fake":
-            return on_meta, on_meta  # a simulation: there is nobody to ask
+            return on_meta, on_meta  # a simulation: there is no other rank to ask
         own = torch.tensor(on_meta, dtype=torch.int32)
         of_first = own if self._group.rank() == 0 else torch.zeros_like(own)
         both = torch.stack([of_first, own]).to(device.current_device())

@@ -24,7 +24,7 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
     """Raises unless a model is plain: neither it nor a module in it is wrapped or sharded.
 
     Args:
-        wrappers: classes that wrap a model, beside torch's.
+        wrappers: classes that wrap a model, in addition to torch's.
 
     Raises:
         WrapError: says which module, by whom, and what to do.

@@ -32,7 +32,7 @@ def plan_buffers(
     """What flat buffers are to do to a model; see `plan_model`.
 
     Args:
-        disable_bucketing: reduce each buffer in one piece, whatever the bucket size.
+        disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
     """
     strategy = ddp_config.sharding_strategy
     if strategy == "optim_grads_params":

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a flat buffer, and where the buffer is cut into buckets: arithmetic, no memory."""
+"""Places parameters in a flat buffer, and cuts it into buckets: arithmetic, no memory."""
 
 from __future__ import annotations
 

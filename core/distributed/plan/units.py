@@ -22,7 +22,7 @@ class Unit:
     """Modules whose parameters travel together, innermost first in a plan; usually one module.
 
     Attributes:
-        modules: the modules; a module in several places stands here once.
+        modules: the modules; a module in several places is here once.
         names: of each module, below the root.
     """
 
@@ -46,7 +46,7 @@ def find_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
 
     A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
     attribute ``_fsdp_modules`` of the root or of any module below it (Megatron-LM's way for a model to name its own
-    units). A module that stands in ``classes`` itself is a unit, nested too. A module without parameters is no unit.
+    units). A module that is in ``classes`` itself is a unit, nested too. A module without parameters is no unit.
     In place of a container without a forward of its own (`nn.ModuleList`, `nn.ModuleDict`) its items become units,
     those of containers in it too; an `nn.Sequential` is a unit. A module that holds a weight which others read, that
     is, one that is marked ``shared_embedding`` (Megatron's mark) or registered outside the unit too, is left to the
@@ -164,7 +164,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _owners_of_parameters(root: nn.Module, chosen: list[nn.Module]) -> _Owners:
-    """For each parameter the chosen modules that hold it most closely; None stands for the root."""
+    """For each parameter the chosen modules that hold it most closely; None is the root."""
     owners: _Owners = defaultdict(set)
     chosen_set = set(chosen)
 
@@ -188,7 +188,7 @@ def _is_read_outside(module: nn.Module, owners: _Owners) -> bool:
 
 
 def _unite_sharers(modules: list[nn.Module], owners: _Owners) -> list[tuple[nn.Module, ...]]:
-    """Groups modules that share a parameter; a group stands where its last member stood, after all its children."""
+    """Groups modules that share a parameter; a group takes the place of its last member, after all its children."""
     group_of = {module: {module} for module in modules}
     for holders in owners.values():
         sharers = [module for module in modules if module in holders]

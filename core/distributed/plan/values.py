@@ -144,7 +144,7 @@ class ShardingPlan:
     frozen: tuple[ParamPlan, ...] = ()
     """Parameters in no unit, whole on every rank."""
     settings: tuple[tuple[str, str], ...] = ()
-    """Name and value, as text, of everything that all ranks must have been given alike."""
+    """Name and value, as text, of everything that must be equal on all ranks."""
     changed_settings: str = ""
     """The wrapper's settings that differ from their defaults, for people."""
     tensor_parallel_size: int = 1

@@ -81,7 +81,7 @@ class ModelFacts:
     """In the order of `UnitFacts.place`."""
     ties: tuple[Tie, ...]
     replicated: tuple[str, ...]
-    """Names of single parameters that are whole on every rank, beside units that are."""
+    """Names of single parameters that are whole on every rank."""
     num_buffers: int
     buffer_bytes: int
     settings: str

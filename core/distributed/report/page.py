@@ -1,4 +1,4 @@
-"""The facts as one page that needs nothing beside itself: a picture, the table, notes. Light and dark."""
+"""The facts as one self-contained page: a picture, the table, notes. Light and dark."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def as_svg(facts: ModelFacts) -> str:
 
 
 def dtypes_shown(facts: ModelFacts) -> list[tuple[str, tuple[torch.dtype, ...]]]:
-    """The colours of the picture, by class of style, and what each stands for."""
+    """The colours of the picture, by class of style, and what each means."""
     held = [h for unit in facts.units for h in (unit.kept, unit.gathered) if h is not None and h.nbytes]
     return list(dict.fromkeys((_colour(h), h.dtypes) for h in held))
 

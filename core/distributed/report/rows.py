@@ -1,4 +1,4 @@
-"""The facts as lines of words and numbers, which the table and the page show alike."""
+"""The facts as lines of words and numbers, for the table and the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive units that are alike, such as the layers of a stack."""
+    """Consecutive equal units, such as the layers of a stack."""
 
     units: tuple[UnitFacts, ...]
 
@@ -36,7 +36,7 @@ class Run:
 
 
 def fold(units: Iterable[UnitFacts]) -> list[Run]:
-    """Units in order, those that are alike and numbered one after the other in one run."""
+    """Units in order; equal ones with consecutive numbers in one run."""
     runs: list[list[UnitFacts]] = []
     for unit in units:
         if runs and unit.like(runs[-1][-1]) and _continues(runs[-1], unit):

@@ -58,8 +58,8 @@ def choose_layout(architecture: Architecture) -> Layout:
         if not problems:
             return layout
         reasons[layout] = ", ".join(problems)
-    told = "; ".join(f"{layout} cannot express {problems}" for layout, problems in reasons.items())
-    raise CheckpointError(f"no layout of Hugging Face's fits this model: {told}")
+    found = "; ".join(f"{layout} cannot express {problems}" for layout, problems in reasons.items())
+    raise CheckpointError(f"no layout of Hugging Face's fits this model: {found}")
 
 
 def check_layout(layout: Layout, architecture: Architecture) -> None:

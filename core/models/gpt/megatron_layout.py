@@ -153,4 +153,4 @@ class _Layer:
         for source, layer in (*places, *stacked):
             if source in self.index.tensors:
                 return source, layer
-        return stacked[-1]  # is then told as missing
+        return stacked[-1]  # is then reported as missing
