@@ -1,14 +1,13 @@
 """What FSDP2 gathers and reduces with under gloo: direct exchanges between ranks, in place of gloo's own collectives.
 
-See `comm.gloo` for the exchange; here it is fitted to the interfaces that FSDP2 takes. `recorded_fsdp_collectives`
+See `comm.gloo` for the exchange; here it is fitted to the interfaces that FSDP2 takes. `recorded_collectives`
 records the calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 
@@ -68,8 +67,48 @@ class DirectAllGather(_Allocation, AllGather):
         return _Messages(messages, inputs, together, parts)
 
 
+_MOST_REDUCTIONS_UNDER_WAY = 2
+
+
+class ReductionsUnderWay:
+    """Reductions of one model's gradients that run while its backward computes; all of its units share it."""
+
+    def __init__(self) -> None:
+        # The oldest first. Added to by `DirectReduceScatter`, by autograd's thread; emptied by `finish`, at the latest
+        # when the backward ends.
+        self._handles: list[Handle] = []
+        # Whether a reduction that is called now may end later: inside `begun_inside`.
+        self._may_end_later = False
+
+    @contextmanager
+    def begun_inside(self) -> Iterator[None]:
+        """Lets reductions that are called inside run on, until `finish`."""
+        self._may_end_later = True
+        try:
+            yield
+        finally:
+            self._may_end_later = False
+
+    def run(self, reduce: Callable[[], None], device: torch.device) -> None:
+        """Runs a reduction, or starts it."""
+        if not self._may_end_later:
+            reduce()
+            return
+        if len(self._handles) >= _MOST_REDUCTIONS_UNDER_WAY:
+            self._handles[-_MOST_REDUCTIONS_UNDER_WAY].wait()  # what they reduce is memory
+        self._handles.append(comm_lane(device).submit(reduce))
+
+    def finish(self) -> None:
+        """Waits for all that run."""
+        while self._handles:
+            self._handles.pop(0).wait()
+
+
 class DirectReduceScatter(_Allocation, ReduceScatter):
-    """`collectives.reduce_scatter`; gradients are there when it returns, but within `reductions_may_end_later`."""
+    """`collectives.reduce_scatter`; gradients are there when it returns, or when `reductions` are finished."""
+
+    def __init__(self, reductions: ReductionsUnderWay) -> None:
+        self._reductions = reductions
 
     def __call__(
         self,
@@ -80,30 +119,9 @@ class DirectReduceScatter(_Allocation, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         what = recorded_collective() or "gradients"
-        pending = _pending_reductions.get()
-        if pending is None:
-            collectives.reduce_scatter(output_tensor, input_tensor, group, what=what, op=op)
-            return None
-        if len(pending) >= _MOST_REDUCTIONS_UNDER_WAY:
-            pending[-_MOST_REDUCTIONS_UNDER_WAY].wait()  # what they reduce is memory
         reduce = partial(_reduce, output_tensor, input_tensor, group, what, op)
-        pending.append(comm_lane(input_tensor.device).submit(reduce))
+        self._reductions.run(reduce, input_tensor.device)
         return None
-
-
-_MOST_REDUCTIONS_UNDER_WAY = 2
-
-_pending_reductions: ContextVar[list[Handle] | None] = ContextVar("pending reductions", default=None)
-
-
-@contextmanager
-def reductions_may_end_later(pending: list[Handle]) -> Iterator[None]:
-    """Lets direct reductions run while the backward computes; each adds its handle to `pending`, to be waited for."""
-    token = _pending_reductions.set(pending)
-    try:
-        yield
-    finally:
-        _pending_reductions.reset(token)
 
 
 def _reduce(

@@ -15,9 +15,13 @@ from ..model.parameter_attributes import parameter_attributes_kept
 from ..model.rewrapping import note_sharded, reject_wrapped
 from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from ..plan import FSDP2Plan, GradientReduction
-from .direct_collectives import DirectAllGather, DirectReduceScatter
-from .exchanged_units import exchange_directly
-from .torch_private import PartialReshard, keep_changes_of_requires_grad, tolerate_units_never_gathered
+from .direct_collectives import DirectAllGather, DirectReduceScatter, ReductionsUnderWay
+from .torch_private import (
+    PartialReshard,
+    exchange_directly,
+    keep_changes_of_requires_grad,
+    tolerate_units_never_gathered,
+)
 
 
 def shard_model(plan: FSDP2Plan) -> None:
@@ -59,6 +63,7 @@ def shard_model(plan: FSDP2Plan) -> None:
     has_direct_exchange = plan.collectives == "auto" and exchanges_directly(
         plan.groups.shard, torch.device(mesh.device_type)
     )
+    reductions = ReductionsUnderWay()
     for submodule in fsdp_modules(module):  # a setting of FSDP2 acts on one module
         reduce_parameters_without_gradient(submodule)
         if plan.reduction is GradientReduction.SUM:
@@ -67,8 +72,8 @@ def shard_model(plan: FSDP2Plan) -> None:
             submodule.set_force_sum_reduction_for_comms(True)
         if has_direct_exchange:
             submodule.set_custom_all_gather(DirectAllGather())
-            exchange_directly(submodule)
-            submodule.set_custom_reduce_scatter(DirectReduceScatter())
+            exchange_directly(submodule, reductions)
+            submodule.set_custom_reduce_scatter(DirectReduceScatter(reductions))
         if mesh.device_type == "cpu" and plan.forward_prefetch + plan.backward_prefetch > 0:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
 

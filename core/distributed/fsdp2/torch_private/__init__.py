@@ -1,0 +1,60 @@
+"""What FSDP2 keeps to itself: the only room that reads, and sets, its private state; its tests pin what it reads.
+
+states           torch's objects for units and parameters
+gradients        whole gradients that `no_sync` has left on a rank
+iteration        what an exception or an evaluation leaves unfinished
+parameters       writes, freezing and marks while parameters are gathered
+partial_reshard  parameters that stay whole among a part of the ranks
+exchange         gathers without copies and reductions during backward, under gloo
+memory           the tensors that FSDP2 holds
+"""
+
+from .exchange import exchange_directly
+from .gradients import (
+    complete_accumulated_gradients,
+    drop_unsharded_gradients,
+    reduce_unsharded_gradients,
+    tolerate_units_never_gathered,
+    whole_gradients,
+)
+from .iteration import (
+    allocate_gathered_parameters,
+    drop_pending_gathers,
+    forget_forward_order,
+    has_failed_in_backward,
+    is_in_forward,
+    reset_iteration,
+    take_root,
+)
+from .memory import gathered_parameters, gathered_tensors, gradient_tensors, shard_tensors
+from .parameters import gathered_versions, keep_changes_of_requires_grad, mark_gathered_parameters, shard_versions
+from .partial_reshard import PartialReshard, free_partial_shards
+from .states import communication_of, name_of_parameter
+
+__all__ = [
+    "PartialReshard",
+    "allocate_gathered_parameters",
+    "communication_of",
+    "complete_accumulated_gradients",
+    "drop_pending_gathers",
+    "drop_unsharded_gradients",
+    "exchange_directly",
+    "forget_forward_order",
+    "free_partial_shards",
+    "gathered_parameters",
+    "gathered_tensors",
+    "gathered_versions",
+    "gradient_tensors",
+    "has_failed_in_backward",
+    "is_in_forward",
+    "keep_changes_of_requires_grad",
+    "mark_gathered_parameters",
+    "name_of_parameter",
+    "reduce_unsharded_gradients",
+    "reset_iteration",
+    "shard_tensors",
+    "shard_versions",
+    "take_root",
+    "tolerate_units_never_gathered",
+    "whole_gradients",
+]

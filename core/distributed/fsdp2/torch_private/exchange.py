@@ -1,0 +1,155 @@
+"""FSDP2 where ranks exchange messages: gathers without copies, and reductions during the rest of the backward.
+
+Torch copies the shards of a unit into one buffer, gathers that, and copies the result out into each parameter, so that
+NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_directly`) that buys nothing: a
+parameter that is cut on its first dimension is, whole, its shards one after the other. And on CPU, where there are no
+streams, torch waits for each reduction before backward goes on. It has no public way between the gather and the
+copies, nor behind the reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, _get_param_all_gather_inputs
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState, free_storage
+from torch.profiler import record_function
+
+from ...._torch_compat import fsdp_param_groups
+from ..direct_collectives import ReductionsUnderWay, writing_beneath_autograd
+
+
+def exchange_directly(module: FSDPModule, reductions: ReductionsUnderWay) -> None:
+    """Makes the unit of an FSDP module gather without copies, where what it gathers with has ``gather_each``.
+
+    And reduce while the backward computes, where it reduces with a `DirectReduceScatter` of these `reductions`.
+    """
+    for group in fsdp_param_groups(module._get_fsdp_state()):
+        group.direct_exchange = DirectExchange(group, reductions)
+
+
+def drop_gather_under_way(group: Any) -> None:
+    """Waits for a gather of this parameter group that is under way, and frees what it brought; else does nothing."""
+    if hasattr(group, "direct_exchange"):
+        group.direct_exchange.drop_gather()
+
+
+class _Gather(AllGatherResult):
+    """A gather under way whose messages arrive in the parameters themselves."""
+
+
+class DirectExchange:
+    """Takes over some methods of one `FSDPParamGroup`, what FSDP2 gathers and reduces together; it computes as before.
+
+    Torch calls these methods by name, on the object: `unshard` and `wait_for_unshard` before a unit runs,
+    `post_backward` when its gradients are complete, `finalize_backward` when a backward ends, and, from torch 2.13 on,
+    `_reset_iter_state` after an exception.
+    """
+
+    def __init__(self, group: Any, reductions: ReductionsUnderWay) -> None:
+        self._group, self._reductions = group, reductions
+        names = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward", "_reset_iter_state")
+        # Torch's own methods, which ours call.
+        self._torchs = {name: getattr(group, name) for name in names if hasattr(group, name)}
+        for name in self._torchs:
+            setattr(group, name, getattr(self, name))
+
+    def unshard(self, async_op: bool = False) -> None:
+        if self._is_gathered_or_under_way() or not self._can_gather_in_place():
+            self._torchs["unshard"](async_op)
+            return
+        group = self._group
+        ranks = group._all_gather_process_group
+        with record_function(group._with_fqn("FSDP::all_gather")), torch.no_grad():
+            inputs = [shards[0] for shards in _get_param_all_gather_inputs(group.fsdp_params)]
+            for parameter, shard in zip(group.fsdp_params, inputs, strict=True):
+                parameter.init_all_gather_outputs([shard.numel()], [shard.dtype], ranks.size(), group.device)
+                parameter.alloc_all_gather_outputs()
+            outputs = [parameter.all_gather_outputs[0] for parameter in group.fsdp_params]
+            with writing_beneath_autograd(outputs):
+                work = group._all_gather_comm.gather_each(outputs, inputs, ranks)
+        group._all_gather_result = _Gather(outputs[0].new_empty(0), None, work, [], [], [])
+        if not async_op:
+            work.wait()
+
+    def wait_for_unshard(self) -> None:
+        group = self._group
+        result = group._all_gather_result
+        if not isinstance(result, _Gather):
+            self._torchs["wait_for_unshard"]()
+            return
+        cast(torch.distributed.Work, result.all_gather_work).wait()
+        for parameter in group.fsdp_params:
+            parameter.init_unsharded_param()
+        group._to_unsharded()
+        group._all_gather_result = None
+
+    def post_backward(self, *unused: Any) -> None:
+        if not self._may_reduce_later():
+            self._reductions.finish()
+            self._torchs["post_backward"](*unused)
+            return
+        with self._reductions.begun_inside():
+            self._torchs["post_backward"](*unused)
+
+    def finalize_backward(self) -> None:
+        self.drop_gather()
+        self._reductions.finish()
+        self._torchs["finalize_backward"]()
+
+    def _reset_iter_state(self) -> None:
+        self.drop_gather()
+        self._reductions.finish()
+        self._torchs["_reset_iter_state"]()
+
+    def drop_gather(self) -> None:
+        """Waits for a gather that is under way, and frees what it brought."""
+        result = self._group._all_gather_result
+        if isinstance(result, _Gather):
+            cast(torch.distributed.Work, result.all_gather_work).wait()
+            self._group._all_gather_result = None
+            for parameter in self._group.fsdp_params:
+                for output in parameter.all_gather_outputs:
+                    free_storage(output)
+
+    def _is_gathered_or_under_way(self) -> bool:
+        group = self._group
+        is_for_nothing = not group.unshard_in_backward and group._training_state == TrainingState.PRE_BACKWARD
+        return group._all_gather_result is not None or group.is_unsharded or is_for_nothing
+
+    def _may_reduce_later(self) -> bool:
+        """Whether torch computes nothing with what a reduction brings before the backward ends."""
+        group = self._group
+        return (
+            group.reduce_grads
+            and not isinstance(group.mesh_info, DDPMeshInfo)
+            and group._all_reduce_hook is None
+            and group.gradient_divide_factor in (None, 1.0)
+            and all(
+                (parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype)
+                == parameter.orig_dtype
+                != torch.float16
+                and parameter.sharded_param.grad is None
+                and not parameter.offload_to_cpu
+                and not getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
+                for parameter in group.fsdp_params
+            )
+        )
+
+    def _can_gather_in_place(self) -> bool:
+        group = self._group
+        return (
+            hasattr(group._all_gather_comm, "gather_each")
+            and isinstance(group.mesh_info, FSDPMeshInfo)
+            and group._all_gather_process_group.size() > 1
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and all(
+                parameter.sharded_state == ShardedState.SHARDED
+                and parameter.fsdp_placement.dim == 0
+                and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+                for parameter in group.fsdp_params
+            )
+        )

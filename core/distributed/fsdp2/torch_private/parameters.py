@@ -1,0 +1,57 @@
+"""Parameters of a sharded model as they are written, frozen and marked while they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ....diagnostics.stale_optimizers import is_marked, mark_as_gathered
+from .states import fsdp_parameters, name_of_parameter
+
+
+def keep_changes_of_requires_grad(root: nn.Module) -> None:
+    """Lets a program freeze or thaw a parameter while it is gathered: torch would forget it with the gathered one.
+
+    (pytorch/pytorch#105371)
+    """
+    for parameter in fsdp_parameters(root):
+        parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)
+        parameter.to_sharded = partial(_to_sharded, parameter, parameter.to_sharded)
+
+
+def _to_unsharded(parameter: Any, method: Callable[[], None]) -> None:
+    method()
+    parameter.requires_grad_when_gathered = parameter._unsharded_param.requires_grad
+
+
+def _to_sharded(parameter: Any, method: Callable[[], None]) -> None:
+    gathered = getattr(parameter, "_unsharded_param", None)
+    if gathered is not None and gathered.requires_grad != parameter.requires_grad_when_gathered:
+        parameter.sharded_param.requires_grad_(gathered.requires_grad)
+        parameter.requires_grad_when_gathered = gathered.requires_grad
+    method()
+
+
+def shard_versions(root: nn.Module) -> list[int]:
+    """For each parameter a number that grows when its shard is written, as a DTensor or as the local tensor in it."""
+    return [
+        parameter.sharded_param._version + parameter._sharded_param_data._version
+        for parameter in fsdp_parameters(root)
+    ]
+
+
+def gathered_versions(root: nn.Module) -> dict[Any, int]:
+    """The same of the gathered parameters that modules compute with, by torch's object; a gather is no write."""
+    parameters = (p for p in fsdp_parameters(root) if hasattr(p, "_unsharded_param"))
+    return {parameter: parameter._unsharded_param._version for parameter in parameters}
+
+
+def mark_gathered_parameters(root: nn.Module) -> None:
+    """Marks what an optimizer must not be built from: its step then says so."""
+    for parameter in fsdp_parameters(root):
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is not None and not is_marked(gathered):
+            mark_as_gathered(gathered, name_of_parameter(parameter))

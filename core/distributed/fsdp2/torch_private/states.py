@@ -1,0 +1,39 @@
+"""FSDP2's own objects for the units and parameters of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ...._torch_compat import fsdp_param_groups
+
+
+def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
+    for group in param_groups(root):
+        yield from group.fsdp_params
+
+
+def param_groups(root: nn.Module) -> Iterator[Any]:
+    """Each group once, though all modules of a unit share its state."""
+    states = {id(state): state for m in root.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
+    for state in states.values():
+        yield from fsdp_param_groups(state)
+
+
+def state_of(module: nn.Module) -> Any:
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
+    """What a module gathers and reduces with; None where it has no parameters of its own."""
+    for group in fsdp_param_groups(state_of(module)):  # type: ignore[arg-type]
+        return group._all_gather_comm, group._reduce_scatter_comm
+    return None
+
+
+def name_of_parameter(parameter: Any) -> str:
+    """The name below the root, of torch's object for a sharded parameter."""
+    return str(parameter._param_fqn or parameter._module_info.param_name)
