@@ -1,26 +1,34 @@
 """Runs the example programs as their users do, from a command line, without paying for their imports each time.
 
-A server process imports them once and forks for every run: what runs is `run_command(main, arguments)` in a process of
-its own, whose output and exit status come back. It starts single ranks; several are started by their launcher.
+A program runs in processes of its own, which are forked; their output and exit status come back. Tests of the launcher
+start it as a user does, with `program_environment`.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import os
 import re
-import signal
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import torch.distributed as dist
+
+from tests._forked import FORKED
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM_NAMES = ("pretrain_gpt", "generate", "convert", "prepare_data")
 PROGRAMS = {name: REPOSITORY / "examples" / "gpt" / f"{name}.py" for name in PROGRAM_NAMES}
-LIMIT_S = 90.0
+LIMIT_S = 600.0
 
 TINY = (
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--ffn-hidden-size", "48"),
@@ -67,93 +75,65 @@ def run_scripts(programs: list[str], folder: Path, *, limit_s: float) -> Ended:
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 
 
-class ProgramServer:
-    """The server, for as long as a test session."""
+def run_program(program: str | Path, *arguments: object, folder: Path, ranks: int = 0, **variables: str) -> Ended:
+    """Runs an example, or another script, in `folder` with additional environment variables, on ranks that are forked.
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.functional._program"],
-            cwd=REPOSITORY,
-            env=program_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    Ranks find in the environment what the launcher gives them; 0 is a single process without a launcher. The status is
+    that of the first rank whose status is not 0.
+    """
+    script = PROGRAMS[program] if isinstance(program, str) else program
+    command = [str(part) for part in (script, *arguments)]
+    with tempfile.TemporaryDirectory() as scratch, _meeting_place(ranks) as meeting:
+        out, err = Path(scratch, "out"), Path(scratch, "err")
+        places = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
+        processes = [
+            FORKED.Process(target=_run, args=(command, folder, place | variables, out, err)) for place in places
+        ]
+        for process in processes:
+            process.start()
+        return Ended(_wait(processes), out.read_text(), err.read_text())
 
-    def run(self, program: str, *arguments: str | Path, folder: Path, **variables: str) -> Ended:
-        """Runs a program in `folder` with additional environment variables."""
-        with tempfile.TemporaryDirectory() as scratch:
-            out, err = Path(scratch, "out"), Path(scratch, "err")
-            request = {
-                "program": program,
-                "arguments": [str(argument) for argument in arguments],
-                "folder": str(folder),
-                "variables": variables,
-                "out": str(out),
-                "err": str(err),
-            }
-            assert self._process.stdin is not None and self._process.stdout is not None
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            status = int(self._process.stdout.readline())
-            return Ended(status, out.read_text(), err.read_text())
 
-    def close(self) -> None:
-        self._process.communicate(timeout=10)
+def _run(command: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
+@contextmanager
+def _meeting_place(ranks: int) -> Iterator[dict[str, str]]:
+    """The environment in which ranks meet, at a store that listens before any of them starts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    yield {
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    del store
+
+
+def _wait(processes: Sequence[BaseProcess]) -> int:
+    """The first status that is not 0, once all have ended."""
+    deadline = time.monotonic() + LIMIT_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return next((process.exitcode for process in processes if process.exitcode), 0)
 
 
 def load_program(name: str):
     """An example as a module; it is a script and no part of a package."""
-    import importlib.util
-
     spec = importlib.util.spec_from_file_location(name, PROGRAMS[name])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _serve() -> None:
-    programs = {name: load_program(name) for name in PROGRAMS}
-    for line in sys.stdin:
-        request = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _run(programs[request["program"]].main, request)
-        sys.stdout.write(f"{_wait(child)}\n")
-        sys.stdout.flush()
-
-
-def _run(main, request: dict) -> None:
-    from core.training.entry import run_command
-
-    status = 1
-    try:
-        for name, number in (("out", 1), ("err", 2)):
-            os.dup2(os.open(request[name], os.O_WRONLY | os.O_CREAT), number)
-        os.environ.update(request["variables"])
-        os.chdir(request["folder"])
-        run_command(main, request["arguments"])
-        status = 0
-    except SystemExit as end:
-        status = int(end.code or 0)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _wait(child: int) -> int:
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -signal.SIGKILL
-
-
-if __name__ == "__main__":
-    _serve()

@@ -1,23 +1,14 @@
-"""What whole runs share: a small corpus, and a server that starts single-rank programs quickly."""
+"""What whole runs share: a small corpus."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from core.datasets.prepare import prepare
-from tests.functional._program import ProgramServer
 
 pytest.register_assert_rewrite("tests.functional._equality")  # whose comparisons shall say what differs
-
-
-@pytest.fixture(scope="session")
-def programs() -> Iterator[ProgramServer]:
-    server = ProgramServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from core.dist_checkpointing.safe_metadata import seal
-from tests.functional._program import PROGRAMS, TINY, Ended, ProgramServer, program_environment
+from tests.functional._program import TINY, Ended, run_program
 
 TRAIN = (*TINY, "--train-iters", "2")
 PAIR = {
@@ -85,7 +83,6 @@ def one_line(ended: Ended) -> str:
     ],
 )
 def test_flags_are_refused(
-    programs: ProgramServer,
     corpus: Path,
     tmp_path: Path,
     flags: list[str],
@@ -93,7 +90,7 @@ def test_flags_are_refused(
     said: list[str],
 ) -> None:
     base = TINY if "--train-iters" in flags else TRAIN
-    ended = programs.run("pretrain_gpt", *base, "--data-path", corpus, *flags, folder=tmp_path, **environment)
+    ended = run_program("pretrain_gpt", *base, "--data-path", corpus, *flags, folder=tmp_path, **environment)
     line = one_line(ended)
     assert all(part in line for part in said), line
     assert not any(tmp_path.rglob("iter_*"))
@@ -135,86 +132,76 @@ def damaged(corpus: Path, folder: Path, kind: str) -> Path:
         ("no tokenizer", ["corpus.tokenizer.json", "--vocab-size", "--tokenizer-model"]),
     ],
 )
-def test_a_corpus_is_refused(
-    programs: ProgramServer, corpus: Path, tmp_path: Path, kind: str, said: list[str]
-) -> None:
+def test_a_corpus_is_refused(corpus: Path, tmp_path: Path, kind: str, said: list[str]) -> None:
     prefix = damaged(corpus, tmp_path, kind)
-    line = one_line(programs.run("pretrain_gpt", *TRAIN, "--data-path", prefix, folder=tmp_path))
+    line = one_line(run_program("pretrain_gpt", *TRAIN, "--data-path", prefix, folder=tmp_path))
     assert all(part in line for part in said), line
 
 
 @pytest.fixture(scope="module")
-def saved_run(programs: ProgramServer, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "run"
-    ended = programs.run("pretrain_gpt", *TRAIN, "--data-path", corpus, "--save", folder, folder=folder.parent)
+    ended = run_program("pretrain_gpt", *TRAIN, "--data-path", corpus, "--save", folder, folder=folder.parent)
     assert ended.status == 0, ended.err
     return folder
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_stays(
-    programs: ProgramServer, corpus: Path, saved_run: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_stays(corpus: Path, saved_run: Path) -> None:
     before = {path: path.read_bytes() for path in saved_run.rglob("*") if path.is_file()}
     wider = [{"32": "64"}.get(flag, flag) if i == 3 else flag for i, flag in enumerate(TRAIN)]
-    ended = programs.run("pretrain_gpt", *wider, "--data-path", corpus, "--load", saved_run, folder=saved_run.parent)
+    ended = run_program("pretrain_gpt", *wider, "--data-path", corpus, "--load", saved_run, folder=saved_run.parent)
     line = one_line(ended)
     assert "another model" in line and "hidden_size 32 there and 64 here" in line
     assert {path: path.read_bytes() for path in saved_run.rglob("*") if path.is_file()} == before
 
 
-def test_another_schedule_is_refused_until_one_is_chosen(
-    programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
-) -> None:
+def test_another_schedule_is_refused_until_one_is_chosen(corpus: Path, saved_run: Path, tmp_path: Path) -> None:
     longer = [*TINY, "--train-iters", "3", "--data-path", corpus, "--load", saved_run, "--save", tmp_path / "on"]
-    line = one_line(programs.run("pretrain_gpt", *longer, folder=tmp_path))
+    line = one_line(run_program("pretrain_gpt", *longer, folder=tmp_path))
     assert "lr_decay_steps is 3, but the checkpoint has 2" in line
-    ended = programs.run("pretrain_gpt", *longer, "--override-opt_param-scheduler", folder=tmp_path)
+    ended = run_program("pretrain_gpt", *longer, "--override-opt_param-scheduler", folder=tmp_path)
     assert ended.status == 0, ended.err
 
 
-def test_a_run_is_not_overwritten(programs: ProgramServer, corpus: Path, saved_run: Path) -> None:
-    again = programs.run("pretrain_gpt", *TRAIN, "--data-path", corpus, "--save", saved_run, folder=saved_run.parent)
+def test_a_run_is_not_overwritten(corpus: Path, saved_run: Path) -> None:
+    again = run_program("pretrain_gpt", *TRAIN, "--data-path", corpus, "--save", saved_run, folder=saved_run.parent)
     line = one_line(again)
     assert str(saved_run) in line and "--load" in line
 
 
 def test_a_run_is_not_overwritten_by_the_continuation_of_another(
-    programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
+    corpus: Path, saved_run: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(saved_run, other)
     flags = [*TRAIN, "--data-path", corpus, "--load", saved_run, "--save", other]
-    line = one_line(programs.run("pretrain_gpt", *flags, folder=tmp_path))
+    line = one_line(run_program("pretrain_gpt", *flags, folder=tmp_path))
     assert f"--save {other} holds a run already" in line
 
 
-def test_one_line_starts_a_run_and_continues_it(programs: ProgramServer, corpus: Path, tmp_path: Path) -> None:
+def test_one_line_starts_a_run_and_continues_it(corpus: Path, tmp_path: Path) -> None:
     flags = [*TRAIN, "--data-path", corpus, "--load", tmp_path / "run", "--save", tmp_path / "run"]
-    first, second = (programs.run("pretrain_gpt", *flags, folder=tmp_path) for _ in range(2))
+    first, second = (run_program("pretrain_gpt", *flags, folder=tmp_path) for _ in range(2))
     assert first.status == 0 and "holds no checkpoint yet" in first.out, first
     assert second.status == 0 and "at iteration 2 already" in second.out, second
 
 
 @pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir"])
-def test_a_folder_that_cannot_be_written_is_refused(
-    programs: ProgramServer, corpus: Path, tmp_path: Path, flag: str
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(corpus: Path, tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").write_text("in the way")
     line = one_line(
-        programs.run("pretrain_gpt", *TRAIN, "--data-path", corpus, flag, tmp_path / "file" / "x", folder=tmp_path)
+        run_program("pretrain_gpt", *TRAIN, "--data-path", corpus, flag, tmp_path / "file" / "x", folder=tmp_path)
     )
     assert flag in line and "cannot be written (Not a directory)" in line
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(
-    programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(corpus: Path, saved_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(saved_run, run)
     flags = [*TINY, "--train-iters", "40", "--data-path", corpus, "--load", run, "--override-opt_param-scheduler"]
     flags += ["--eval-interval", "100", "--save-interval", "1", "--keep-last", "1"]
-    ended = programs.run("pretrain_gpt", *flags, "--lr", "1e38", folder=tmp_path)
+    ended = run_program("pretrain_gpt", *flags, "--lr", "1e38", folder=tmp_path)
     assert ended.status == 3, ended  # no flag was wrong
     assert "warning: iteration" in ended.err and "skipped" in ended.err, ended
     assert ended.err.splitlines()[-1].startswith("error: gradients have been infinite or NaN for 10 steps"), ended
@@ -223,11 +210,9 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(
     assert "warning: the order of samples is not that of the checkpoint (" not in ended.err  # one epoch, as before
 
 
-def test_a_missing_and_a_foreign_checkpoint_are_refused(
-    programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path
-) -> None:
+def test_a_missing_and_a_foreign_checkpoint_are_refused(corpus: Path, saved_run: Path, tmp_path: Path) -> None:
     flags = [*TRAIN, "--data-path", corpus, "--load", tmp_path / "nowhere"]
-    assert "nowhere: no such folder" in one_line(programs.run("pretrain_gpt", *flags, folder=tmp_path))
+    assert "nowhere: no such folder" in one_line(run_program("pretrain_gpt", *flags, folder=tmp_path))
     foreign = tmp_path / "foreign"
     shutil.copytree(saved_run, foreign)
     index = foreign / "iter_0000002" / "checkpoint.json"
@@ -236,11 +221,11 @@ def test_a_missing_and_a_foreign_checkpoint_are_refused(
     document["sha256"] = seal(document)
     index.write_text(json.dumps(document))
     for program, base in (("pretrain_gpt", [*TRAIN, "--data-path", corpus]), ("generate", [])):
-        line = one_line(programs.run(program, *base, "--load", foreign, folder=tmp_path))
+        line = one_line(run_program(program, *base, "--load", foreign, folder=tmp_path))
         assert "not the checkpoint of a pretraining run" in line
 
 
-def test_generate_refuses_what_it_cannot_do(programs: ProgramServer, saved_run: Path, tmp_path: Path) -> None:
+def test_generate_refuses_what_it_cannot_do(saved_run: Path, tmp_path: Path) -> None:
     for flags, said in (
         (["--load", saved_run, "--temperature", "-1"], "temperature is -1"),
         (["--load", saved_run, "--top-p", "0"], "top_p is 0"),
@@ -248,7 +233,7 @@ def test_generate_refuses_what_it_cannot_do(programs: ProgramServer, saved_run: 
         (["--load", saved_run, "--prompts", "x"], "Did you mean --prompt?"),
         (["--load", tmp_path], "holds no checkpoint"),
     ):
-        assert said in one_line(programs.run("generate", *flags, folder=tmp_path))
+        assert said in one_line(run_program("generate", *flags, folder=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -257,8 +242,4 @@ def test_generate_refuses_what_it_cannot_do(programs: ProgramServer, saved_run: 
     ids=["before there is a process group", "with a process group"],
 )
 def test_two_ranks_say_it_once(tmp_path: Path, flags: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", "2", PROGRAMS["pretrain_gpt"], *TRAIN]
-    ended = subprocess.run(
-        [*command, *flags], cwd=tmp_path, env=program_environment(), capture_output=True, text=True, timeout=120
-    )
-    assert said in one_line(Ended(ended.returncode, ended.stdout, ended.stderr))
+    assert said in one_line(run_program("pretrain_gpt", *TRAIN, *flags, folder=tmp_path, ranks=2))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from core.dist_checkpointing import storage
 from core.dist_checkpointing.safe_metadata import seal
 from core.errors import CheckpointError
-from tests.functional._program import REPOSITORY, TINY, ProgramServer, load_program, program_environment
+from tests.functional._program import REPOSITORY, TINY, load_program, program_environment, run_program
 from tests.functional.test_resume import content, log
 from tests.unit._spawn import run_distributed
 
@@ -123,7 +123,7 @@ def test_a_flipped_bit_is_found_unasked_where_tensors_are_cut_anew(corpus: Path,
     assert error.endswith(f"--load {run / 'iter_0000004'}")
 
 
-def test_every_door_refuses_a_flipped_bit(programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path) -> None:
+def test_every_door_refuses_a_flipped_bit(corpus: Path, run: Path, tmp_path: Path) -> None:
     """In the weights of the layout that reads them, where nothing is cut anew."""
     tensors = json.loads((run / "iter_0000006" / "checkpoint.json").read_text())["tensors"]
     _, _, file, start, num_bytes, _ = tensors["model.decoder.final_layernorm.weight"]["pieces"][0]
@@ -140,14 +140,14 @@ def test_every_door_refuses_a_flipped_bit(programs: ProgramServer, corpus: Path,
     ]
     place = f"{path} is damaged in model.decoder.final_layernorm.weight (bytes {start} to {start + num_bytes})"
     for program, flags in commands:
-        ended = programs.run(program, *flags, folder=tmp_path)
+        ended = run_program(program, *flags, folder=tmp_path)
         assert ended.status == 2, ended
         assert place in ended.err.splitlines()[-1], ended
         assert ended.err.endswith(f"continue from it with --load {run / 'iter_0000004'}\n"), ended
 
 
 def test_ranks_that_are_started_again_continue_from_the_last_good_checkpoint(
-    programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path
+    corpus: Path, run: Path, tmp_path: Path
 ) -> None:
     _damage(run / "iter_0000006", "flipped bit")
     index = run / "iter_0000004" / "checkpoint.json"
@@ -155,9 +155,9 @@ def test_ranks_that_are_started_again_continue_from_the_last_good_checkpoint(
     document["metadata"]["finite"] = False
     index.write_text(json.dumps(document | {"sha256": seal(document)}))
     flags = [*FLAGS, "--data-path", corpus, "--save", run]
-    refused = programs.run("pretrain_gpt", *flags, folder=tmp_path)
+    refused = run_program("pretrain_gpt", *flags, folder=tmp_path)
     assert refused.status == 2 and "holds a run already" in refused.err
-    ended = programs.run("pretrain_gpt", *flags, folder=tmp_path, TORCHELASTIC_RESTART_COUNT="1")
+    ended = run_program("pretrain_gpt", *flags, folder=tmp_path, TORCHELASTIC_RESTART_COUNT="1")
     assert ended.status == 0, ended
     assert f"{run / 'iter_0000006'} is no good; continuing from {run / 'iter_0000002'}" in ended.err
     assert f" tensors of {run / 'iter_0000002'} by their hashes: " in ended.out
@@ -238,9 +238,7 @@ class _Bomb:
     ["iter_0000006/checkpoint.json", "iter_0000006/rank_00001.bin", "iter_0000006/.metadata", "latest"]
     + ["tokenizer.json", "log.jsonl", "config.json"],
 )
-def test_no_file_of_a_run_can_run_anything(
-    programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path, file: str
-) -> None:
+def test_no_file_of_a_run_can_run_anything(corpus: Path, run: Path, tmp_path: Path, file: str) -> None:
     """A pickle that would create a file stands in the place of each, and both programs open the run."""
     ran = tmp_path / "ran"
     (run / file).write_bytes(pickle.dumps(_Bomb(ran)))
@@ -248,8 +246,8 @@ def test_no_file_of_a_run_can_run_anything(
         (run / "iter_0000006" / "checkpoint.json").unlink()  # else nobody would read it
     flags = ["--data-path", corpus, "--load", run, "--train-iters", "7", "--override-opt_param-scheduler"]
     flags = [*(f for f in FLAGS if f not in ("--use-torch-fsdp2", "--train-iters", "6")), *flags]
-    written = programs.run("generate", "--load", run, "--prompt", "a", "--num-tokens", "2", folder=tmp_path)
-    resumed = programs.run("pretrain_gpt", *flags, folder=tmp_path)
+    written = run_program("generate", "--load", run, "--prompt", "a", "--num-tokens", "2", folder=tmp_path)
+    resumed = run_program("pretrain_gpt", *flags, folder=tmp_path)
     assert not ran.exists()
     statuses = (resumed.status, written.status)
     refused = {"tokenizer.json": (0, 2), "log.jsonl": (2, 0), "config.json": (0, 0)}  # what reads the file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._program import TINY, Ended, ProgramServer
+from tests.functional._program import TINY, Ended, run_program
 
 FLAGS = (
     *(*TINY, "--train-iters", "4", "--lr", "1e-2", "--num-query-groups", "1", "--qk-layernorm"),
@@ -16,37 +16,35 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def run(programs: ProgramServer, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    ended = programs.run("pretrain_gpt", *FLAGS, "--data-path", corpus, "--save", folder / "a", folder=folder)
+    ended = run_program("pretrain_gpt", *FLAGS, "--data-path", corpus, "--save", folder / "a", folder=folder)
     assert ended.status == 0, ended.err
     return folder / "a"
 
 
-def _text(programs: ProgramServer, run: Path) -> str:
+def _text(run: Path) -> str:
     flags = ["--prompt", "the square of ", "--num-tokens", "15", "--temperature", "0"]
-    ended = programs.run("generate", "--load", run, *flags, folder=run.parent)
+    ended = run_program("generate", "--load", run, *flags, folder=run.parent)
     assert ended.status == 0, ended.err
     return ended.out
 
 
-def test_there_and_back(programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path) -> None:
+def test_there_and_back(corpus: Path, run: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    there = programs.run(
-        "convert", "--load", run, "--save", tmp_path / "hf", "--max-shard-gb", "1e-5", folder=tmp_path
-    )
+    there = run_program("convert", "--load", run, "--save", tmp_path / "hf", "--max-shard-gb", "1e-5", folder=tmp_path)
     assert there.status == 0 and "AutoModelForCausalLM.from_pretrained" in there.out, there.err
     assert len([*(tmp_path / "hf").glob("model-*.safetensors")]) > 1
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     prompt = tokenizer("the square of ", return_tensors="pt")
     written = model.generate(**prompt, max_new_tokens=15, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    text = _text(programs, run)
+    text = _text(run)
     assert text.rstrip("\n").startswith(tokenizer.decode(written[0]).removesuffix(tokenizer.eos_token))
 
-    back = programs.run("convert", "--load", tmp_path / "hf", "--save", tmp_path / "b", folder=tmp_path)
+    back = run_program("convert", "--load", tmp_path / "hf", "--save", tmp_path / "b", folder=tmp_path)
     assert back.status == 0, back.err
-    assert _text(programs, tmp_path / "b") == text
+    assert _text(tmp_path / "b") == text
 
     # The flags that it told start a run from these weights: its first loss is not that of a new model.
     told = back.out.splitlines()[-1].split()[1:]
@@ -63,30 +61,28 @@ def test_there_and_back(programs: ProgramServer, corpus: Path, run: Path, tmp_pa
         "1e-6",
     ]
     rest = ["--micro-batch-size", "2", "--log-interval", "1", "--eval-iters", "0", "--min-lr", "0"]
-    on = programs.run("pretrain_gpt", *told, *more, *rest, "--use-torch-fsdp2", folder=tmp_path)
+    on = run_program("pretrain_gpt", *told, *more, *rest, "--use-torch-fsdp2", folder=tmp_path)
     assert on.status == 0, on.err
     losses = [json.loads(line)["loss"] for folder in (run, tmp_path / "c") for line in _log(folder)]
     assert losses[4] < losses[0] - 0.3
 
 
 @pytest.mark.long
-def test_adapters_are_trained_beside_a_run_and_merged(
-    programs: ProgramServer, corpus: Path, run: Path, tmp_path: Path
-) -> None:
+def test_adapters_are_trained_beside_a_run_and_merged(corpus: Path, run: Path, tmp_path: Path) -> None:
     # In bf16 the frozen weights have no fp32 masters: they are cast from the run's, and to what merges them.
     rank = [*FLAGS, "--bf16", "--data-path", corpus, "--lora-rank", "4"]
     lora = [*rank, "--lora-targets", "linear_qkv", "linear_fc2"]
     start = ["--pretrained-checkpoint", run, "--save", tmp_path / "a"]
-    ended = programs.run("pretrain_gpt", *lora, *start, folder=tmp_path)
+    ended = run_program("pretrain_gpt", *lora, *start, folder=tmp_path)
     assert ended.status == 0, ended.err
     losses = [json.loads(line)["loss"] for folder in (run, tmp_path / "a") for line in _log(folder)]
     assert losses[4] < losses[0] - 0.3  # it starts from the run's weights
-    text = _text(programs, tmp_path / "a")
-    assert text != _text(programs, run)  # and trains
+    text = _text(tmp_path / "a")
+    assert text != _text(run)  # and trains
     for source, target in ((tmp_path / "a", tmp_path / "hf"), (tmp_path / "hf", tmp_path / "b")):
-        ended = programs.run("convert", "--load", source, "--save", target, folder=tmp_path)
+        ended = run_program("convert", "--load", source, "--save", target, folder=tmp_path)
         assert ended.status == 0, ended.err
-    assert _text(programs, tmp_path / "b") == text
+    assert _text(tmp_path / "b") == text
 
     for flags, said in (
         ([*FLAGS, "--data-path", corpus, "--load", tmp_path / "a"], "lora_rank 4 there and None here"),
@@ -95,7 +91,7 @@ def test_adapters_are_trained_beside_a_run_and_merged(
         ([*lora, "--pretrained-checkpoint", tmp_path / "a", "--save", "x"], "holds LoRA adapters; continue their run"),
         ([*rank, "--lora-targets", "--save", "x"], "no target for them"),
     ):
-        assert said in _one_line(programs.run("pretrain_gpt", *flags, folder=tmp_path))
+        assert said in _one_line(run_program("pretrain_gpt", *flags, folder=tmp_path))
 
 
 def _log(run: Path) -> list[str]:
@@ -107,7 +103,7 @@ def _one_line(ended: Ended) -> str:
     return ended.err
 
 
-def test_mistakes_are_one_line(programs: ProgramServer, run: Path, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
     for flags, said in (
         (["--load", tmp_path / "no", "--save", "x"], "no such folder"),
         (["--load", run, "--save", run], "exists and is not empty"),
@@ -115,5 +111,5 @@ def test_mistakes_are_one_line(programs: ProgramServer, run: Path, tmp_path: Pat
         (["--load", run, "--save", "x", "--max-shard-gb", "0"], "--max-shard-gb is 0"),
         (["--load", run, "--save", "x", "--vocab-size", "9999"], "vocab_size is 9999; the model has"),
     ):
-        assert said in _one_line(programs.run("convert", *flags, folder=tmp_path))
+        assert said in _one_line(run_program("convert", *flags, folder=tmp_path))
     assert not [*tmp_path.iterdir()]

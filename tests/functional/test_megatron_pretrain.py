@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.functional._program import REPOSITORY, program_environment
+from tests.functional._program import REPOSITORY, run_program
 
 SCRIPT = Path(__file__).with_name("_megatron_pretrain.py")
 PAGE = REPOSITORY / "docs" / "megatron-pretrain-script.md"
@@ -29,11 +27,10 @@ def _run(ranks: int, *flags: str) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "pretrain.py")
         script.write_text(with_imports_changed(SCRIPT.read_text()))
-        command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", str(ranks), script, *flags]
-        ended = subprocess.run(command, env=program_environment(), capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    found = LINE.findall(ended.stdout)
-    assert [int(iteration) for iteration, _, _ in found] == list(range(5)), ended.stdout
+        ended = run_program(script, *flags, folder=Path(folder), ranks=ranks)
+    assert ended.status == 0, ended.err
+    found = LINE.findall(ended.out)
+    assert [int(iteration) for iteration, _, _ in found] == list(range(5)), ended.out
     return [(float(loss), float(norm)) for _, loss, norm in found]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.functional._program import TINY, ProgramServer
+from tests.functional._program import TINY, run_program
 
 
-def test_a_run_describes_its_model_and_draws_its_memory(programs: ProgramServer, corpus: Path, tmp_path: Path) -> None:
+def test_a_run_describes_its_model_and_draws_its_memory(corpus: Path, tmp_path: Path) -> None:
     flags = ("--data-path", corpus, "--save", "run", "--train-iters", 4, "--use-torch-fsdp2", "--profile-memory")
-    ended = programs.run("pretrain_gpt", *TINY, *flags, folder=tmp_path)
+    ended = run_program("pretrain_gpt", *TINY, *flags, folder=tmp_path)
     assert ended.status == 0, ended.err
     assert "TorchFullyShardedDataParallel: " in ended.err and "decoder.layers.1" in ended.err
     assert "iteration 3: drew run/memory.png" in ended.err
@@ -21,9 +21,9 @@ def test_a_run_describes_its_model_and_draws_its_memory(programs: ProgramServer,
     assert series["peak_bytes"] > series["bytes_at_peak"]["parameters"] > 0
 
 
-def test_other_runs_draw_no_memory(programs: ProgramServer, corpus: Path, tmp_path: Path) -> None:
+def test_other_runs_draw_no_memory(corpus: Path, tmp_path: Path) -> None:
     flags = ("--data-path", corpus, "--save", "run", "--train-iters", 1)
-    ended = programs.run("pretrain_gpt", *TINY, *flags, folder=tmp_path)
+    ended = run_program("pretrain_gpt", *TINY, *flags, folder=tmp_path)
     assert ended.status == 0, ended.err
     assert "DistributedDataParallel: " in ended.err
     assert (tmp_path / "run" / "model.html").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional._program import TINY, ProgramServer, load_program
+from tests.functional._program import TINY, load_program, run_program
 from tests.unit._spawn import run_distributed
 
 # Dropout draws from the random streams, and several micro-batches and workers make order matter.
@@ -63,14 +63,14 @@ def log(run: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_stop_and_resume_equals_the_uninterrupted_run(
-    programs: ProgramServer, corpus: Path, tmp_path: Path, ranks: int, flags: list[str]
+    corpus: Path, tmp_path: Path, ranks: int, flags: list[str]
 ) -> None:
     def pretrain(*more: str) -> None:
         arguments = [*FLAGS, *flags, "--data-path", str(corpus), *more]
         if ranks > 1:
             run_distributed(_pretrain, ranks, *arguments)
         else:  # a process of its own, which may start readers of data
-            ended = programs.run("pretrain_gpt", *arguments, folder=tmp_path)
+            ended = run_program("pretrain_gpt", *arguments, folder=tmp_path)
             assert ended.status == 0, ended.err
 
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -90,14 +90,14 @@ def test_stop_and_resume_equals_the_uninterrupted_run(
     assert (resumed / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_deterministic_run_is_repeated_bit_by_bit(programs: ProgramServer, corpus: Path, tmp_path: Path) -> None:
+def test_a_deterministic_run_is_repeated_bit_by_bit(corpus: Path, tmp_path: Path) -> None:
     for name in ("once", "again"):
         flags = (*FLAGS, "--deterministic", "--data-path", corpus, "--save", tmp_path / name)
-        ended = programs.run("pretrain_gpt", *flags, folder=tmp_path, OMP_NUM_THREADS="2")
+        ended = run_program("pretrain_gpt", *flags, folder=tmp_path, OMP_NUM_THREADS="2")
         assert ended.status == 0, ended.err
     assert content(tmp_path / "once" / "iter_0000006") == content(tmp_path / "again" / "iter_0000006")
     assert log(tmp_path / "once") == log(tmp_path / "again")
-    refused = programs.run("pretrain_gpt", *flags, folder=tmp_path, CUBLAS_WORKSPACE_CONFIG=":0:0")
+    refused = run_program("pretrain_gpt", *flags, folder=tmp_path, CUBLAS_WORKSPACE_CONFIG=":0:0")
     assert refused.status == 2 and "error: CUBLAS_WORKSPACE_CONFIG is ':0:0'" in refused.err, refused
 
 

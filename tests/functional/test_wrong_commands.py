@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing.safe_metadata import seal
-from tests.functional._program import TINY, Ended, ProgramServer
+from tests.functional._program import TINY, Ended, run_program
 
 TRAIN = (*TINY, "--train-iters", "2")
 
@@ -139,9 +139,9 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def saved_run(programs: ProgramServer, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "run"
-    ended = programs.run("pretrain_gpt", *TRAIN, "--data-path", corpus, "--save", folder, folder=folder.parent)
+    ended = run_program("pretrain_gpt", *TRAIN, "--data-path", corpus, "--save", folder, folder=folder.parent)
     assert ended.status == 0, ended.err
     return folder
 
@@ -155,9 +155,7 @@ def _is_one_line(ended: Ended, said: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_cannot_work_is_one_line(
-    programs: ProgramServer, corpus: Path, saved_run: Path, tmp_path: Path, kind: str
-) -> None:
+def test_what_cannot_work_is_one_line(corpus: Path, saved_run: Path, tmp_path: Path, kind: str) -> None:
     wrong = CASES[kind]
     for name, text in wrong.files.items():
         path = tmp_path / name
@@ -168,7 +166,7 @@ def test_what_cannot_work_is_one_line(
         run = Path(shutil.copytree(saved_run, tmp_path / "run"))
         wrong.damage(run)
         flags += ["--load", run]
-    _is_one_line(programs.run(wrong.program, *flags, folder=tmp_path, **wrong.environment), wrong.said)
+    _is_one_line(run_program(wrong.program, *flags, folder=tmp_path, **wrong.environment), wrong.said)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +180,14 @@ def test_what_cannot_work_is_one_line(
     ids=["layers without end", "no settings", "deep", "a folder"],
 )
 def test_a_run_that_text_is_not_generated_from_is_one_line(
-    programs: ProgramServer, saved_run: Path, tmp_path: Path, damage: Callable[[Path], None], said: str
+    saved_run: Path, tmp_path: Path, damage: Callable[[Path], None], said: str
 ) -> None:
     run = Path(shutil.copytree(saved_run, tmp_path / "run"))
     damage(run)
-    _is_one_line(programs.run("generate", "--load", run, folder=tmp_path), said)
+    _is_one_line(run_program("generate", "--load", run, folder=tmp_path), said)
 
 
-def test_of_a_flag_that_is_given_twice_the_last_counts(programs: ProgramServer, corpus: Path, tmp_path: Path) -> None:
+def test_of_a_flag_that_is_given_twice_the_last_counts(corpus: Path, tmp_path: Path) -> None:
     flags = (*TRAIN, "--train-iters", "9", "--train-iters", "1", "--save", tmp_path / "run")
-    ended = programs.run("pretrain_gpt", *flags, "--data-path", corpus, folder=tmp_path)
+    ended = run_program("pretrain_gpt", *flags, "--data-path", corpus, folder=tmp_path)
     assert ended.status == 0 and (tmp_path / "run" / "latest").read_text() == "iter_0000001\n", ended.err

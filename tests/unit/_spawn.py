@@ -8,9 +8,9 @@
     def test_all_reduce():
         assert run_distributed(_sums_ranks, 2, 10) == [21.0, 21.0]
 
-Starting a process costs seconds of imports, so the processes of a world size are started once and reused by every
-test of the session. They meet through a file store, never a port. Each job has a time limit; after a failure or a
-time-out the processes are ended, and the next test gets new ones, so that no test inherits a broken group.
+Ranks are forked from a process that has imported everything (`tests/_forked.py`), and those of a world size are reused
+by every test of the session. They meet through a file store, never a port. Each job has a time limit; after a failure
+or a time-out the processes are ended, and the next test gets new ones, so that no test inherits a broken group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
-import multiprocessing as mp
 import os
 import random
 import sys
@@ -35,6 +34,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from tests._forked import FORKED
 
 START_LIMIT_S = 240.0
 JOB_LIMIT_S = 120.0
@@ -61,13 +62,12 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, limit_s
 
 class _RankPool:
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context("spawn")
         self._store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)  # noqa: SIM115
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, self._store.name), daemon=True)
+            ours, theirs = FORKED.Pipe()
+            process = FORKED.Process(target=_serve, args=(theirs, rank, world_size, self._store.name), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
