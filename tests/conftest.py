@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SHARDSTACK_DEVICE", "cpu")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the ranks of other tests
 
 import pytest
 import torch

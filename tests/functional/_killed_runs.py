@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+import tests._imports  # noqa: F401  # before the ranks are forked
 from core.dist_checkpointing import latest_checkpoint, verify
 from core.training.entry import run_command
 from tests.functional._program import TINY, load_program

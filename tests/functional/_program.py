@@ -7,6 +7,7 @@ start it as a user does, with `program_environment`.
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing as mp
 import os
 import re
 import runpy
@@ -97,6 +98,7 @@ def run_program(program: str | Path, *arguments: object, folder: Path, ranks: in
 def _run(command: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path) -> None:
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    mp.set_start_method(mp.get_all_start_methods()[0], force=True)  # that of a process which nothing forked
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = command
