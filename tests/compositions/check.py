@@ -13,7 +13,6 @@ from tests.compositions.composition import Composition
 from tests.compositions.refusals import refusal_of
 from tests.compositions.runs import Broken, Outcome, Refused, Run, train_all
 from tests.compositions.training import Serial
-from tests.unit import _spawn
 
 
 def check(*compositions: Composition) -> None:
@@ -25,7 +24,6 @@ def check(*compositions: Composition) -> None:
 
 def check_all(compositions: Sequence[Composition]) -> dict[Composition, str]:
     """What is wrong with each, where something is; those that share a reference share its run."""
-    _spawn.IDLE_POOLS_KEPT = 4
     ours = {c: Run(c, c.parts) for c in compositions}
     twins = {c: Run(c.plain, c.plain_parts) for c in compositions if refusal_of(c) is None and adds_in_one_order(c)}
     with tempfile.TemporaryDirectory(prefix="compositions-") as folder:

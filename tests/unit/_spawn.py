@@ -39,7 +39,7 @@ from tests._forked import FORKED
 
 START_LIMIT_S = 240.0
 JOB_LIMIT_S = 120.0
-IDLE_POOLS_KEPT = 2  # world sizes whose processes stay alive: each rank holds about 300 MB
+IDLE_POOLS_KEPT = 4  # world sizes whose processes stay alive
 
 
 class RankFailure(RuntimeError):
