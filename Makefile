@@ -6,6 +6,8 @@ VENV   := .venv$(TORCH:%=-torch-%)
 BIN    := $(VENV)/bin
 NPROC  ?= 2
 ARGS   ?=
+# Processes that share out the files of tests; each has ranks of its own, in all about 3 GB.
+JOBS   ?= 2
 # What wraps the model in `make train`; empty means replicas (DDP).
 WRAPPER ?= --use-torch-fsdp2
 export OMP_NUM_THREADS := 1
@@ -16,6 +18,9 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tenso
           test_data_parallel_base $(addprefix fsdp2/test_, prefetch fsdp_settings exchanged_units micro_batches \
           fsdp_precision sharded_model)))) \
           tests/unit/diagnostics/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder
+
+# Whole files, in their order: the long ones come first.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-short test-long test-gpu drill fuzz-files fuzz mutation check fix clean
 
@@ -40,14 +45,14 @@ train: $(VENV)/.installed-train
 	    $(WRAPPER) $(ARGS)
 
 test: $(VENV)/.installed-train,hf,test
-	$(BIN)/python -m pytest -m 'not long and not gpu' $(ARGS)
+	$(PYTEST) -m 'not long and not gpu' $(ARGS)
 
 test-short: $(VENV)/.installed-train,hf,test
-	$(BIN)/python -m pytest -m 'not long and not gpu' $(SHORT) $(ARGS)
+	$(PYTEST) -m 'not long and not gpu' $(SHORT) $(ARGS)
 
 # What is too slow for every commit: more ranks, compiled layers, whole runs.
 test-long: $(VENV)/.installed-train,hf,test
-	$(BIN)/python -m pytest -m 'long and not gpu' $(ARGS)
+	$(PYTEST) -m 'long and not gpu' $(ARGS)
 
 # What needs a GPU, the functional cases among it, on the GPUs at hand, with $(PYTHON) as it is found: nothing is installed, and what cannot run is
 # skipped with its reason.

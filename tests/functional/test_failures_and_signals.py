@@ -21,8 +21,15 @@ FAILING = REPOSITORY / "tests" / "functional" / "_failing_rank.py"
 ENDLESS = (*TINY, "--train-iters", "1000000", "--eval-interval", "1000000")
 
 
-@pytest.mark.parametrize("launcher", [LAUNCH, TORCHRUN], ids=["launch", "torchrun"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("launcher", "rank"),
+    [
+        pytest.param(LAUNCH, 0, id="launch-0"),
+        pytest.param(LAUNCH, 1, id="launch-1"),
+        pytest.param(TORCHRUN, 0, id="torchrun-0"),
+        pytest.param(TORCHRUN, 1, id="torchrun-1", marks=pytest.mark.long),
+    ],
+)
 def test_a_crash_on_one_rank_ends_all_with_its_traceback_first(
     corpus: Path, tmp_path: Path, launcher: list[str], rank: int
 ) -> None:
@@ -32,7 +39,7 @@ def test_a_crash_on_one_rank_ends_all_with_its_traceback_first(
         env=program_environment(CRASH_RANK=str(rank)),
         capture_output=True,
         text=True,
-        timeout=240,  # nothing waits for a collective, whose time limit is ten minutes
+        timeout=LIMIT_S,
     )
     assert ended.returncode == 1
     before, traceback = ended.stderr.split(f"rank {rank} of 2:\n", 1)
@@ -41,6 +48,7 @@ def test_a_crash_on_one_rank_ends_all_with_its_traceback_first(
     assert f"rank {1 - rank} of 2:\nTraceback" not in traceback
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_all(corpus: Path, tmp_path: Path) -> None:
     ended = subprocess.run(
         [*LAUNCH, FAILING, *ENDLESS, "--data-path", corpus, "--save", tmp_path / "run"],
