@@ -96,7 +96,7 @@ def _fails_on_rank_1(root: str) -> list[str]:
     if dist.get_rank() == 1:
         storage._append = _cannot_write
     saver.save({f"w{dist.get_rank()}": torch.ones(2)}, f"{root}/iter_0000002", metadata={})
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 600
     while not saver.failed and time.monotonic() < deadline:
         time.sleep(0.01)
     storage._append = kept
