@@ -16,9 +16,6 @@ from tests.compositions.training import Wrapped, parallel_groups
 from tests.functional._runs import Curve
 from tests.unit._spawn import RankFailure, run_distributed
 
-LIMIT_S = 100.0
-"""For one job, of a busy machine."""
-
 
 @dataclass(frozen=True)
 class Refused:
@@ -70,7 +67,7 @@ def _job(
     """The runs up to the first that broke; alone, if they took the ranks with them."""
     folders = [folder / str(all_runs.index(run)) for run in runs]
     try:
-        of_ranks = run_distributed(_train_parts, ranks, runs, number, folders, limit_s=LIMIT_S)
+        of_ranks = run_distributed(_train_parts, ranks, runs, number, folders)
     except RankFailure as failure:
         if len(runs) == 1:
             return [Broken(str(failure))]

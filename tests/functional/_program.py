@@ -59,7 +59,7 @@ def programs_in(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-def run_scripts(programs: list[str], folder: Path, *, limit_s: float) -> Ended:
+def run_scripts(programs: list[str], folder: Path) -> Ended:
     """Runs programs one after the other, as scripts in `folder`, in one process of their own."""
     scripts = [folder / f"program{number}.py" for number in range(len(programs))]
     for script, program in zip(scripts, programs, strict=True):
@@ -71,7 +71,7 @@ def run_scripts(programs: list[str], folder: Path, *, limit_s: float) -> Ended:
         env=program_environment(),
         capture_output=True,
         text=True,
-        timeout=limit_s,
+        timeout=LIMIT_S,
     )
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 

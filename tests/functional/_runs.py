@@ -74,7 +74,7 @@ class Training:
     """What all wrappers train alike."""
 
     optimizer: Mapping[str, Any]
-    steps: int = 50
+    steps: int
     tied: bool = True
     precision: str = "fp32"
     """``fp32``; ``bf16``; or ``fp16`` with a dynamic loss scale that starts, and grows, too high."""

@@ -32,9 +32,6 @@ from tests.functional._cases import (
 )
 
 CASES = read_cases()
-LIMIT_S = 1200
-"""Of a case, which may start ranks thirteen times, and on a machine that has other work too."""
-
 EQUAL = ("loss", "grad_norm", "num_zeros", "loss_scale", "skipped")
 """What equal runs have in common; memory is not."""
 
@@ -54,7 +51,6 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CaseRunner]:
     yield CaseRunner(tmp_path_factory.mktemp("cases"), target)
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=[] if c.is_quick else [pytest.mark.long]) for c in CASES]
 )
@@ -65,7 +61,6 @@ def test_a_case_on_the_cpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
 def test_a_case_on_gpus(
     case: Case, on_gpu: CaseRunner, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ Pair = tuple[Site, Site]
 
 def _problems_of(pairs: Sequence[Pair], tied: bool, root: Path, fault: str | None = None) -> list[str]:
     """Writes and reads all `pairs` on the same four processes."""
-    limit_s = 60 + 10 * len(pairs)
+    limit_s = 600 + 10 * len(pairs)
     of_ranks = run_distributed(write_and_read, 4, pairs, tied, root, fault, limit_s=limit_s)
     written, _ = of_ranks[0]
     assert len(of_ranks[0][1]) == len(pairs)

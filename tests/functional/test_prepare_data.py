@@ -1,27 +1,16 @@
 """The command `examples/gpt/prepare_data.py`, as a user runs it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from core.datasets.indexed_dataset import IndexedDataset
+from tests.functional._program import Ended, run_program
 
-ROOT = Path(__file__).parents[2]
 
-
-def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "gpt" / "prepare_data.py"), *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def _run(folder: Path, *arguments: str) -> Ended:
+    return run_program("prepare_data", *arguments, folder=folder)
 
 
 def test_text_becomes_a_corpus(tmp_path: Path):
@@ -30,8 +19,8 @@ def test_text_becomes_a_corpus(tmp_path: Path):
     result = _run(
         tmp_path, "--input", "a.txt", "b.jsonl", "--json-key", "body", "--output-prefix", "new/c", "--workers", "2"
     )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == "new/c: 3 documents and 18 tokens from 2 files, vocabulary of 257\n"
+    assert (result.status, result.err) == (0, "")
+    assert result.out == "new/c: 3 documents and 18 tokens from 2 files, vocabulary of 257\n"
     expected = b"".join(np.array([*text, 256], "<u2").tobytes() for text in (b"hello", b"dear", b"reader"))
     assert (tmp_path / "new" / "c.bin").read_bytes() == expected
     assert len(IndexedDataset(tmp_path / "new" / "c")) == 3
@@ -62,15 +51,15 @@ def test_text_becomes_a_corpus(tmp_path: Path):
 def test_a_mistake_is_one_line_and_status_2(tmp_path: Path, arguments: list[str], message: str):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
     result = _run(tmp_path, *arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith(message)
-    assert result.stderr.count("\n") == 1
+    assert result.status == 2
+    assert result.out == ""
+    assert result.err.startswith(message)
+    assert result.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_help_shows_every_flag(tmp_path: Path):
     result = _run(tmp_path, "--help")
-    assert result.returncode == 0
+    assert result.status == 0
     for flag in ("--input", "--output-prefix", "--tokenizer", "--json-key", "--split-on", "--workers", "--progress"):
-        assert flag in result.stdout
+        assert flag in result.out

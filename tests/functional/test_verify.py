@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.functional._program import program_environment
+from tests.functional._program import LIMIT_S, program_environment
 
 MODULE = """
 import torch
@@ -32,7 +32,7 @@ def _verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=program_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
 
 

@@ -37,8 +37,8 @@ import torch.distributed as dist
 
 from tests._forked import FORKED
 
-START_LIMIT_S = 240.0
-JOB_LIMIT_S = 120.0
+START_LIMIT_S = 600.0
+JOB_LIMIT_S = 600.0  # ends a hang; of a job that takes seconds a busy machine makes minutes
 IDLE_POOLS_KEPT = 4  # world sizes whose processes stay alive
 
 
@@ -52,7 +52,11 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, limit_s
     `fn` must be importable (defined at module level); arguments and results are pickled. Seeds are set to the same
     value on every rank before each call, and `core.parallel_state` is torn down after it.
     """
-    pool = _POOLS.pop(world_size, None) or _RankPool(world_size)
+    pool = _POOLS.pop(world_size, None)
+    if pool is not None and not pool.is_alive():  # the last job broke the group, which its ranks saw at its end
+        pool.close()
+        pool = None
+    pool = pool or _RankPool(world_size)
     results = pool.run(fn, args, limit_s)  # a failure closes the pool, which then is not put back
     _POOLS[world_size] = pool
     while len(_POOLS) > IDLE_POOLS_KEPT:
@@ -73,6 +77,9 @@ class _RankPool:
             self._pipes.append(ours)
             self._processes.append(process)
         self._collect(START_LIMIT_S, "starting")
+
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_s: float) -> list[Any]:
         for pipe in self._pipes:

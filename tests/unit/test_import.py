@@ -45,7 +45,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1000,
     )
     assert (run.returncode, run.stderr) == (0, "")
     return dict(json.loads(line) for line in run.stdout.splitlines())

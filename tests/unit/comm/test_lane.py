@@ -67,7 +67,7 @@ lane.comm_lane(matrix.device).submit(lambda: [matrix @ matrix for _ in range({co
 time.sleep(0.05)
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
     )
     return ended.returncode, ended.stderr
 

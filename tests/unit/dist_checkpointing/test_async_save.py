@@ -97,7 +97,7 @@ def _fails_on_rank_1(root: str) -> list[str]:
     if dist.get_rank() == 1:
         writer._append = _cannot_write
     saver.save({f"w{dist.get_rank()}": torch.ones(2)}, f"{root}/iter_0000002", metadata={})
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 600
     while not saver.failed and time.monotonic() < deadline:
         time.sleep(0.01)
     writer._append = kept

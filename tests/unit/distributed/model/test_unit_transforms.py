@@ -193,7 +193,7 @@ def _compiles() -> None:
 
 @pytest.mark.long
 def test_compiled_units_agree():
-    run_distributed(_compiles, 2, limit_s=240)
+    run_distributed(_compiles, 2)
 
 
 def _gpt_losses(fields: dict[str, object]) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from core.training.launch.__main__ import main
+from core.training.launch.signals import ECHO_S
+from tests._forked import FORKED
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux to end ranks with their launcher")
 
@@ -40,9 +42,9 @@ def test_ranks_get_what_torchrun_gives_and_their_arguments(program, tmp_path: Pa
 
 def test_the_first_rank_to_fail_decides_the_status_and_the_others_are_ended(program, capsys, monkeypatch):
     monkeypatch.setattr("core.training.launch.ranks.GRACE_S", 0.2)
-    assert main(["--nproc-per-node", "2", program("sys.exit(7) if rank == 1 else time.sleep(60)")]) == 7
+    assert main(["--nproc-per-node", "2", program("sys.exit(7) if rank == 1 else time.sleep(600)")]) == 7
     assert capsys.readouterr().err == ""
-    assert main(["--nproc-per-node", "2", program("os.kill(os.getpid(), 9) if rank else time.sleep(60)")]) == 137
+    assert main(["--nproc-per-node", "2", program("os.kill(os.getpid(), 9) if rank else time.sleep(600)")]) == 137
     assert "rank 1 was ended by SIGKILL" in capsys.readouterr().err
 
 
@@ -72,31 +74,49 @@ def test_ranks_are_started_again_after_a_failure_but_not_after_a_mistake(
     assert said in err and err.count("starting them again, to continue from the last good checkpoint") == starts - 1
 
 
+LIMIT_S = 300.0
+"""Seconds in which what takes a moment happens on any machine."""
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 class Launched:
-    """A launcher of its own process, whose ranks write their process ids into a folder."""
+    """A launcher in a process of its own, whose ranks write their process ids into a folder."""
 
     def __init__(self, script: str, folder: Path, ranks: int = 2) -> None:
-        command = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", str(ranks), script, str(folder)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.folder, self.num_ranks = folder, ranks
+        command = ["--nproc-per-node", str(ranks), script, str(folder)]
+        self.folder, self.num_ranks, self.said = folder, ranks, folder.with_suffix(".txt")
         folder.mkdir()
+        self.process = FORKED.Process(target=_launch, args=(command, self.said))
+        self.process.start()
 
     def ranks(self) -> list[int]:
         return [int(path.name) for path in self.folder.iterdir()]
 
     def wait_for_ranks(self) -> list[int]:
-        deadline = time.monotonic() + 60
-        while len(self.ranks()) < self.num_ranks:
-            assert time.monotonic() < deadline and self.process.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: len(self.ranks()) == self.num_ranks or not self.process.is_alive())
+        assert self.process.is_alive()
         return self.ranks()
 
-    def orphans(self) -> list[int]:
-        """Processes that still run the script, long after they were to end."""
-        deadline = time.monotonic() + 20
-        while (left := _processes_with(str(self.folder))) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return left
+    def wait_for_its_ranks_to_end(self) -> None:
+        wait_until(lambda: not _processes_with(str(self.folder)))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> int | None:
+        self.process.join(LIMIT_S)
+        return self.process.exitcode
+
+
+def _launch(command: list[str], output: Path) -> None:
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+    sys.exit(main(command))
 
 
 def _processes_with(argument: str) -> list[int]:
@@ -114,52 +134,50 @@ def _processes_with(argument: str) -> list[int]:
 def launched(program, tmp_path):
     started: list[Launched] = []
 
-    def start(text: str, ranks: int = 2) -> Launched:
-        note = "import signal\nopen(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\n"
-        started.append(Launched(program(note + text), tmp_path / f"ranks{len(started)}", ranks))
+    def start(text: str, ranks: int = 2, handlers: str = "") -> Launched:
+        note = "open(f'{sys.argv[1]}/{os.getpid()}', 'w').close()\n"
+        whole = f"import signal\n{handlers}{note}{text}"
+        started.append(Launched(program(whole), tmp_path / f"ranks{len(started)}", ranks))
         return started[-1]
 
     yield start
     for each in started:
         each.process.kill()
-        each.process.wait()
+        each.process.join()
 
 
-DEAF = "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, lambda *_: open(sys.argv[1] + '/0', 'w'))\n"
+DEAF = "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, lambda *_: open(sys.argv[1] + '.heard', 'w'))\n"
+STAYS = "time.sleep(600)"
 
 
 @linux
-@pytest.mark.parametrize("text", ["time.sleep(600)", f"{DEAF}while True: time.sleep(1)"], ids=["plain", "deaf"])
-def test_no_rank_outlives_a_launcher_that_is_killed(launched: Callable[..., Launched], text: str):
-    run = launched(text)
+@pytest.mark.parametrize("handlers", ["", DEAF], ids=["plain", "deaf"])
+def test_no_rank_outlives_a_launcher_that_is_killed(launched: Callable[..., Launched], handlers: str):
+    run = launched(STAYS, handlers=handlers)
     stopped = run.wait_for_ranks()[0]
     os.kill(stopped, signal.SIGSTOP)
     run.process.kill()
-    assert run.orphans() == []
+    run.wait_for_its_ranks_to_end()
 
 
 @linux
 def test_no_rank_outlives_a_launcher_that_is_killed_or_ended_while_it_starts_them(launched: Callable[..., Launched]):
     draw = random.Random(1)
     for number in (signal.SIGKILL, signal.SIGTERM) * 3:
-        run = launched("time.sleep(600)", ranks=8)
-        deadline = time.monotonic() + 60
-        while len(_processes_with(str(run.folder))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.001)  # the launcher alone
+        run = launched(STAYS, ranks=8)
+        wait_until(lambda run=run: _processes_with(str(run.folder)))
         time.sleep(draw.uniform(0.0, 0.05))
-        run.process.send_signal(number)
-        assert run.process.wait(30) in (-number, 128 + number)
-        assert run.orphans() == []
+        run.send_signal(number)
+        assert run.wait() in (-number, 128 + number)
+        run.wait_for_its_ranks_to_end()
 
 
 @linux
 def test_a_first_signal_is_waited_for(launched: Callable[..., Launched]):
-    saves = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(0)))\ntime.sleep(600)"
-    run = launched(saves)
+    run = launched(STAYS, handlers="signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(0)))\n")
     run.wait_for_ranks()
-    time.sleep(0.3)
-    run.process.send_signal(signal.SIGHUP)
-    assert run.process.wait(30) == 0
+    run.send_signal(signal.SIGHUP)
+    assert run.wait() == 0
 
 
 @linux
@@ -167,21 +185,21 @@ def test_a_first_signal_is_waited_for(launched: Callable[..., Launched]):
 def test_a_second_signal_ends_ranks_that_do_not_answer_and_a_third_needs_no_waiting(
     launched: Callable[..., Launched], number: signal.Signals
 ):
-    run = launched(f"{DEAF}while True: time.sleep(1)")
+    run = launched(STAYS, handlers=DEAF)
     os.kill(min(run.wait_for_ranks()), signal.SIGSTOP)
-    time.sleep(0.3)
-    run.process.send_signal(number)
-    time.sleep(0.7)
-    assert run.process.poll() is None  # it waits for what may be a save
-    run.process.send_signal(number)
-    assert run.process.wait(30) == 128 + number
-    assert f"ended at once by a second {number.name}, without saving" in run.process.stderr.read()
-    assert run.orphans() == []
+    run.send_signal(number)
+    wait_until(run.folder.with_suffix(".heard").exists)  # by the other rank, and so by the launcher before
+    time.sleep(2 * ECHO_S)
+    assert run.process.is_alive()  # it waits for what may be a save
+    run.send_signal(number)
+    assert run.wait() == 128 + number
+    assert f"ended at once by a second {number.name}, without saving" in run.said.read_text()
+    run.wait_for_its_ranks_to_end()
 
 
 def test_the_launcher_runs_without_its_docstrings(program):
     command = [sys.executable, "-OO", "-m", "core.training.launch", program("sys.exit(0)")]
-    assert subprocess.run(command, timeout=100).returncode == 0
+    assert subprocess.run(command, timeout=LIMIT_S).returncode == 0
 
 
 def test_wrong_arguments_are_one_line_more_than_the_usage(capsys):
