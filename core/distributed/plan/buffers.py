@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ... import device
 from ...errors import ParallelConfigError, WrapError
 from ...tensor_parallel.attributes import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -118,7 +119,8 @@ def _by_kind(names: ParameterNames, ddp_config: DistributedDataParallelConfig) -
             # Double precision stays: reducing in fp32 is about adding more exactly, not less.
             in_fp32 = ddp_config.grad_reduce_in_fp32
             grad_dtype = torch.promote_types(param.dtype, torch.float32) if in_fp32 else param.dtype
-            kind = is_expert_parameter(param), param.dtype, grad_dtype, param.device
+            place = device.current_device() if param.is_meta else param.device  # where it will be materialized
+            kind = is_expert_parameter(param), param.dtype, grad_dtype, place
             kinds.setdefault(kind, []).append(param)
     return kinds
 

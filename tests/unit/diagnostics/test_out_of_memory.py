@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from core.diagnostics import failures_explained
 from core.diagnostics.memory_table import CATEGORIES, GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS, REST
 from core.diagnostics.out_of_memory import asked_bytes, is_out_of_memory, savings
+from core.distributed.groups import DataParallelGroups
+from core.distributed.plan import plan_model
 from core.errors import MemoryLimitError
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -99,12 +102,13 @@ TABLE = dict.fromkeys(CATEGORIES, 0) | {PARAMETERS: 100, GATHERED: 400, GRADIENT
 
 
 def _savings(kind: str, device_type: str = "cuda", bf16: bool = True, **fields: object) -> dict[str, int]:
-    group = SimpleNamespace(size=lambda: 4)
+    group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
     config = SimpleNamespace(bf16=bf16, recompute_granularity=None)
-    model: dict[str, object] = {"module": nn.ModuleList(nn.Identity() for _ in range(8))}
-    if kind == "fsdp2":
-        model["units"] = [0] * 8
-    wrapper = SimpleNamespace(**model, ddp_config=settings(kind, **fields), config=config, process_group=group)
+    module = nn.ModuleList(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)) for _ in range(8)).to(
+        torch.bfloat16 if bf16 else torch.float32
+    )
+    plan = plan_model(module, config, settings(kind, **fields), DataParallelGroups(group, group), [nn.Sequential])
+    wrapper = SimpleNamespace(module=module, plan=plan, config=config, process_group=group)
     found = savings(wrapper, TABLE, asked=20, device_type=device_type)
     return {(re.search(r"\((\w+)", setting) or re.search(r"(half)", setting))[1]: size for setting, size in found}
 
@@ -113,7 +117,7 @@ def test_savings_are_computed_from_the_table():
     common = {"half": 50, "activation_checkpointing": 70, "forward_prefetch": 50}
     assert _savings("fsdp2") == common | {"cpu_offload": 400}
     assert _savings("fsdp2", device_type="cpu") == common
-    assert _savings("fsdp2", cpu_offload=True) == common
+    assert _savings("fsdp2", cpu_offload=True, pin_memory=False) == common
     assert _savings("fsdp2", reshard_after_forward=False)["reshard_after_forward"] == 300
     assert _savings("fsdp2", bf16=False)["config"] == 250
     assert "config" not in _savings("fsdp2", bf16=False, param_dtype="bf16")
