@@ -102,6 +102,7 @@ def _run(command: list[str], folder: Path, environment: dict[str, str], out: Pat
     os.environ.update(environment)
     os.chdir(folder)
     sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))  # as Python does for a script
     runpy.run_path(command[0], run_name="__main__")
 
 
