@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from ..dtensors import local_part
 from ..text import readable_bytes
 from .stale_optimizers import known_optimizers
 
@@ -41,7 +41,7 @@ def memory_by_category(wrapper: HoldsTensors, device_type: str) -> dict[str, int
     seen: set[int] = set()
 
     def add(category: str, tensor: Tensor | None) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = None if tensor is None else local_part(tensor)
         if local is None or local.device.type != device_type:
             return
         storage = local.untyped_storage()

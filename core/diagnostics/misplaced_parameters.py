@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..dtensors import local_part
 from ..errors import UnitError
 
 _SAYS_MIXED = "mixed torch.Tensor and DTensor"
@@ -88,7 +89,7 @@ _STEP = re.compile(r"\w+|\[\w+\]")
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     return int(local.untyped_storage().data_ptr())
 
 

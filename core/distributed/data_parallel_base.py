@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..diagnostics import raise_explained
 from ..diagnostics.stale_optimizers import watch_optimizers
+from ..dtensors import local_part
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -287,7 +287,7 @@ class _BaseDataParallel(nn.Module, ABC):
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of `read_gradient`."""
     gradient = read_gradient(parameter)
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return None if gradient is None else local_part(gradient)
 
 
 def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

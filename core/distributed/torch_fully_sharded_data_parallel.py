@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves
 
 from .._torch_compat import NO_BACKWARD, current_backward
+from ..dtensors import local_part
 from ..errors import ParallelConfigError, ShardstackError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -218,5 +218,5 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
 
 def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     return (local.untyped_storage().data_ptr(), int(local.storage_offset()))

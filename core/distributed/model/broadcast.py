@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ... import device
+from ...dtensors import local_part
 from ...transformer.module import root_seed
 
 
@@ -26,7 +26,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
     source = dist.get_process_group_ranks(group)[0]
     for tensor in tensors:
         if not tensor.is_meta:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            local = local_part(tensor.detach())
             sent = local.to(device.current_device())
             dist.broadcast(sent, source, group=group)
             if sent is not local:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...dtypes import SHORT_NAMES, dtype_name
 from .facts import RANGE, Held, ModelFacts, UnitFacts
 from .wire import Kind, Traffic
 
@@ -15,7 +16,6 @@ COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "g
 forward and backward; a gradient is in the dtype of what is kept unless it says otherwise; gathers, reductions and what
 this rank sends are those of a step."""
 
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -166,7 +166,7 @@ def amount(held: Held | None) -> str:
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     """As ``bf16``, or ``bf16+fp32``."""
-    return "+".join(_DTYPES.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    return "+".join(SHORT_NAMES.get(dtype, dtype_name(dtype)) for dtype in dtypes)
 
 
 def shorten(text: str, width: int) -> str:
