@@ -6,7 +6,7 @@ VENV   := .venv$(TORCH:%=-torch-%)
 BIN    := $(VENV)/bin
 NPROC  ?= 2
 ARGS   ?=
-# Processes that share out the files of tests; each has ranks of its own, in all about 3 GB.
+# Processes that share out the files of tests, each with ranks of its own, in all about 3 GB; 0 is this one, for a debugger.
 JOBS   ?= 2
 # What wraps the model in `make train`; empty means replicas (DDP).
 WRAPPER ?= --use-torch-fsdp2

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve 
 import pytest
 import torch
 
+from tests._forked import start_server
 from tests.unit._spawn import close_pools
 
 
@@ -27,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_end_with_the_session() -> Iterator[None]:
     torch.set_num_threads(1)
+    start_server()  # before a test changes what its forks would inherit
     yield
     close_pools()
 

@@ -95,13 +95,14 @@ class Golden:
 # ---- case files
 
 
-def read_cases(folder: Path = CASES) -> list[Case]:
-    """All cases, by name.
+def read_cases(folder: Path = CASES, *, others: Sequence[Case] = ()) -> list[Case]:
+    """The cases of a folder and those that are made elsewhere, by name.
 
     Raises:
         CaseError: a case file that does not say what it should, or an `equal_to` that leads nowhere.
     """
-    cases = [read_case(path.parent) for path in sorted(folder.glob("*/config.yaml"))]
+    cases = [read_case(path.parent) for path in folder.glob("*/config.yaml")]
+    cases = sorted([*cases, *others], key=str)
     names = {case.name for case in cases}
     for case in cases:
         for other in (case.equal_to, case.gpu.equal_to):

@@ -27,8 +27,9 @@ from tests.functional._cases import (
     read_golden,
     write_golden,
 )
+from tests.functional._wrapper_cases import wrapper_cases
 
-CASES = read_cases()
+CASES = read_cases(others=wrapper_cases())
 CLOSE = 1e-4
 """Within which curves count as equal where nothing else is said."""
 
@@ -49,20 +50,6 @@ def test_the_flags_of_a_case_are_a_run(case):
         for more in ((), case.gpu.flags):
             config = parse_arguments(merged_flags(COMMON, leg.flags, more), {"swiglu": True}, name="case")
             validate(config, leg.ranks)
-
-
-@pytest.mark.parametrize("weights", ["tied", "untied"])
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
-def test_every_wrapper_has_a_case_in_every_precision(kind: str, weights: str):
-    names = {case.name for case in CASES}
-    assert {f"{wrapper}-{weights}-{kind}" for wrapper in ("ddp", "zero1", "zero2", "fsdp2")} <= names
-    for case in CASES:
-        if case.name.endswith(kind) and f"-{weights}-" in case.name:
-            flags = case.legs[0].flags
-            assert ("--untie-embeddings-and-output-weights" in flags) == (weights == "untied")
-            assert [flag for flag in ("--bf16", "--fp16") if flag in flags] == (
-                [] if kind == "fp32" else [f"--{kind}"]
-            )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

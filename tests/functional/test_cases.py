@@ -30,8 +30,9 @@ from tests.functional._cases import (
     read_golden,
     write_golden,
 )
+from tests.functional._wrapper_cases import wrapper_cases
 
-CASES = read_cases()
+CASES = read_cases(others=wrapper_cases())
 EQUAL = ("loss", "grad_norm", "num_zeros", "loss_scale", "skipped")
 """What equal runs have in common; memory is not."""
 

@@ -1,11 +1,14 @@
 """The harness itself: ranks talk, failures show the rank's traceback, and the next test gets fresh ranks."""
 
 import os
+import signal
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.unit import _spawn
 from tests.unit._spawn import RankFailure, run_distributed
 
 
@@ -33,6 +36,14 @@ def test_ranks_talk_and_answer_in_rank_order():
     assert run_distributed(_sums_ranks, 2, 10) == [21.0, 21.0]
 
 
+def _was_forked_with_imports() -> bool:
+    return "tests._imports" in sys.modules
+
+
+def test_ranks_are_forked_from_a_process_that_has_imported_everything():
+    assert run_distributed(_was_forked_with_imports, 2) == [True, True]
+
+
 def test_processes_are_reused():
     assert run_distributed(_process_id, 2) == run_distributed(_process_id, 2)
 
@@ -47,6 +58,13 @@ def test_a_failing_rank_shows_its_traceback_and_the_next_job_gets_new_ranks():
 def test_a_dead_rank_is_reported_with_its_exit_code():
     with pytest.raises(RankFailure, match="exit code 7"):
         run_distributed(_dies, 1)
+
+
+def test_ranks_that_ended_after_their_job_are_replaced():
+    before = run_distributed(_process_id, 2)
+    os.kill(before[1], signal.SIGKILL)
+    _spawn._POOLS[2]._processes[1].join()
+    assert set(before).isdisjoint(run_distributed(_process_id, 2))
 
 
 def _leaves_settings_behind() -> None:
