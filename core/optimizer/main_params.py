@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
@@ -113,8 +114,9 @@ class MainParam:
         if (name := name_if_replaced(self.param)) is not None:
             raise OptimizerError(stale_optimizer_message("the optimizer", name))
         held = self.owner._parameters.get(self.attribute)
-        # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one.
-        replaced = held is not self.param and isinstance(held, DTensor) == isinstance(self.param, DTensor)
+        # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one; between
+        # forward and backward of a unit that a part of the ranks keeps whole, a DTensor on the mesh of those.
+        replaced = held is not self.param and _mesh_of(held) == _mesh_of(self.param)
         if replaced or self._local_param().data_ptr() != self._address:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
@@ -145,6 +147,10 @@ class MainParam:
     def _local_param(self) -> Tensor:
         """All that this rank holds of the parameter."""
         return local_part(self.param.detach())
+
+
+def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
 def refresh_parameters(params: Sequence[MainParam]) -> None:

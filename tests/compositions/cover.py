@@ -1,8 +1,8 @@
 """A fixed sample of compositions in which every pair of values meets that may meet.
 
-Greedy: the next composition is the one that covers most pairs that are still missing, of a number of candidates that
-begin with a missing pair and are filled up value by value (as in AETG; Cohen, Dalal, Fredman and Patton, 1997). Pairs
-in a composition that is refused cover nothing: there the training has not met them.
+Greedy: the next composition is the one that covers most missing pairs for the work of its training, of a number of
+candidates that begin with a missing pair and are filled up value by value (as in AETG; Cohen, Dalal, Fredman and
+Patton, 1997). Pairs in a composition that is refused cover nothing: there the training has not met them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import random
 from pathlib import Path
 
+from tests.compositions.between import STEPS
+from tests.compositions.compare import adds_in_one_order
 from tests.compositions.composition import AXES, Composition
 from tests.compositions.refusals import refusal_of
 
@@ -20,8 +22,22 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 SAMPLE = Path(__file__).with_name("sample.json")
 
-CANDIDATES = 12
+CANDIDATES = 30
 """From which each composition of the sample is chosen."""
+
+
+START = 4
+"""Micro-batches that take as long as wrapping a model and gathering its weights at the end."""
+
+
+def work(composition: Composition) -> float:
+    """What a composition costs, in micro-batches of all ranks: its own, and those of the same under DDP."""
+    parts = list(composition.parts)
+    if refusal_of(composition) is None and adds_in_one_order(composition):
+        parts += composition.plain_parts
+    micro_batches = composition.shape.dp * composition.number
+    steps = STEPS if composition.continues == "no" else STEPS / 2
+    return sum(part.shape.ranks * (START + steps * micro_batches / part.shape.dp) for part in parts)
 
 
 def pairs_of(composition: Composition) -> set[Pair]:
@@ -74,7 +90,7 @@ def write_sample(seed: int = 1) -> int:
     chosen: list[Composition] = []
     while missing:
         candidates = [_filled(draw.choice(list(missing)), allowed, missing, draw) for _ in range(CANDIDATES)]
-        best = max(candidates, key=lambda c: len(pairs_of(c) & missing.keys()))
+        best = max(candidates, key=lambda c: len(pairs_of(c) & missing.keys()) / work(c))
         chosen.append(best)
         for pair in pairs_of(best):
             missing.pop(pair, None)

@@ -36,10 +36,6 @@ def _by_layout(compositions: tuple[Composition, ...]) -> dict[str, list[Composit
 SAMPLE = _by_layout(sample())
 
 
-CUT_TWICE = ("dp2-tp2", "dp2-tp2-sp", "dp2-cp2", "tp2-cp2-sp")
-"""Layouts of four ranks that combine two ways to cut, each of which a layout of two ranks has by itself."""
-
-
 @functools.cache
 def _problems(layout: str) -> dict[Composition, str]:
     """Of all compositions of a layout, which share their jobs."""
@@ -49,8 +45,7 @@ def _problems(layout: str) -> dict[Composition, str]:
 @pytest.mark.parametrize(
     "composition",
     [
-        pytest.param(c, marks=[pytest.mark.long] if c.layout in CUT_TWICE else [], id=f"{c.layout}-{c.wrapper}")
-        for c in itertools.chain(*SAMPLE.values())
+        pytest.param(c, id=f"{c.layout}-{c.wrapper}") for c in itertools.chain(*SAMPLE.values())
     ],
 )
 def test_a_composition_trains_as_one_process_does(composition: Composition):
