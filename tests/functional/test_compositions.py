@@ -44,9 +44,7 @@ def _problems(layout: str) -> dict[Composition, str]:
 
 @pytest.mark.parametrize(
     "composition",
-    [
-        pytest.param(c, id=f"{c.layout}-{c.wrapper}") for c in itertools.chain(*SAMPLE.values())
-    ],
+    [pytest.param(c, id=f"{c.layout}-{c.wrapper}") for c in itertools.chain(*SAMPLE.values())],
 )
 def test_a_composition_trains_as_one_process_does(composition: Composition):
     problem = _problems(composition.layout).get(composition)
