@@ -1,0 +1,254 @@
+"""Gradients on flat buffers: what wrappers have in common that reduce them there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..comm.lane import comm_lane
+from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
+from ..model_parallel_config import ModelParallelConfig
+from .buffers.bucket import Bucket
+from .buffers.bucket_group import BucketGroup, GradientLender
+from .buffers.param_placement import ParamPlacement
+from .buffers.reduction import BucketReduction
+from .buffers.schedule import ReductionSchedule
+from .buffers.shown_gradients import ShownGradients, shows_main_grad
+from .buffers.unreadable_gradient import is_unreadable
+from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .gradient_state import Phase
+from .parameter_owner import share_gradient
+from .plan import FlatPlan
+
+
+class _FlatDataParallel(_BaseDataParallel):
+    """Backward moves each gradient into its place in a flat bucket, which is reduced in place when it is complete.
+
+    Args:
+        plan: of the buffers, whose buckets are given to `_take_buckets` once they exist.
+        finish_in_backward: finish gradients at the end of each backward outside `no_sync`.
+    """
+
+    plan: FlatPlan
+
+    def __init__(
+        self,
+        config: Any,
+        module: nn.Module,
+        ddp_config: DistributedDataParallelConfig,
+        plan: FlatPlan,
+        *,
+        finish_in_backward: bool = False,
+    ) -> None:
+        super().__init__(config, module, ddp_config, plan)
+        self._is_sharded = plan.strategy != "no_shard"
+        self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
+        self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
+        self._finishes_in_backward = finish_in_backward
+
+    def _take_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Reduces the gradients of these buckets, in this order; to be called once by a constructor."""
+        config = self.config
+        self._bucket_groups = self._build_bucket_groups(buckets)
+        self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
+        self._placement = ParamPlacement(
+            (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
+        )
+        finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
+        self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish)
+        self._shown = ShownGradients(self._group_of, self._is_sharded)
+        for param in self._group_of:
+            param.has_buffer = True  # type: ignore[attr-defined]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(_weakly(self._take_gradient))
+            if getattr(config, "gradient_accumulation_fusion", True):
+                param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
+            if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
+                self._group_of[param].bucket.note_written_by_layer(param)
+        self._own_parameters()
+
+    def _build_bucket_groups(self, buckets: Sequence[Bucket]) -> list[BucketGroup]:
+        reduction = BucketReduction(
+            group=self.process_group,
+            shard_group=self.intra_instance_group if self._is_sharded else None,
+            replica_group=self.inter_instance_group,
+            becomes=self.plan.reduction,
+            average_in_collective=self.plan.averages_in_collective,
+            fp32_accumulation=self.plan.adds_in_fp32,
+        )
+        return [
+            BucketGroup(
+                bucket,
+                reduction,
+                self._inspect,
+                comm_lane(bucket.buffer.device),
+                overlaps_grads=self.plan.overlaps_grads,
+                overlaps_params=self.plan.overlaps_params,
+                reduces_every_micro_batch=self.plan.reduces_every_micro_batch,
+            )
+            for bucket in buckets
+        ]
+
+    def note_step(self) -> None:
+        self._shown.hide_after_step()
+
+    def _take_gradient(self, param: Tensor) -> None:
+        """Called by autograd when one backward has finished a parameter's gradient."""
+        gradient, group = param.grad, self._group_of[param]  # type: ignore[index]
+        if self._finishes_in_backward and self._schedule.has_lost_a_backward:
+            self._drop_gradients()
+        if gradient is None:
+            return
+        if is_unreadable(gradient):  # what came was added to it, that is, dropped; who asks for gradients next raises
+            param.grad = None
+            self.note_backward()
+            return
+        if gradient.requires_grad:
+            raise ShardstackError(
+                f"a backward with create_graph=True reached parameters of a {type(self).__name__}, whose buffers "
+                "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
+            )
+        if self.gradient_state.phase is not Phase.ACCUMULATING:
+            self.note_backward()
+            if self.gradient_state.phase is Phase.LATE:  # dropped; the next use of gradients raises
+                param.grad = None
+                return
+        if param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            group.add_gradient(param, None)  # type: ignore[arg-type]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        else:
+            group.add_gradient(param, gradient)  # type: ignore[arg-type]
+        param.grad = None
+        del gradient  # its memory may serve for what the reduction allocates
+        self._schedule.note_gradient(group, param, self._syncs_gradients)  # type: ignore[arg-type]
+
+    def _inspect(self, bucket: Bucket) -> None:
+        self._gradient_checks.check(((slot.name, slot.view) for slot in bucket.slots), self._step)  # type: ignore[misc]
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Sends every bucket that has not left yet."""
+        self._schedule.send_all()
+
+    def _finish_grad_sync(self, force_all_reduce: bool) -> None:
+        if force_all_reduce and any(group.bucket.releases_grads for group in self._bucket_groups):
+            raise ParallelConfigError(
+                "force_all_reduce asks for whole gradients, which the strategy 'optim_grads' has released; drop it"
+            )
+        self.settle_parameters()
+        self._placement.check(unwrap_model(self))
+        if not self.gradient_state.is_reduced:
+            self._shown.take_written()
+        self.start_grad_sync()
+        for group in self._bucket_groups:
+            group.finish_grad_sync(force_all_reduce)
+        self._shown.show()
+
+    def _open_reduced_gradients(self) -> bool:
+        if self._is_sharded:
+            return False
+        kept = [param for param in self._group_of if shows_main_grad(param)]
+        if kept and not self._adds_exactly:
+            return False
+        self._schedule.restart()
+        for group in self._bucket_groups:
+            group.open_again([param for param in group.bucket.params if not shows_main_grad(param)])
+        return True
+
+    def local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        if not self._is_sharded or parameter not in self._group_of:
+            return super().local_gradient(parameter)
+        group = self._group_of[parameter]
+        if not (group.has_reduced and group.bucket.has_gradient(parameter)):
+            return None
+        start, end = group.bucket.shard_range_of(parameter)
+        return group.bucket.local_grad_shard[start:end]
+
+    def check_may_step(self, optimizer: str) -> None:
+        super().check_may_step(optimizer)
+        if (written := self._shown.find_written()) is not None:
+            raise OptimizerError(
+                f"parameter {self._name_of(written)} has a .grad of its own, but the sharding strategy "
+                f"{self.plan.strategy!r} keeps the gradient of a shard on each rank, which the optimizer reads "
+                "instead; set .grad before finalize_model_grads, or use the sharding strategy 'no_shard'"
+            )
+
+    def check_may_step_directly(self, optimizer: str) -> None:
+        if self._is_sharded:
+            raise ShardstackError(
+                f"{optimizer} was to step parameters whose gradients {type(self).__name__} shards over ranks: it "
+                "would see this rank's part alone; use core.optimizer.get_megatron_optimizer, or the sharding "
+                "strategy 'no_shard'"
+            )
+        super().check_may_step_directly(optimizer)
+        for param, group in self._group_of.items():
+            grad_dtype = group.bucket.main_grad_dtype(param)
+            if group.bucket.has_gradient(param) and grad_dtype != param.dtype:
+                is_local = any(buffer.accumulated_in_fp32 for buffer in self.plan.buffers)
+                name = "param_name_patterns_for_fp32_local_accumulation"
+                setting = name if is_local else "grad_reduce_in_fp32"
+                raise ShardstackError(
+                    f"{optimizer} was to step parameter {self._name_of(param)} in {param.dtype}, whose gradient is "
+                    f"kept in {grad_dtype} and not in .grad; use core.optimizer.get_megatron_optimizer, or drop "
+                    f"{setting}"
+                )
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return next(slot.name for slot in self._group_of[param].bucket.slots if slot.param is param)
+
+    def _scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        for group in self._bucket_groups:
+            group.bucket.scale_gradients(scaling_factor)
+
+    def _drop_gradients(self) -> None:
+        self._schedule.restart()
+        for group in self._bucket_groups:
+            group.clear_grads()
+
+    def _zero_gradients(self) -> None:
+        self._drop_gradients()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+            if parameter in self._group_of:
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+                share_gradient(parameter, False)
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        buckets = [group.bucket for group in self._bucket_groups]
+        held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
+        held += [gradient for bucket in buckets for gradient in bucket.extra_main_grads]
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
+        parameters = [*self.module.parameters(), *self.module.buffers()]
+        whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]
+        return {
+            "parameters": parameters,
+            "gathered parameters": [],
+            "gradients": [*held, *grads],
+            "gradients not reduced yet": whole,
+        }
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The bound method without its object, which it does not keep alive.
+
+    torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
+    keep the wrapper, the model and their process groups for as long as the process runs (torch 2.13).
+
+    Raises:
+        WrapError: when called, if the object has gone.
+    """
+    reference, kind = weakref.WeakMethod(method), type(method.__self__).__name__  # type: ignore[attr-defined]
+
+    def call(*args: Any) -> None:
+        bound = reference()
+        if bound is None:
+            raise WrapError(
+                f"a backward reached parameters whose {kind} no longer exists, so that no rank would "
+                "reduce their gradients; keep the wrapper for as long as its module trains"
+            )
+        bound(*args)
+
+    return call
