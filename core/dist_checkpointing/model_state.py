@@ -16,6 +16,7 @@ from ..device import current_device
 from ..dtypes import dtype_name
 from ..errors import CheckpointError
 from .agreement import Ranks
+from .views.flat_range import FlatRange, kept_range, whole_view
 from .views.global_view import global_shape, global_view, local_slices, local_tensor
 
 
@@ -27,7 +28,7 @@ def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the module's state holds something that is no tensor.
     """
-    return {names[0]: global_view(tensor) for names, tensor in _targets(module)}
+    return {names[0]: whole_view(tensor) for names, tensor in _targets(module)}
 
 
 def load_model_state_dict(
@@ -183,7 +184,11 @@ def _laid_out_alike(value: Any, target: torch.Tensor) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return True  # one given twice, or not held by this rank; what is no tensor has been reported
-    return one.shape == other.shape and torch.equal(local_tensor(one), local_tensor(other))
+    return one.shape == other.shape and torch.equal(_held(one), _held(other))
+
+
+def _held(value: torch.Tensor) -> torch.Tensor:
+    return value.held if isinstance(value, FlatRange) else local_tensor(value)
 
 
 def _received(value: torch.Tensor | None, offer: _Offer, ranks: Ranks) -> torch.Tensor:
@@ -197,8 +202,27 @@ def _received(value: torch.Tensor | None, offer: _Offer, ranks: Ranks) -> torch.
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
     """Fills this rank's piece; a DTensor on another mesh is gathered whole, one tensor at a time."""
-    if _laid_out_alike(value, target) or _laid_out_alike(value, global_view(target)):
+    kept = kept_range(target)
+    if kept is None and (_laid_out_alike(value, target) or _laid_out_alike(value, global_view(target))):
         local_tensor(target).copy_(local_tensor(value))
         return
+    if isinstance(value, FlatRange):
+        _copy_range(value, target)
+        return
     whole = value.full_tensor() if isinstance(value, DTensor) else value
-    local_tensor(target).copy_(whole.detach()[local_slices(target)])
+    piece = whole.detach()[local_slices(target)]
+    if kept is None:
+        local_tensor(target).copy_(piece)
+    else:
+        values, start = kept
+        values.copy_(piece.reshape(-1)[start : start + values.numel()])
+
+
+def _copy_range(value: FlatRange, target: torch.Tensor) -> None:
+    """From a range that is laid out as the target's own, which may be that itself."""
+    own = whole_view(target)
+    if not isinstance(own, FlatRange) or own.boxes != value.boxes:
+        raise CheckpointError(
+            "a state dict holds flat ranges of another wrapper's; save it with core.dist_checkpointing and load that"
+        )
+    own.held.copy_(value.held)

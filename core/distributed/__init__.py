@@ -5,6 +5,8 @@ from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .finalize_model_grads import finalize_model_grads
+from .fully_sharded_data_parallel import FullyShardedDataParallel
+from .fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .wrap import wrap_model
@@ -12,6 +14,8 @@ from .wrap import wrap_model
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "FullyShardedDataParallel",
+    "FullyShardedDataParallelConfig",
     "TorchFullyShardedDataParallel",
     "TorchFullyShardedDataParallelConfig",
     "_BaseDataParallel",
@@ -22,7 +26,6 @@ __all__ = [
 __getattr__ = absent_names(
     __name__,
     {
-        "FullyShardedDataParallel": "use TorchFullyShardedDataParallel, on PyTorch FSDP2",
         "ParamAndGradBuffer": "it is in core.distributed.buffers.param_and_grad_buffer",
     },
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -25,6 +26,14 @@ from .parameter_owner import share_gradient
 from .plan import FlatPlan
 
 
+class HoldsBuckets(Protocol):
+    """A flat buffer, to an optimizer."""
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Its parts, of each of which a rank updates its shard."""
+
+
 class _FlatDataParallel(_BaseDataParallel):
     """Backward moves each gradient into its place in a flat bucket, which is reduced in place when it is complete.
 
@@ -34,6 +43,11 @@ class _FlatDataParallel(_BaseDataParallel):
     """
 
     plan: FlatPlan
+
+    @property
+    @abstractmethod
+    def grad_buffers(self) -> Sequence[HoldsBuckets]:
+        """All flat buffers with gradients."""
 
     def __init__(
         self,

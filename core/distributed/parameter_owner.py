@@ -35,7 +35,7 @@ _OWNER = "_data_parallel_owner"
 _OF_WRAPPERS = frozenset(
     {
         *(_OWNER, "__getstate__", "main_grad", "main_grad_copy_in_grad_buffer", "has_buffer"),
-        *("grad_added_to_main_grad", "lend_gradient_memory"),
+        *("grad_added_to_main_grad", "lend_gradient_memory", "held_range", "seen_while_pending"),
     }
 )
 """Attributes of parameters that belong to wrappers, and make no sense without them."""

@@ -1,4 +1,4 @@
-"""The settings that PyTorch FSDP2 has beyond those of every wrapper."""
+"""The settings that PyTorch FSDP2 has beyond those of every wrapper that shards parameters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Literal
 from ..dtypes import Dtype, as_dtype
 from ..errors import ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
-from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .resharding import parse_overrides
+from .fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 
 
 @takes_foreign_fields(ForeignFields())
 @dataclass(kw_only=True)
-class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
+class TorchFullyShardedDataParallelConfig(FullyShardedDataParallelConfig):
     """Settings of :class:`TorchFullyShardedDataParallel`; giving one to `wrap_model` chooses that wrapper.
 
     Dtypes are torch's, or their names, as ``"bf16"`` or ``"float32"``.
@@ -23,31 +22,7 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
         ParallelConfigError: settings that contradict each other, or a value that a setting does not take.
     """
 
-    data_parallel_sharding_strategy: str = "optim_grads_params"
-    """Parameters, gradients and optimizer state are sharded; there is no other value."""
-
     # ---- when parameters are gathered
-
-    reshard_after_forward: bool | int = True
-    """Free a unit's gathered parameters after its forward and gather them again for its backward.
-
-    The last unit and the root stay gathered in between, because backward begins with them. A number, a divisor of the
-    ranks that share a parameter, keeps each parameter whole among that many neighbouring ranks instead, so that
-    backward gathers from these alone.
-    """
-
-    reshard_overrides: tuple[str, ...] = ()
-    """Other values for some units, as ``"decoder.layers.0=False"``: a shell pattern of module names, then the value.
-
-    The last that matches counts. The last unit and the root are overridden too when a pattern names them (the root is
-    ``""``).
-    """
-
-    forward_prefetch: int = 1
-    """How many units ahead parameters are gathered during forward; 0 gathers each when it is reached."""
-
-    backward_prefetch: int = 1
-    """The same for backward."""
 
     keep_gathered_between_micro_batches: Literal["none", "ends", "all"] = "ends"
     """What stays gathered from one micro-batch of a step to the next, while gradients accumulate whole.
@@ -115,20 +90,8 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, other in (
-            ("data_parallel_sharding_strategy", "optim_grads_params"),
-            ("use_distributed_optimizer", False),
-        ):
-            if getattr(self, field) != other:
-                raise ParallelConfigError(
-                    f"{field} is {getattr(self, field)!r} in a TorchFullyShardedDataParallelConfig, which shards "
-                    "parameters, gradients and optimizer state; drop it, or use a DistributedDataParallelConfig"
-                )
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             as_dtype(getattr(self, field), field)
-        for field in ("forward_prefetch", "backward_prefetch"):
-            if getattr(self, field) < 0:
-                raise ParallelConfigError(f"{field} is {getattr(self, field)}; it takes 0 (off) or a positive number")
         if (
             self.reduce_dtype is not None
             and self.grad_reduce_in_fp32
@@ -151,7 +114,6 @@ class TorchFullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 f"reshard_after_forward is {self.reshard_after_forward} with reshard_overrides "
                 f"{list(self.reshard_overrides)}; drop one of the two"
             )
-        parse_overrides(self.reshard_overrides)
 
     def _check_units(self) -> None:
         if self.activation_checkpointing not in ("none", "full", "selective"):

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed import DistributedDataParallel, _BaseDataParallel
+from ..distributed import _BaseDataParallel
+from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..distributed.parameter_owner import owner_of
+from ..distributed.plan import FlatPlan
 from ..errors import ConfigError, OptimizerError
 from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection
@@ -86,16 +88,14 @@ def get_megatron_optimizer(
     return kind(config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config), wrappers)
 
 
-def _wrappers_that_shard_state(
-    config: OptimizerConfig, model_chunks: Sequence[nn.Module]
-) -> list[DistributedDataParallel]:
+def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_FlatDataParallel]:
     """The chunks' wrappers if they leave each rank its share of flat buffers to update; else none."""
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     strategies = {wrapper.plan.strategy for wrapper in wrappers}
     sharding = [
         wrapper
         for wrapper in wrappers
-        if isinstance(wrapper, DistributedDataParallel) and wrapper.plan.strategy != "no_shard"
+        if isinstance(wrapper, _FlatDataParallel) and wrapper.plan.strategy != "no_shard"
     ]
     if sharding and len(sharding) < len(model_chunks):
         raise ConfigError(
@@ -114,7 +114,7 @@ def _wrappers_that_shard_state(
 def _check_whole(params: list[MainParam]) -> None:
     for p in params:
         wrapper = owner_of(p.param)
-        if wrapper is not None and wrapper.plan.strategy in ("optim", "optim_grads"):
+        if wrapper is not None and isinstance(wrapper.plan, FlatPlan) and wrapper.plan.strategy != "no_shard":
             raise OptimizerError(
                 f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
                 "was given something else than that wrapper; give it what wrap_model returned"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..dist_checkpointing.views.flat_range import flat_range_view
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
 from ..distributed.buffers.bucket import Bucket
+from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..distributed.plan.buffers import is_expert_parameter, lay_out_params
 from ..distributed.plan.layout import FullParamLayout
 from ..errors import OptimizerError
@@ -115,13 +116,11 @@ class DistributedOptimizer(MegatronOptimizer):
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
         for wrapper in self._wrappers:
-            if isinstance(wrapper, DistributedDataParallel):  # all are, as `get_megatron_optimizer` sees to
+            if isinstance(wrapper, DistributedDataParallel):  # where each forward gathers there is nothing to do now
                 wrapper.start_param_sync()
 
 
-def collect_main_ranges(
-    model_chunks: Sequence[nn.Module], wrappers: Sequence[DistributedDataParallel]
-) -> list[MainParam]:
+def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[_FlatDataParallel]) -> list[MainParam]:
     """What this rank updates of every trainable parameter, as `collect_main_params` names them.
 
     Raises:
@@ -130,7 +129,7 @@ def collect_main_ranges(
     places = {
         param: (bucket, wrapper.intra_instance_group)
         for wrapper in wrappers
-        for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)
+        for buffer in wrapper.grad_buffers
         for bucket in buffer.buckets
         for param in bucket.params
     }

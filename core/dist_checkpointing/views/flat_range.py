@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...errors import CheckpointError
-from .global_view import global_shape, local_slices, local_tensor
+from .global_view import global_shape, global_view, local_slices, local_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, per dimension."""
@@ -47,6 +47,33 @@ def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
     boxes = boxes_of_range(tuple(param.shape), start, start + len(values))
     moved = [(tuple(a + b for a, b in zip(origin, offsets, strict=True)), sizes) for offsets, sizes in boxes]
     return FlatRange(values.detach(), tuple(global_shape(param)), moved)
+
+
+_RANGE = "held_range"
+
+
+def keep_range(param: Tensor, values: Tensor, start: int) -> None:
+    """Notes on a parameter which of its elements this rank keeps, and where; see `whole_view`.
+
+    Args:
+        values, start: as `flat_range_view` takes them.
+    """
+    setattr(param, _RANGE, (values, start))
+
+
+def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
+    """What `keep_range` has noted."""
+    found: tuple[Tensor, int] | None = getattr(param, _RANGE, None)
+    return found
+
+
+def whole_view(tensor: Tensor) -> Tensor:
+    """The whole model's tensor whose piece a parameter or buffer is; shares storage.
+
+    :func:`~core.dist_checkpointing.global_view`, or `flat_range_view` where a wrapper keeps a range of the parameter.
+    """
+    kept = kept_range(tensor)
+    return global_view(tensor) if kept is None else flat_range_view(tensor, *kept)
 
 
 def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:

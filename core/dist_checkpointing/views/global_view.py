@@ -62,19 +62,13 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
         return value
     if isinstance(value, DTensor) and value.device_mesh == mesh and value.placements == placements:
         return value
-    expected, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
-    if tuple(expected) != tuple(local.shape):
-        raise ParallelConfigError(
-            f"a piece of shape {tuple(local.shape)} does not fit a tensor of shape {tuple(shape)} placed as "
-            f"{placements} on the mesh {tuple(mesh.shape)}: {tuple(expected)} would; tensor-parallel pieces must be "
-            "of equal size (pad the dimension)"
-        )
+    _check_piece(local.shape, mesh, placements, shape)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=_contiguous_stride(shape))
 
 
 def global_shape(param: torch.Tensor) -> torch.Size:
     """Returns the shape of the whole model's tensor whose piece `param` is; see :func:`global_view`."""
-    return _layout(param, _detached(param).device.type)[2]
+    return _layout(param, param.device.type)[2]
 
 
 def local_slices(param: torch.Tensor) -> tuple[slice, ...]:
@@ -82,10 +76,12 @@ def local_slices(param: torch.Tensor) -> tuple[slice, ...]:
 
     A rank whose piece is empty gets empty slices. Raises as :func:`global_view` does.
     """
-    view = global_view(param)
-    if not isinstance(view, DTensor):
-        return tuple(slice(0, size) for size in view.shape)
-    sizes, offsets = compute_local_shape_and_global_offset(view.shape, view.device_mesh, view.placements)
+    mesh, placements, shape = _layout(param, param.device.type)
+    if mesh is None:
+        return tuple(slice(0, size) for size in shape)
+    sizes, offsets = _check_piece(
+        param.to_local().shape if isinstance(param, DTensor) else param.shape, mesh, placements, shape
+    )
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
 
 
@@ -114,6 +110,20 @@ def _layout(param: torch.Tensor, device_type: str) -> tuple[DeviceMesh | None, t
     if device_type == "meta":
         device_type = inner.device_type if inner is not None else parallel_state.get_device_mesh().device_type
     return _mesh(tp_group, inner, device_type), (outer, *inner_placements), torch.Size(shape)
+
+
+def _check_piece(
+    piece: Sequence[int], mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and offsets of this rank's piece, which has to have the shape `piece`."""
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    if tuple(sizes) != tuple(piece):
+        raise ParallelConfigError(
+            f"a piece of shape {tuple(piece)} does not fit a tensor of shape {tuple(shape)} placed as "
+            f"{placements} on the mesh {tuple(mesh.shape)}: {tuple(sizes)} would; tensor-parallel pieces must be "
+            "of equal size (pad the dimension)"
+        )
+    return tuple(sizes), tuple(offsets)
 
 
 def _partition_dim(param: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 _WAIT = "_wait_until_gathered"
+_SEEN = "seen_while_pending"
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
@@ -44,6 +45,8 @@ class _PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _aliases() and hasattr(args[0], _SEEN):
+            return getattr(args[0], _SEEN)()
         if func not in _without_values():
             for value in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if type(value) is _PendingParameter:
@@ -60,6 +63,17 @@ class _PendingParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+def let_be_seen(param: nn.Parameter, seen: Callable[[], Tensor]) -> None:
+    """While the parameter is pending, its ``detach()`` and ``data`` are what `seen` gives, without waiting."""
+    setattr(param, _SEEN, seen)
+
+
+@functools.cache
+def _aliases() -> frozenset[Any]:
+    data: Any = Tensor.data
+    return frozenset({Tensor.detach, data.__get__})
+
+
 @functools.cache
 def _without_values() -> frozenset[Any]:
     """What may be asked of a parameter whose values are not there: its gradient, and what it is."""
@@ -69,4 +83,5 @@ def _without_values() -> frozenset[Any]:
     setters = {descriptor.__set__ for descriptor in descriptors} | {descriptors[0].__delete__}
     methods = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size}
     others = {Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.is_contiguous, Tensor.__len__}
+    others |= {Tensor.data_ptr, Tensor.__hash__, Tensor.register_hook}
     return frozenset(getters | setters | methods | others)

@@ -5,7 +5,7 @@ units     which modules FSDP2 gathers together
 layout    where parameters are in flat buffers
 names     what parameters are called
 precision in which dtypes FSDP2 computes
-fsdp2, buffers    the plan of either engine; only here, and in `common`, the wrapper's settings are read
+fsdp2, buffers, flat_units    the plan of each wrapper; only here, and in `common`, the wrapper's settings are read
 
 Nothing here talks to another rank, or changes a module.
 """
@@ -21,13 +21,16 @@ from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .buffers import plan_buffers
+from .flat_units import plan_flat_units
 from .fsdp2 import plan_fsdp2
 from .units import UnitChoice
 from .values import (
     BucketPlan,
     BufferPlan,
     FlatPlan,
+    FlatUnitPlan,
     FSDP2Plan,
+    FullyShardedPlan,
     GradientReduction,
     ModuleUnitPlan,
     ParamPlan,
@@ -40,12 +43,15 @@ __all__ = [
     "BufferPlan",
     "FSDP2Plan",
     "FlatPlan",
+    "FlatUnitPlan",
+    "FullyShardedPlan",
     "GradientReduction",
     "ModuleUnitPlan",
     "ParamPlan",
     "ShardingPlan",
     "UnitPlan",
     "plan_buffers",
+    "plan_flat_units",
     "plan_fsdp2",
     "plan_model",
     "shards_parameters",

@@ -41,8 +41,8 @@ def plan_buffers(
             f"{caller} keeps whole parameters, but the sharding strategy is 'optim_grads_params'; use wrap_model, or "
             "TorchFullyShardedDataParallel"
         )
-    _check_per_token_loss(config, ddp_config)
-    _check_precision(config, module)
+    check_reduction(config, ddp_config)
+    check_precision(config, module)
     is_sharded = strategy != "no_shard"
     reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"
     bucket_size = ddp_config.bucket_size
@@ -66,8 +66,8 @@ def plan_buffers(
                 holds_params=is_sharded,
                 releases_grads=strategy == "optim_grads" and num_shards > 1,
                 holds_experts=holds_experts,
-                accumulated_in_fp32=_accumulated_in_fp32(names, params, grad_dtype, ddp_config),
-                buckets=tuple(_bucket(names, params, layout, num_shards) for layout in layouts),
+                accumulated_in_fp32=accumulated_in_fp32((names.of[p][0] for p in params), grad_dtype, ddp_config),
+                buckets=tuple(plan_bucket(names, params, layout, num_shards) for layout in layouts),
             )
         )
     common = common_plan(config, ddp_config, groups, caller=caller, given={"disable_bucketing": disable_bucketing})
@@ -85,7 +85,9 @@ def plan_buffers(
     )
 
 
-def lay_out_params(params: Sequence[nn.Parameter], *, dp_size: int | None, **options: Any) -> list[BucketLayout]:
+def lay_out_params(
+    params: Sequence[nn.Parameter], *, dp_size: int | None, separates_shared: bool = True, **options: Any
+) -> list[BucketLayout]:
     """`lay_out` of parameters, in reverse order of construction; `options` are its others.
 
     Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
@@ -95,7 +97,7 @@ def lay_out_params(params: Sequence[nn.Parameter], *, dp_size: int | None, **opt
     return lay_out(
         [param.numel() for param in params],
         dp_size=dp_size,
-        alone=shared if dp_size else (),
+        alone=shared if dp_size and separates_shared else (),
         aligned={index for index, param in enumerate(params) if has_tensor_parallel_attributes(param)},
         **options,
     )
@@ -111,10 +113,7 @@ def _by_kind(names: ParameterNames, ddp_config: DistributedDataParallelConfig) -
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in reversed(list(names.of)):
         name = names.of[param][0]
-        if isinstance(param, DTensor):
-            raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
-        if hasattr(param, "has_buffer"):
-            raise WrapError(f"parameter {name} lies in the buffers of a wrapper already; wrap the plain model")
+        reject_unfit_parameter(name, param)
         if param.requires_grad:
             # Double precision stays: reducing in fp32 is about adding more exactly, not less.
             in_fp32 = ddp_config.grad_reduce_in_fp32
@@ -125,9 +124,18 @@ def _by_kind(names: ParameterNames, ddp_config: DistributedDataParallelConfig) -
     return kinds
 
 
-def _bucket(
+def reject_unfit_parameter(name: str, param: nn.Parameter) -> None:
+    """Raises where a parameter cannot be moved into a flat buffer."""
+    if isinstance(param, DTensor):
+        raise WrapError(f"parameter {name} is a DTensor; flat buffers take plain tensors, FSDP2 takes these")
+    if hasattr(param, "has_buffer"):
+        raise WrapError(f"parameter {name} is in the buffers of a wrapper already; wrap the plain model")
+
+
+def plan_bucket(
     names: ParameterNames, params: Sequence[nn.Parameter], layout: BucketLayout, num_shards: int
 ) -> BucketPlan:
+    """The bucket of a layout of these parameters, each of its shards a part of its elements."""
     length = (layout.end - layout.start) // num_shards
     planned = []
     for index, (start, end) in zip(layout.members, layout.ranges, strict=True):
@@ -141,17 +149,14 @@ def _whole(names: ParameterNames, param: nn.Parameter) -> ParamPlan:
     return names.plan_of(param, shape=tuple(param.shape), cut="whole", bounds=(0, param.numel()))
 
 
-def _accumulated_in_fp32(
-    names: ParameterNames,
-    params: Iterable[nn.Parameter],
-    grad_dtype: torch.dtype,
-    ddp_config: DistributedDataParallelConfig,
+def accumulated_in_fp32(
+    names: Iterable[str], grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig
 ) -> frozenset[str]:
+    """Those of the names of a buffer's parameters whose gradients add up in fp32 memory of their own."""
     if torch.promote_types(grad_dtype, torch.float32) == grad_dtype:
         return frozenset()
     patterns = ddp_config.param_name_patterns_for_fp32_local_accumulation
-    of_buffer = [names.of[param][0] for param in params]
-    return frozenset(name for name in of_buffer if any(p == "all" or fnmatch(name, p) for p in patterns))
+    return frozenset(name for name in names if any(p == "all" or fnmatch(name, p) for p in patterns))
 
 
 def _order_of_leaving(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:
@@ -164,17 +169,19 @@ def _order_of_leaving(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], .
     return tuple(sorted(place, key=lambda key: -place[key]))
 
 
-def _check_per_token_loss(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
+def check_reduction(config: Any, ddp_config: DistributedDataParallelConfig) -> None:
+    """Raises where gradients would be summed and averaged at once."""
     if getattr(config, "calculate_per_token_loss", False) and ddp_config.average_in_collective:
         raise ParallelConfigError(
             "calculate_per_token_loss sums gradients over ranks and average_in_collective averages them; drop one"
         )
 
 
-def _check_precision(config: Any, module: nn.Module) -> None:
+def check_precision(config: Any, module: nn.Module) -> None:
+    """Raises where a model is to compute in half precision, and all its parameters are fp32."""
     asked = next((name for name in ("bf16", "fp16") if getattr(config, name, False)), None)
     if asked and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
         raise ParallelConfigError(
-            f"config.{asked} is set, but every parameter is fp32, and replicas compute in the dtype of their "
+            f"config.{asked} is set, but every parameter is fp32, and flat buffers compute in the dtype of their "
             "parameters; wrap the model in Float16Module(config, model) first"
         )

@@ -41,7 +41,7 @@ UnitChoice = type[nn.Module] | nn.Module
 """What makes units: a class, for its outermost instances, or one module."""
 
 
-def find_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
+def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[Unit]:
     """The units of a model, children before parents, each parameter in one unit or else left to the root.
 
     A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
@@ -53,7 +53,8 @@ def find_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
     root, which is gathered for the whole forward; units that share a weight among themselves only are united into one.
 
     FSDP2 takes one dtype of trainable parameters in a unit. Where a unit, or what is left to the root, has several,
-    the modules that hold those of a rarer one (fp32 norms in a bf16 layer) are a unit of their own before it.
+    the modules that hold those of a rarer one (fp32 norms in a bf16 layer) are a unit of their own before it, unless
+    `splits_dtypes` is False.
 
     Raises:
         WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class, or a module that itself
@@ -73,7 +74,7 @@ def find_units(root: nn.Module, classes: Iterable[UnitChoice]) -> list[Unit]:
     return [
         part
         for unit in (*units, _named((root,), names))
-        for part in (*_minority_units(unit, owners, names), unit)
+        for part in (*(_minority_units(unit, owners, names) if splits_dtypes else ()), unit)
         if part.modules != (root,)
     ]
 

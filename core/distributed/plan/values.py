@@ -123,6 +123,8 @@ class BufferPlan:
     """Its parameters carry Megatron-LM's mark ``allreduce=False``."""
     accumulated_in_fp32: frozenset[str]
     """Names of parameters whose gradients add up over micro-batches in fp32 memory of their own."""
+    is_trained: bool = True
+    """False: frozen parameters, without gradients."""
     buckets: tuple[BucketPlan, ...]
     """In the order in which backward is expected to finish them."""
 
@@ -154,6 +156,21 @@ class ShardingPlan:
     def num_shards(self) -> int:
         """Ranks that share a parameter, or the state of its optimizer; 1 where nothing is cut."""
         return 1 if self.strategy == "no_shard" else self.groups.shard.size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatUnitPlan:
+    """A unit on flat buffers: modules whose parameters are whole while one of them runs."""
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    """Of each module below the model, whose own is empty."""
+    buckets: tuple[tuple[int, int], ...]
+    """Buffer and bucket of its memory, one for each kind of its parameters."""
+    reshard_after_forward: bool
+    """Its whole parameters are in memory that other units use in turn; False: in memory of its own."""
+    is_needed_in_backward: bool
+    """False where no backward of the unit reads a weight, as in an embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,3 +218,19 @@ class FlatPlan(ShardingPlan):
     def layout(self) -> FullParamLayout:
         """Where parameters are, by itself."""
         return FullParamLayout(tuple(tuple(bucket.layout for bucket in buffer.buckets) for buffer in self.buffers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyShardedPlan(FlatPlan):
+    """What `core.distributed.fully_sharded` carries out."""
+
+    units: tuple[FlatUnitPlan, ...]
+    """Children before parents; last the model, with what is in no unit before it."""
+    forward_prefetch: int
+    """Units that are gathered ahead in forward, 0 or 1."""
+    backward_prefetch: int
+    """The same in backward."""
+
+    @property
+    def root(self) -> FlatUnitPlan:
+        return self.units[-1]

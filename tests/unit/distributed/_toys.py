@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from core.comm import gloo
+from core.dist_checkpointing.views.flat_range import FlatRange, kept_range, whole_view
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    FullyShardedDataParallel,
+    FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
 )
+from core.distributed.flat_data_parallel import _FlatDataParallel
 
 BUFFERED = {
     "ddp": {},
@@ -43,7 +48,7 @@ BUFFERED = {
 }
 """Settings of the wrapper on buffers, by the name that its tests give them."""
 
-WRAPPERS = (*BUFFERED, "fsdp2")
+WRAPPERS = (*BUFFERED, "zero3", "fsdp2")
 
 
 class Block(nn.Module):
@@ -105,6 +110,8 @@ def settings(kind: str, **fields: Any) -> DistributedDataParallelConfig:
     """What a wrapper of the given kind is told."""
     if kind in BUFFERED:
         return DistributedDataParallelConfig(**{**BUFFERED[kind], **fields})
+    if kind == "zero3":
+        return FullyShardedDataParallelConfig(**fields)
     return TorchFullyShardedDataParallelConfig(**fields)
 
 
@@ -115,7 +122,8 @@ def build(
     config, group = config or SimpleNamespace(), group or dist.group.WORLD
     if kind in BUFFERED:
         return DistributedDataParallel(config, settings(kind, **fields), module, process_group=group)
-    return TorchFullyShardedDataParallel(config, settings(kind, **fields), module, unit_classes, process_group=group)
+    sharded = FullyShardedDataParallel if kind == "zero3" else TorchFullyShardedDataParallel
+    return sharded(config, settings(kind, **fields), module, unit_classes, process_group=group)
 
 
 def toy(seed: int = 1, **kwargs: Any) -> Toy:
@@ -134,13 +142,27 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter, or of what a state dict holds of it; every rank calls it."""
+    view = whole_view(tensor) if kept_range(tensor) is not None else tensor
+    if isinstance(view, FlatRange):
+        return _joined(view)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _joined(view: FlatRange) -> torch.Tensor:
+    """Of the ranges of all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, [(offsets, piece.clone()) for offsets, piece in view.pieces()])
+    whole = torch.full(tuple(view.shape), float("nan"), dtype=view.dtype)
+    for offsets, piece in itertools.chain(*found):
+        whole[tuple(slice(o, o + n) for o, n in zip(offsets, piece.shape, strict=True))] = piece
+    return whole
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every gradient that the optimizer would read, whole, under the plain model's names."""
     module = model.module if isinstance(model, _BaseDataParallel) else model
-    is_sharded = isinstance(model, DistributedDataParallel) and model.ddp_config.sharding_strategy != "no_shard"
+    is_sharded = isinstance(model, _FlatDataParallel) and model.plan.strategy != "no_shard"
     gathered = _gather_shards(model) if is_sharded else {}
     found = {}
     for name, parameter in module.named_parameters():
@@ -151,9 +173,9 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _gather_shards(model: DistributedDataParallel) -> dict[nn.Parameter, torch.Tensor]:
+def _gather_shards(model: _FlatDataParallel) -> dict[nn.Parameter, torch.Tensor]:
     found = {}
-    for bucket in (group.bucket for group in model.bucket_groups if group.has_reduced):
+    for bucket in (group.bucket for group in model._bucket_groups if group.has_reduced):
         parts = [torch.empty_like(bucket.local_grad_shard) for _ in range(model.intra_instance_group.size())]
         dist.all_gather(parts, bucket.local_grad_shard.clone(), group=model.intra_instance_group)
         whole = torch.cat(parts)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.distributed import finalize_model_grads
-from core.errors import ShardstackError
+from core.errors import ShardstackError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
@@ -70,7 +70,7 @@ def _counts_collectives(kind: str, micro_batches: int) -> tuple[int, int]:
             with nullcontext() if index == len(steps) - 1 else model.no_sync():
                 loss_of(model, tokens).backward()
         finalize_model_grads([model])
-    return traffic.calls, len(getattr(model, "bucket_groups", ()))
+    return traffic.calls, len(getattr(model, "_bucket_groups", ()))
 
 
 def test_the_number_of_gradient_collectives_does_not_depend_on_the_number_of_micro_batches(kind):
@@ -183,6 +183,11 @@ def _keeps_names_and_attributes(kind: str) -> None:
     assert list(model.state_dict_for_save_checkpoint()) == names
     assert model.module.embedding.weight is model.module.head.weight
     assert model.module.embedding.weight.partition_dim == 0
+    if kind == "zero3":
+        with pytest.raises(WrapError, match=r"from torch\.float32 on cpu to torch\.float64 on cpu; move and convert"):
+            model.to(torch.float64)
+        model.to(torch.float32)
+        return
     model.to(torch.float64)
     assert model.module.embedding.weight.partition_dim == 0
 

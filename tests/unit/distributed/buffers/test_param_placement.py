@@ -177,7 +177,7 @@ def test_a_parameter_that_is_no_longer_what_was_wrapped_is_named_at_the_next_syn
 
 def _refuses_to_wrap_twice() -> None:
     model = build("ddp", toy())
-    with pytest.raises(WrapError, match="lies in the buffers of a wrapper already"):
+    with pytest.raises(WrapError, match="is in the buffers of a wrapper already"):
         build("zero1", model.module)
 
 

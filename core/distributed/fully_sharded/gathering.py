@@ -1,0 +1,187 @@
+"""When units are gathered: before their forward and backward, and ahead of it in the order of the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..._torch_compat import NO_BACKWARD, current_backward
+from ...comm.lane import CommLane
+from ...errors import UnitError
+from ..plan import FullyShardedPlan
+from .memory import ShardedBuffer
+from .unit import Unit
+
+
+class ParameterGathering:
+    """Hooks on the modules of units, which gather and hide their parameters.
+
+    The main thread calls it in forward, autograd's in backward; never both at once.
+
+    Args:
+        units: in the order of the plan's, the root's last.
+        buffers: what the units are shards of.
+    """
+
+    def __init__(
+        self, plan: FullyShardedPlan, units: Sequence[Unit], buffers: Sequence[ShardedBuffer], lane: CommLane
+    ) -> None:
+        self._units, self._buffers, self._lane = units, buffers, lane
+        self._root = units[-1]
+        self._depth = {False: plan.forward_prefetch, True: plan.backward_prefetch}
+        # Which unit came after which, in forward (False) and in backward (True): written as a pass goes on, read by
+        # the next one.
+        self._next: dict[tuple[bool, Unit], Unit] = {}
+        # The unit that was needed last, of this forward or backward; None before the first.
+        self._last: Unit | None = None
+        # The backward that `_last` belongs to, or NO_BACKWARD.
+        self._pass = NO_BACKWARD
+        # Of the shards, when they were last gathered from; see `_forget_stale`.
+        self._version = self._count_writes()
+        for unit, planned in zip(units, plan.units, strict=True):
+            unit.on_use = partial(self._on_use, unit)
+            before: Any = _Hook(self._begin if unit is self._root else partial(self._before_forward, unit))
+            after: Any = _Hook(
+                self._end if unit is self._root else partial(self._after_forward, unit, planned.is_needed_in_backward)
+            )
+            for module in planned.modules:
+                module.register_forward_pre_hook(before, prepend=True)
+                module.register_forward_hook(after, always_call=True)
+
+    # ---- the whole model
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """Begins a forward of the model."""
+        if current_backward() == NO_BACKWARD:
+            self.end_running()
+            self._last = None
+        self._root.running += 1
+        self.need(self._root)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._root.running -= 1
+        if not self._root.running and current_backward() == NO_BACKWARD and not torch.is_grad_enabled():
+            self.settle()
+        elif torch.is_grad_enabled():
+            self._watch(self._root, output)
+
+    def end_running(self) -> None:
+        """Forgets forwards that raised."""
+        for unit in self._units:
+            unit.running = 0
+
+    def settle(self) -> None:
+        """Hides all parameters: outside of a forward and a backward they belong to no rank wholly.
+
+        Raises:
+            UnitError: a parameter was written while it was gathered.
+        """
+        for unit in self._units:
+            unit.finish_gather()
+        for unit in self._units:
+            unit.hide()
+
+    def forget(self) -> None:
+        """What is gathered no longer has the values of the shards."""
+        self.settle()
+        for unit in self._units:
+            if unit.slot is not None:
+                unit.slot.owner = None
+        self._version = self._count_writes()
+
+    def _count_writes(self) -> int:
+        return sum(buffer.shards._version for buffer in self._buffers)
+
+    # ---- one unit
+
+    def need(self, unit: Unit) -> None:
+        """Returns when the parameters of a unit are there; starts to gather those that came after it last time."""
+        is_backward = current_backward() != NO_BACKWARD
+        if not is_backward and self._version != self._count_writes():
+            self.forget()
+        if current_backward() != self._pass:
+            self._pass, self._last = current_backward(), None
+        if not unit.is_gathered:
+            self._reject_running(unit)
+            unit.start_gather(self._lane, waits=not self._depth[is_backward])
+        unit.finish_gather()
+        unit.show()
+        if unit is self._last or unit is self._root:
+            return
+        if self._last is not None:
+            self._next[is_backward, self._last] = unit
+        self._last = unit
+        self._prefetch(unit, is_backward)
+
+    def _prefetch(self, unit: Unit, is_backward: bool) -> None:
+        ahead: Unit | None = unit
+        for _ in range(self._depth[is_backward]):
+            ahead = self._next.get((is_backward, ahead)) if ahead is not None else None
+            if ahead is None or ahead is unit:
+                return
+            owner = None if ahead.slot is None else ahead.slot.owner
+            if not ahead.is_gathered and owner is not unit and (owner is None or not owner.running):
+                ahead.start_gather(self._lane, waits=False)
+
+    def _reject_running(self, unit: Unit) -> None:
+        owner = None if unit.slot is None else unit.slot.owner
+        if owner is not None and owner.running:
+            raise UnitError(
+                f"unit {unit.name} is needed while unit {owner.name} runs, and both are gathered into one memory; "
+                f"keep one of them apart, with reshard_overrides=({owner.name + '=False'!r},)"
+            )
+
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        unit.running += 1
+        self.need(unit)
+
+    def _after_forward(
+        self, unit: Unit, is_needed_in_backward: bool, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        """A call has ended, or raised."""
+        unit.running = max(unit.running - 1, 0)
+        if torch.is_grad_enabled():
+            if is_needed_in_backward:
+                self._watch(unit, output)
+        elif not self._root.running and not unit.running and current_backward() == NO_BACKWARD:
+            self.settle()  # called by itself
+
+    def _watch(self, unit: Unit, output: Any) -> None:
+        """Gathers the unit when a backward reaches what it returned."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, unit))
+
+    def _on_use(self, unit: Unit) -> None:
+        """A parameter of the unit is used while it is hidden."""
+        if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
+            name = unit.pieces[0].names[0]
+            raise UnitError(
+                f"a parameter of unit {unit.name} (it begins with {name}) was used outside of a forward, where each "
+                "rank holds its shard alone; use parameters inside the wrapper's whole_parameters(), which every rank "
+                "has to enter, or save and load them by core.dist_checkpointing"
+            )
+        self.need(unit)
+
+    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        """Called by autograd with the gradient of each tensor that a unit's forward returned."""
+        self.need(unit)
+
+
+class _Hook:
+    """Calls a method; in a pickled or copied module it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None,)

@@ -1,0 +1,87 @@
+"""Memory of sharded parameters: the shards that a rank keeps, and the slots that units are gathered into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ...host_memory import passing_memory
+from ..buffers.bucket import Bucket, FlatMemory
+from ..plan import BucketPlan, BufferPlan
+from ..plan.layout import BucketLayout
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+
+class ShardedBuffer(FlatMemory):
+    """This rank's shards of all parameters of one kind, and the buckets in which their gradients are reduced.
+
+    Args:
+        plan: what it holds.
+        params: the model's, by name.
+        device: where shards are kept.
+
+    Attributes:
+        shards: `[numel / num_shards]`, this rank's shard of each bucket, one after the other: one tensor, so that its
+            version counts every write to a shard.
+        buckets: of the gradients; none where parameters are frozen.
+    """
+
+    def __init__(
+        self,
+        plan: BufferPlan,
+        params: Mapping[str, nn.Parameter],
+        device: torch.device,
+        *,
+        num_shards: int,
+        shard_index: int,
+    ) -> None:
+        self.names = [param.name for bucket in plan.buckets for param in bucket.params]
+        self.params = [params[name] for name in self.names]
+        self.param_dtype, self.grad_dtype, self.device = plan.param_dtype, plan.grad_dtype, device
+        self.num_shards, self.shard_index = num_shards, shard_index
+        self.accumulated_in_fp32 = plan.accumulated_in_fp32
+        self.param_data = None
+        numel = plan.buckets[-1].layout.end
+        self.grad_data: Tensor | None = None
+        if plan.is_trained and not plan.releases_grads:
+            self.grad_data = torch.zeros(numel, dtype=plan.grad_dtype, device=device)
+        self.shards = torch.zeros(numel // num_shards, dtype=plan.param_dtype, device=device)
+        self.buckets: list[Bucket] = []
+        if plan.is_trained:
+            self.buckets = [Bucket(self, _counted_from(bucket, plan)) for bucket in plan.buckets]
+        for bucket, planned in zip(self.buckets, plan.buckets, strict=False):
+            bucket.local_param_shard = self.shard_of(planned)
+
+    def shard_of(self, bucket: BucketPlan) -> Tensor:
+        """`[elements / num_shards]`: this rank's shard of a bucket's parameters."""
+        return self.shards[bucket.layout.start // self.num_shards : bucket.layout.end // self.num_shards]
+
+
+def _counted_from(bucket: BucketPlan, plan: BufferPlan) -> BucketLayout:
+    """The bucket's layout, its members counted among the parameters of the whole buffer."""
+    first = sum(len(before.params) for before in plan.buckets[: plan.buckets.index(bucket)])
+    members = tuple(first + index for index in range(len(bucket.params)))
+    return replace(bucket.layout, members=members)
+
+
+class Slot:
+    """Memory that units of one size are gathered into, one at a time.
+
+    Args:
+        sizes: elements, dtype and device of each of its parts.
+
+    Attributes:
+        parts: the whole parameters of a unit, by kind, as long as the model is wrapped.
+        owner: the unit whose values are in it, or on their way. Set when a gather begins; None after the shards were
+            written, before the first gather, and once no unit of it is valid.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]]) -> None:
+        self.parts = [passing_memory(*size) for size in sizes]
+        self.owner: Unit | None = None

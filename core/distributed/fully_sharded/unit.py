@@ -1,0 +1,216 @@
+"""A unit of sharded parameters: views of a slot, valid while the unit owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...comm import collectives
+from ...comm.lane import CommLane, Handle
+from ...errors import UnitError
+from ...host_memory import passing_memory
+from ..buffers.pending_parameters import can_be_pending, end_pending, make_pending
+from ..plan import FullyShardedPlan
+from .memory import ShardedBuffer, Slot
+
+
+@dataclass(eq=False)
+class Piece:
+    """A unit's parameters of one kind: contiguous in the slot, cut evenly over the ranks."""
+
+    params: Sequence[nn.Parameter]
+    names: Sequence[str]
+    ranges: Sequence[tuple[int, int]]
+    """``[start, end)`` of each parameter in the whole."""
+    shard: Tensor
+    """`[numel / num_shards]`, this rank's part of the whole, which an optimizer writes."""
+    whole: Tensor
+    """`[numel]`, the slot's part that parameters are views of; `shard` itself where one rank has all."""
+
+    def place_params(self, memory: Tensor) -> None:
+        """Makes the parameters views of `memory` `[numel]`."""
+        for param, (start, end) in zip(self.params, self.ranges, strict=True):
+            param.data = memory[start:end].view(param.shape)
+
+    def take_shard(self, group: ProcessGroup) -> None:
+        """Copies this rank's part of the values of the parameters into `shard`."""
+        for param, own, start in self.own_ranges(group.rank()):
+            own.copy_(param.detach().flatten()[start : start + own.numel()])
+
+    def own_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
+        length = self.shard.numel()
+        begin = length * rank
+        for param, (start, end) in zip(self.params, self.ranges, strict=True):
+            first, last = max(start, begin), min(end, begin + length)
+            if first < last:
+                yield param, self.shard[first - begin : last - begin], first - start
+            else:
+                yield param, self.shard[:0], 0
+
+
+class Unit:
+    """Parameters that are gathered together.
+
+    Args:
+        name: of its modules, for messages.
+        slot: its memory while it is gathered; None where one rank has all.
+        pieces: in the order of the slot's parts.
+
+    Attributes:
+        running: calls of its modules that have begun and not ended; reset by `ParameterGathering.begin`.
+    """
+
+    def __init__(self, name: str, slot: Slot | None, pieces: Sequence[Piece], group: ProcessGroup) -> None:
+        self.name, self.slot, self.pieces, self._group = name, slot, pieces, group
+        self.running = 0
+        # A gather that is under way: set by `start_gather`, cleared by `finish_gather`.
+        self._handle: Handle | None = None
+        self._hideable = [p for piece in pieces for p in piece.params if can_be_pending(p)]
+        # Of each parameter, as torch counts writes to it, when it was last hidden: gathers do not count.
+        self._versions = self._count_writes()
+        self._is_hidden = False
+        # What a use of a hidden parameter calls, set once by `ParameterGathering`.
+        self.on_use: Callable[[], None] = self.show
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [param for piece in self.pieces for param in piece.params]
+
+    def own_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
+        for piece in self.pieces:
+            yield from piece.own_ranges(self._group.rank())
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its parameters have the values of the shards, or are about to."""
+        return self.slot is None or self.slot.owner is self
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Takes the values of the parameters into the shards, and makes the parameters views of the slot."""
+        for piece in self.pieces:
+            piece.take_shard(self._group)
+            piece.place_params(piece.whole)
+
+    def start_gather(self, lane: CommLane, *, waits: bool) -> None:
+        """Gathers the shards into the slot, in place of what another unit has there."""
+        if self.slot is None:
+            return
+        before, self.slot.owner = self.slot.owner, self
+        if before is not None and before is not self:
+            before.finish_gather()
+            before.hide()
+        if waits:
+            lane.run(self._gather)
+        else:
+            self._handle = lane.submit(self._gather)
+
+    def _gather(self) -> None:
+        for piece in self.pieces:
+            collectives.all_gather(piece.whole, piece.shard, self._group, what=f"the parameters of unit {self.name}")
+
+    def finish_gather(self) -> None:
+        """Waits for a gather that is under way."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.wait()
+
+    def show(self) -> None:
+        """Makes its parameters readable; they are gathered."""
+        if self._is_hidden:
+            self._is_hidden = False
+            end_pending(self._hideable)
+
+    def hide(self) -> None:
+        """Makes a use of its parameters call `on_use`.
+
+        Raises:
+            UnitError: a parameter was written while it was gathered; the write would be lost.
+        """
+        if self._is_hidden or self.slot is None:
+            return
+        before, self._versions = self._versions, self._count_writes()
+        self._is_hidden = True
+        make_pending(self._hideable, self.on_use)
+        if before != self._versions:
+            self.slot.owner = None
+            index = next(i for i, (a, b) in enumerate(zip(before, self._versions, strict=True)) if a != b)
+            name = [name for piece in self.pieces for name in piece.names][index]
+            raise UnitError(
+                f"parameter {name} was written while its unit was gathered, and the write would be lost; write "
+                "parameters between steps, inside the wrapper's whole_parameters()"
+            )
+
+    def gather_apart(self) -> None:
+        """Gathers its parameters into memory of their own, until `return_to_slot`."""
+        self.finish_gather()
+        self.show()
+        if self.slot is None:
+            return
+        self.slot.owner = None
+        for piece in self.pieces:
+            apart = passing_memory(piece.whole.numel(), piece.whole.dtype, piece.whole.device)
+            collectives.all_gather(apart, piece.shard, self._group, what=f"the parameters of unit {self.name}")
+            piece.place_params(apart)
+
+    def return_to_slot(self) -> None:
+        """Takes what was written since `gather_apart` into this rank's shard, and frees that memory."""
+        if self.slot is None:
+            return
+        for piece in self.pieces:
+            piece.take_shard(self._group)
+            piece.place_params(piece.whole)
+        self._versions = self._count_writes()
+
+    def _count_writes(self) -> list[int]:
+        return [param._version for param in self.params]
+
+
+def build_units(
+    plan: FullyShardedPlan, buffers: Sequence[ShardedBuffer], params: Mapping[str, nn.Parameter]
+) -> list[Unit]:
+    """The units of a plan. Those that reshard, of one size, share as many slots as are in use at a time, in turn.
+
+    Args:
+        buffers: of the plan's, in their order.
+        params: the model's, by name.
+    """
+    in_use = 1 + max(plan.forward_prefetch, plan.backward_prefetch)
+    shared: dict[Any, list[Slot]] = {}
+    turns: dict[Any, int] = {}
+    units = []
+    for planned in plan.units:
+        buckets = [(buffers[index], plan.buffers[index].buckets[number]) for index, number in planned.buckets]
+        sizes = tuple((bucket.elements, buffer.param_dtype, buffer.device) for buffer, bucket in buckets)
+        slot: Slot | None = None
+        if plan.num_shards > 1 and buckets:
+            turn = turns[sizes] = turns.get(sizes, -1) + 1 if planned.reshard_after_forward else turns.get(sizes, -1)
+            slots = shared.setdefault(sizes, [])
+            if not planned.reshard_after_forward:
+                slot = Slot(sizes)
+            elif len(slots) < in_use:
+                slots.append(slot := Slot(sizes))
+            else:
+                slot = slots[turn % in_use]
+        pieces = []
+        for number, (buffer, bucket) in enumerate(buckets):
+            shard = buffer.shard_of(bucket)
+            pieces.append(
+                Piece(
+                    [params[param.name] for param in bucket.params],
+                    [param.name for param in bucket.params],
+                    bucket.layout.ranges,
+                    shard,
+                    shard if slot is None else slot.parts[number],
+                )
+            )
+        name = " + ".join(planned.names) or "of the model itself"
+        units.append(Unit(name, slot, pieces, plan.groups.shard))
+    return units

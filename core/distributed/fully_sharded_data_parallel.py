@@ -1,0 +1,206 @@
+"""Fully sharded data parallelism (ZeRO-3) on contiguous buffers, as a drop-in for `DistributedDataParallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.lane import comm_lane
+from ..diagnostics.stale_optimizers import replaced_parameters_marked
+from ..dist_checkpointing import load_model_state_dict
+from ..dist_checkpointing.views.flat_range import keep_range, whole_view
+from ..errors import ParallelConfigError, WrapError
+from ..process_groups_config import ProcessGroupCollection
+from .buffers.pending_parameters import let_be_seen
+from .buffers.unreadable_gradient import is_unreadable
+from .data_parallel_base import unwrap_model
+from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .flat_data_parallel import _FlatDataParallel
+from .fully_sharded.gathering import ParameterGathering
+from .fully_sharded.memory import ShardedBuffer
+from .fully_sharded.unit import Unit, build_units
+from .groups import Ranks, find_groups
+from .model.broadcast import broadcast_tensors
+from .model.initial_values import start_equal
+from .model.same_model import reject_different_models
+from .model.unfit_models import reject_unfit
+from .plan import FullyShardedPlan, plan_flat_units
+from .plan.units import UnitChoice
+from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
+
+
+class FullyShardedDataParallel(_FlatDataParallel):
+    """Parameters, gradients and optimizer state sharded over the group (ZeRO-3), in flat buffers.
+
+    Each unit's parameters are views of one slot of memory, for good; units of one size share few slots, in turn. A
+    step, for each unit:
+
+    1. forward: its shards are all-gathered straight into its slot, while the unit before it computes; the unit runs.
+       Nothing is freed: another unit takes the slot when it needs it, so that the last units of a forward are not
+       gathered again;
+    2. backward, in reverse: gathered again where another unit has had the slot. Each gradient goes into the unit's
+       contiguous gradient memory, from the layer's own matrix product where the layer can; when the last has come it
+       is reduced and scattered from there, while backward goes on, and the memory is given back;
+    3. the optimizer updates this rank's shards, one run of elements of each parameter;
+    4. the next forward gathers anew.
+
+    Outside of a forward and a backward a parameter's shape, dtype and gradient may be asked for, and `state_dict`
+    gives this rank's range of each; anything else raises. `whole_parameters` shows all of them.
+
+    Inside `no_sync` gradients add up whole, as under FSDP2; `reduce_every_micro_batch` is there to save that memory.
+
+    Args:
+        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` are read where
+            present.
+        ddp_config: the wrapper's settings: a `FullyShardedDataParallelConfig`, or any other whose sharding strategy
+            is ``optim_grads_params``.
+        module: the model, in the dtypes that it computes in (`Float16Module`). Every rank's becomes that of the
+            group's first; on the meta device it is materialized here.
+        sub_modules_to_wrap: as `TorchFullyShardedDataParallel` takes it.
+        disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
+        process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding.
+        pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
+
+    Raises:
+        ParallelConfigError: a field that this wrapper cannot honour, or half precision with fp32 parameters.
+        WrapError: a parameter that is a DTensor already.
+    """
+
+    plan: FullyShardedPlan
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
+        disable_bucketing: bool = False,
+        process_group: Ranks | None = None,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        caller = type(self).__name__
+        self._reject_unwrappable(module, config)
+        groups = find_groups(caller, ddp_config.num_distributed_optimizer_instances, process_group, pg_collection)
+        reject_unfit(module)
+        model = unwrap_model(module)
+        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
+        plan = plan_flat_units(model, config, ddp_config, groups, unit_classes, caller=caller)
+        super().__init__(config, module, ddp_config, plan)
+        reject_different_models(model, plan, [unit.names for unit in plan.units])
+        with replaced_parameters_marked(module):
+            start_equal(module, self.process_group)  # replicas that start different would stay different
+        named = dict(model.named_parameters())
+        self._buffers_of_shards = [
+            ShardedBuffer(
+                buffer,
+                named,
+                named[buffer.buckets[0].params[0].name].device,
+                num_shards=plan.num_shards,
+                shard_index=groups.shard.rank(),
+            )
+            for buffer in plan.buffers
+        ]
+        self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named)
+        for unit in self.units:
+            unit.adopt()
+        device = next((buffer.device for buffer in self._buffers_of_shards), torch.device("cpu"))
+        self._gathering = ParameterGathering(plan, self.units, self._buffers_of_shards, comm_lane(device))
+        for unit in self.units:
+            for param, shard, start in unit.own_ranges():
+                keep_range(param, shard, start)
+                let_be_seen(param, partial(whole_view, param))
+        self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.leaves])
+        self._gathering.forget()
+
+    @property
+    def grad_buffers(self) -> list[ShardedBuffer]:
+        """The buffers whose buckets an optimizer updates shards of."""
+        return [buffer for buffer in self._buffers_of_shards if buffer.buckets]
+
+    def settle_parameters(self) -> None:
+        self._gathering.settle()
+
+    def note_step(self) -> None:
+        super().note_step()
+        self._gathering.forget()
+
+    def _zero_gradients(self) -> None:
+        self._gathering.end_running()
+        self._gathering.settle()
+        super()._zero_gradients()
+
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Inside it every parameter is whole, in memory of its own; what is written to it counts.
+
+        Every rank enters it, outside of a forward and a backward, and writes the same values.
+        """
+        self._gathering.forget()
+        for unit in self.units:
+            unit.gather_apart()
+        try:
+            yield
+        finally:
+            for unit in self.units:
+                unit.return_to_slot()
+            self._gathering.forget()
+
+    def broadcast_params(self) -> None:
+        """Sends rank 0's buffers to all, and each shard to its replicas across optimizer instances."""
+        self._gathering.forget()
+        broadcast_tensors(self.module.buffers(), self.process_group)
+        if self.inter_instance_group is not None:
+            broadcast_tensors([buffer.shards for buffer in self._buffers_of_shards], self.inter_instance_group)
+        self._gathering.forget()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copies whole tensors into this rank's shards, and leaves the module's own, which a loader has filled.
+
+        Raises:
+            ParallelConfigError: `assign`, which would replace the parameters.
+        """
+        if assign:
+            raise ParallelConfigError(
+                "load_state_dict was called with assign=True, which replaces the parameters that are views of the "
+                "wrapper's memory; leave it out"
+            )
+        return load_model_state_dict(self.module, state_dict, strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Of ``to``, ``cuda``, ``half``...: acts on buffers.
+
+        Raises:
+            WrapError: it would move or convert the parameters, which are views of the wrapper's memory.
+        """
+        for buffer in self._buffers_of_shards:
+            probe = torch.empty(0, dtype=buffer.param_dtype, device=buffer.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise WrapError(
+                    f"a {type(self).__name__} was to be moved or converted, from {probe.dtype} on {probe.device} "
+                    f"to {moved.dtype} on {moved.device}; move and convert the model before it is wrapped"
+                )
+        for module in self.module.modules():
+            for name, held in module._buffers.items():
+                module._buffers[name] = None if held is None else fn(held)
+        return self
+
+    def held_tensors(self) -> dict[str, list[Tensor]]:
+        buckets = [group.bucket for group in self._bucket_groups]
+        held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
+        slots = {id(unit.slot): unit.slot for unit in self.units if unit.slot is not None}
+        return {
+            "parameters": [*(buffer.shards for buffer in self._buffers_of_shards), *self.module.buffers()],
+            "gathered parameters": [part for slot in slots.values() for part in slot.parts],
+            "gradients": [*held, *(g for bucket in buckets for g in bucket.extra_main_grads), *grads],
+            "gradients not reduced yet": [
+                b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None
+            ],
+        }
