@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,41 +175,31 @@ class Unit:
 def build_units(
     plan: FullyShardedPlan, buffers: Sequence[ShardedBuffer], params: Mapping[str, nn.Parameter]
 ) -> list[Unit]:
-    """The units of a plan. Those that reshard, of one size, share as many slots as are in use at a time, in turn.
+    """The units of a plan, and the slots that they share.
 
     Args:
         buffers: of the plan's, in their order.
         params: the model's, by name.
     """
-    in_use = 1 + max(plan.forward_prefetch, plan.backward_prefetch)
-    shared: dict[Any, list[Slot]] = {}
-    turns: dict[Any, int] = {}
+    slots: dict[int, Slot] = {}
     units = []
     for planned in plan.units:
-        buckets = [(buffers[index], plan.buffers[index].buckets[number]) for index, number in planned.buckets]
-        sizes = tuple((bucket.elements, buffer.param_dtype, buffer.device) for buffer, bucket in buckets)
+        kept = [buffers[index] for index, _ in planned.buckets]
+        buckets = [bucket for _, bucket in plan.buckets_of(planned)]
         slot: Slot | None = None
-        if plan.num_shards > 1 and buckets:
-            turn = turns[sizes] = turns.get(sizes, -1) + 1 if planned.reshard_after_forward else turns.get(sizes, -1)
-            slots = shared.setdefault(sizes, [])
-            if not planned.reshard_after_forward:
-                slot = Slot(sizes)
-            elif len(slots) < in_use:
-                slots.append(slot := Slot(sizes))
-            else:
-                slot = slots[turn % in_use]
-        pieces = []
-        for number, (buffer, bucket) in enumerate(buckets):
-            shard = buffer.shard_of(bucket)
-            pieces.append(
-                Piece(
-                    [params[param.name] for param in bucket.params],
-                    [param.name for param in bucket.params],
-                    bucket.layout.ranges,
-                    shard,
-                    shard if slot is None else slot.parts[number],
-                )
+        if planned.slot is not None:
+            sizes = [(b.elements, buffer.param_dtype, buffer.device) for b, buffer in zip(buckets, kept, strict=True)]
+            slot = slots.setdefault(planned.slot, slots.get(planned.slot) or Slot(sizes))
+        shards = [buffer.shard_of(bucket) for bucket, buffer in zip(buckets, kept, strict=True)]
+        pieces = [
+            Piece(
+                [params[param.name] for param in bucket.params],
+                [param.name for param in bucket.params],
+                bucket.layout.ranges,
+                shard,
+                whole,
             )
-        name = " + ".join(planned.names) or "of the model itself"
-        units.append(Unit(name, slot, pieces, plan.groups.shard))
+            for bucket, shard, whole in zip(buckets, shards, shards if slot is None else slot.parts, strict=True)
+        ]
+        units.append(Unit(" + ".join(planned.names) or "of the model itself", slot, pieces, plan.groups.shard))
     return units

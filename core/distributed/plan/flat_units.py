@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -66,15 +66,19 @@ def plan_flat_units(
         of_units.append(tuple(places))
     index_of = {kind: index for index, kind in enumerate(buckets)}
     buffers = tuple(_buffer(kind, of_kind, settings, num_shards) for kind, of_kind in buckets.items())
+    keys = [tuple((index_of[kind], number) for kind, number in places) for places in of_units]
+    reshards = [*(_reshards(unit, settings, num_shards) for unit in units[:-1]), False]
+    sizes = [tuple((index, buffers[index].buckets[number].elements) for index, number in key) for key in keys]
+    slots = _slots(sizes, reshards, 1 + max(settings.forward_prefetch, settings.backward_prefetch))
     planned = tuple(
         FlatUnitPlan(
             modules=unit.modules,
             names=unit.names,
-            buckets=tuple((index_of[kind], number) for kind, number in places),
-            reshard_after_forward=unit.modules != (module,) and _reshards(unit, settings, num_shards),
+            buckets=key,
+            slot=slot if num_shards > 1 and key else None,
             is_needed_in_backward=unit.is_needed_in_backward,
         )
-        for unit, places in zip(units, of_units, strict=True)
+        for unit, key, slot in zip(units, keys, slots, strict=True)
     )
     common = common_plan(config, settings, groups, caller=caller)
     common["reduces_every_micro_batch"] &= num_shards > 1
@@ -116,6 +120,19 @@ def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: 
             "all ranks or on none; give True or False, or use TorchFullyShardedDataParallel"
         )
     return asked
+
+
+def _slots(sizes: Sequence[Hashable], reshards: Sequence[bool], in_use: int) -> list[int]:
+    """The slot of each unit: of those that reshard, units of one size take turns with as many as are `in_use`."""
+    shared: dict[Hashable, list[int]] = {}
+    found: list[int] = []
+    for size, is_shared in zip(sizes, reshards, strict=True):
+        of_size = shared.setdefault(size, []) if is_shared else []
+        # Not yet as many: a new one. Else the one that was taken longest ago.
+        slot = of_size[-in_use] if len(of_size) >= in_use else max(found, default=-1) + 1
+        of_size.append(slot)
+        found.append(slot)
+    return found
 
 
 def _by_kind(

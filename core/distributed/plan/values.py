@@ -167,8 +167,8 @@ class FlatUnitPlan:
     """Of each module below the model, whose own is empty."""
     buckets: tuple[tuple[int, int], ...]
     """Buffer and bucket of its memory, one for each kind of its parameters."""
-    reshard_after_forward: bool
-    """Its whole parameters are in memory that other units use in turn; False: in memory of its own."""
+    slot: int | None
+    """The memory that it is gathered into, which units of its size use in turn; None where one rank has all."""
     is_needed_in_backward: bool
     """False where no backward of the unit reads a weight, as in an embedding."""
 
@@ -231,6 +231,6 @@ class FullyShardedPlan(FlatPlan):
     backward_prefetch: int
     """The same in backward."""
 
-    @property
-    def root(self) -> FlatUnitPlan:
-        return self.units[-1]
+    def buckets_of(self, unit: FlatUnitPlan) -> tuple[tuple[BufferPlan, BucketPlan], ...]:
+        """A unit's buckets, each with its buffer."""
+        return tuple((self.buffers[index], self.buffers[index].buckets[number]) for index, number in unit.buckets)

@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..plan import BucketPlan, BufferPlan, FlatPlan, FSDP2Plan, ModuleUnitPlan, ParamPlan, ShardingPlan
+from ..plan import (
+    BucketPlan,
+    BufferPlan,
+    FlatPlan,
+    FlatUnitPlan,
+    FSDP2Plan,
+    FullyShardedPlan,
+    ModuleUnitPlan,
+    ParamPlan,
+    ShardingPlan,
+)
 from .wire import StepPlan, Traffic, bucket_traffic, sharded_traffic
 
 RANGE = " … "
@@ -133,7 +143,11 @@ def _planned_units(plan: ShardingPlan, step: StepPlan) -> list[tuple[UnitFacts, 
         trained = [param.places[0] for unit in units for param in unit.params if param.is_trained]
         first_trained = min(trained, default=None)
         found += [(_module_unit(plan, unit, step, first_trained), unit.params) for unit in units]
-    if isinstance(plan, FlatPlan):
+    if isinstance(plan, FullyShardedPlan):
+        for unit in plan.units:
+            params = [param for _, bucket in plan.buckets_of(unit) for param in bucket.params]
+            found += [(_flat_unit(plan, unit, step, params), params)] if params else []
+    elif isinstance(plan, FlatPlan):
         found += [
             (_bucket_unit(plan, buffer, bucket, step), bucket.params)
             for buffer in plan.buffers
@@ -216,6 +230,43 @@ def _bucket_unit(plan: FlatPlan, buffer: BufferPlan, bucket: BucketPlan, step: S
             grad_bytes=grad_bytes,
             shard_size=plan.num_shards if is_sharded else None,
             num_replicas=plan.groups.whole.size() // plan.num_shards,
+        ),
+    )
+
+
+def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, params: Sequence[ParamPlan]) -> UnitFacts:
+    buckets = plan.buckets_of(unit)
+    trained = [(buffer, bucket) for buffer, bucket in buckets if buffer.is_trained]
+    gathered = sum(bucket.elements * buffer.param_dtype.itemsize for buffer, bucket in buckets)
+    reduced = sum(bucket.elements * buffer.grad_dtype.itemsize for buffer, bucket in trained)
+    whole_grads = sum(  # memory that is not released, and accumulators
+        (0 if buffer.releases_grads else bucket.elements * buffer.grad_dtype.itemsize) for buffer, bucket in trained
+    )
+    of_slot = [other for other in plan.units if other.slot == unit.slot]
+    is_last, is_first = of_slot[-1] is unit, of_slot[0] is unit
+    dtypes = _distinct(buffer.param_dtype for buffer, _ in buckets)
+    return UnitFacts(
+        name=" + ".join(unit.names),
+        kind=" + ".join(dict.fromkeys(_class_name(module) for module in unit.modules)),
+        place=min(param.places[0] for param in params),
+        num_parameters=sum(param.numel for param in params),
+        num_trainable=sum(param.numel for param in params if param.is_trained),
+        kept=Held(gathered // plan.num_shards, dtypes),
+        gathered=Held(gathered, dtypes),
+        gradient=Held(
+            whole_grads or reduced // plan.num_shards, _distinct(buffer.grad_dtype for buffer, _ in trained)
+        ),
+        after_forward="stays" if len(of_slot) == 1 else "freed",
+        traffic=sharded_traffic(
+            step,
+            gathered_bytes=gathered,
+            reduced_bytes=reduced,
+            shard_size=plan.num_shards,
+            num_replicas=plan.groups.num_replicas,
+            # The last unit of a slot is there when backward begins, and the first one when the next forward does.
+            reshard_after_forward=not is_last,
+            is_gathered_in_backward=unit.is_needed_in_backward,
+            is_kept=is_first,
         ),
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from core.distributed import FullyShardedDataParallel, _BaseDataParallel
 from core.distributed.report.facts import ModelFacts, model_facts
 from core.distributed.report.table import WIDTH
 from core.errors import ConfigError
@@ -22,10 +23,10 @@ from tests.unit.distributed._toys import WRAPPERS, batches, build, loss_of, toy
 
 def _describes(kind: str) -> tuple[str, str, int, int]:
     model = build(kind, toy())
-    kept = sum(_local(p).untyped_storage().nbytes() for p in dict.fromkeys(model.parameters()))
+    kept = sum(t.untyped_storage().nbytes() for t in _kept(model))
     facts: ModelFacts = model_facts(model.plan, model.module, 4)
     assert model.describe(num_microbatches=4).splitlines()[0].startswith(f"{type(model).__name__}: 246 parameters")
-    if kind == "fsdp2":
+    if kind in ("fsdp2", "zero3"):
         assert sum(unit.kept.nbytes for unit in facts.units) == kept
     assert sum(unit.num_parameters for unit in facts.units) == sum(p.numel() for p in toy().parameters())
     before = model.describe()
@@ -37,8 +38,11 @@ def _describes(kind: str) -> tuple[str, str, int, int]:
     return model.describe(num_microbatches=4), model.describe("html", 4), len(facts.units), len(facts.ties)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _kept(model: _BaseDataParallel) -> list[torch.Tensor]:
+    """What this rank keeps of the parameters."""
+    if isinstance(model, FullyShardedDataParallel):
+        return model.held_tensors()["parameters"][:-1]  # without the model's one buffer
+    return [p.to_local() if isinstance(p, DTensor) else p for p in dict.fromkeys(model.parameters())]
 
 
 class _Page(HTMLParser):
@@ -65,7 +69,7 @@ def test_every_wrapper_describes_itself(kind):
     assert "a step of 4 micro-batches: " in text
     assert "tied: embedding.weight = head.weight" in text
     assert "replicated: 1 buffer, 28 B" in text
-    assert ("replicated and not trained: frozen" in text) == (kind != "fsdp2")
+    assert ("replicated and not trained: frozen" in text) == (kind not in ("fsdp2", "zero3"))
     assert other[0] == text  # shards are padded to be equal
     page = _Page(html)
     assert not {"script", "link", "img", "iframe"} & set(page.tags) and page.fetched == []
@@ -74,7 +78,7 @@ def test_every_wrapper_describes_itself(kind):
     assert len(titles) == num_units
     assert sum(path.get("class") == "tie" for path in picture.iter("path")) == num_ties == 1
     hatched = sum(box.get("fill") == "url(#hatch)" for box in picture.iter("rect"))
-    assert hatched == (0 if kind == "fsdp2" else num_units)
+    assert hatched == (0 if kind in ("fsdp2", "zero3") else num_units)
     assert all(float(box.get("width")) > 0 and float(box.get("height")) >= 0 for box in picture.iter("rect"))
 
 
