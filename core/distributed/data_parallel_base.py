@@ -223,6 +223,16 @@ class _BaseDataParallel(nn.Module, ABC):
     def broadcast_params(self) -> None:
         """After it, all replicas hold data-parallel rank 0's parameters and buffers."""
 
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Inside it parameters may be read and written by any function of a tensor; what is written counts.
+
+        Every rank enters it, outside of a forward and a backward, and writes the same. Wrappers whose parameters are
+        whole at all times, or DTensors, have nothing to do.
+        """
+        self.settle_parameters()
+        yield
+
     def _own_parameters(self) -> None:
         """To be called at the end of a constructor: optimizers find the wrapper of their parameters from here on."""
         own_parameters(self.module.parameters(), self)

@@ -111,10 +111,9 @@ class FullyShardedDataParallel(_FlatDataParallel):
             unit.adopt()
         device = next((buffer.device for buffer in self._buffers_of_shards), torch.device("cpu"))
         self._gathering = ParameterGathering(plan, self.units, self._buffers_of_shards, comm_lane(device))
-        for unit in self.units:
-            for param, shard, start in unit.own_ranges():
-                keep_range(param, shard, start)
-                let_be_seen(param, partial(whole_view, param))
+        self._note_ranges()
+        for param in named.values():
+            let_be_seen(param, partial(whole_view, param))
         self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.leaves])
         self._gathering.forget()
 
@@ -137,19 +136,23 @@ class FullyShardedDataParallel(_FlatDataParallel):
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Inside it every parameter is whole, in memory of its own; what is written to it counts.
-
-        Every rank enters it, outside of a forward and a backward, and writes the same values.
-        """
         self._gathering.forget()
         for unit in self.units:
             unit.gather_apart()
+            for param in unit.params:
+                keep_range(param, None)
         try:
             yield
         finally:
             for unit in self.units:
                 unit.return_to_slot()
+            self._note_ranges()
             self._gathering.forget()
+
+    def _note_ranges(self) -> None:
+        for unit in self.units:
+            for param, shard, start in unit.own_ranges():
+                keep_range(param, (shard, start))
 
     def broadcast_params(self) -> None:
         """Sends rank 0's buffers to all, and each shard to its replicas across optimizer instances."""

@@ -8,15 +8,14 @@ from typing import Any
 from torch import nn
 
 from ..process_groups_config import ProcessGroupCollection
-from ..warn import warn_once
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .groups import Ranks
-from .plan import shards_parameters
+from .plan import uses_fsdp2
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
-from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 
 
 def wrap_model(
@@ -31,8 +30,8 @@ def wrap_model(
 ) -> _BaseDataParallel:
     """Wraps a model as its settings ask: by the type of ``ddp_config``, then by its sharding strategy.
 
-    A `TorchFullyShardedDataParallelConfig` means FSDP2; else ``no_shard``, ``optim`` and ``optim_grads`` mean buffers,
-    and ``optim_grads_params`` means FSDP2 for now, which a warning says once.
+    A `TorchFullyShardedDataParallelConfig` means FSDP2; else ``no_shard``, ``optim`` and ``optim_grads`` mean
+    `DistributedDataParallel`, and ``optim_grads_params`` means `FullyShardedDataParallel`.
 
     Args:
         process_group: the ranks, or a mesh of them; as the wrappers take it.
@@ -45,16 +44,8 @@ def wrap_model(
         "pg_collection": pg_collection,
         "disable_bucketing": disable_bucketing,
     }
-    if not shards_parameters(ddp_config):
-        return DistributedDataParallel(config, ddp_config, module, **common)
-    if not isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
-        say_that_fsdp2_stands_in()
-    return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
-
-
-def say_that_fsdp2_stands_in() -> None:
-    """Warns, once, of what ``optim_grads_params`` means for now."""
-    warn_once(
-        "the sharding strategy 'optim_grads_params' has no form on our own buffers yet; PyTorch FSDP2 stands in, as a "
-        "TorchFullyShardedDataParallelConfig would ask for without this warning"
-    )
+    if uses_fsdp2(ddp_config):
+        return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
+    if ddp_config.sharding_strategy == "optim_grads_params":
+        return FullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
+    return DistributedDataParallel(config, ddp_config, module, **common)

@@ -74,6 +74,11 @@ class _Between:
             self.training.evaluate(step)  # with a graph that no backward uses
 
     def after_update(self, step: int) -> None:
+        if self.composition.writes != "nothing":
+            with self.training.whole_parameters():
+                self._write(step)
+
+    def _write(self, step: int) -> None:
         writes = self.composition.writes
         if writes == "clamps":
             with torch.no_grad():

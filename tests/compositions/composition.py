@@ -170,7 +170,7 @@ class Composition:
     @property
     def is_fsdp2(self) -> bool:
         """Whether FSDP2 is underneath."""
-        return self.wrapper in ("fsdp2", "zero3")
+        return self.wrapper == "fsdp2"
 
     @property
     def number(self) -> int:
@@ -198,12 +198,16 @@ class Composition:
         )
 
 
-def _is_buffered(c: Composition) -> bool:
-    return not c.is_fsdp2
+def _has_buckets(c: Composition) -> bool:
+    return not _shards_parameters(c)
 
 
 def _is_fsdp2(c: Composition) -> bool:
-    return c.wrapper == "fsdp2"
+    return c.is_fsdp2
+
+
+def _shards_parameters(c: Composition) -> bool:
+    return c.wrapper in ("fsdp2", "zero3")
 
 
 def _divides(c: Composition) -> bool:
@@ -215,12 +219,13 @@ Rule = tuple[str, tuple[str, ...], Callable[[Composition], bool]]
 
 RULES: tuple[Rule, ...] = (
     # These settings belong to one wrapper; another is not given them.
-    ("buckets", (), _is_buffered),
-    ("overlap", (), _is_buffered),
+    ("buckets", (), _has_buckets),
+    ("overlap", (), _has_buckets),
     ("overlap", ("both",), lambda c: c.wrapper != "ddp"),
-    ("average", (), _is_buffered),
+    ("average", (), lambda c: not c.is_fsdp2),
     ("reduces", (), lambda c: c.wrapper in ("zero2", "fsdp2", "zero3")),
-    *((axis, (), _is_fsdp2) for axis in ("reshard", "overrides", "forward_prefetch", "backward_prefetch")),
+    *((axis, (), _shards_parameters) for axis in ("reshard", "forward_prefetch", "backward_prefetch", "overrides")),
+    ("reshard", ("two ranks",), _is_fsdp2),
     *((axis, (), _is_fsdp2) for axis in ("kept", "collectives", "offload")),
     ("recompute", ("units", "products of units"), _is_fsdp2),
     ("policy", ("by dtypes",), _is_fsdp2),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+)
 from core.optimizer import OptimizerConfig
 from tests.compositions.composition import Composition
 
@@ -43,18 +47,23 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
         fields |= {"param_dtype": composition.precision, "reduce_dtype": "fp32", "output_dtype": "fp32"}
     else:
         fields |= _POLICIES[composition.policy]
-    if composition.wrapper != "fsdp2":
-        fields |= _BUCKETS[composition.buckets] | _OVERLAPS[composition.overlap]
+    if not composition.is_fsdp2:
         fields["average_in_collective"] = composition.average == "in the collective"
         fields["data_parallel_sharding_strategy"] = STRATEGIES[composition.wrapper]
+    if composition.wrapper not in ("fsdp2", "zero3"):
+        fields |= _BUCKETS[composition.buckets] | _OVERLAPS[composition.overlap]
         return DistributedDataParallelConfig(**fields)
+    fields |= {
+        "reshard_after_forward": {"yes": True, "no": False, "two ranks": 2}[composition.reshard],
+        "reshard_overrides": _OVERRIDES[composition.overrides],
+        "forward_prefetch": int(composition.forward_prefetch),
+        "backward_prefetch": int(composition.backward_prefetch),
+    }
+    if composition.wrapper == "zero3":
+        return FullyShardedDataParallelConfig(**fields)
     recompute = {"units": "full", "products of units": "selective"}.get(composition.recompute, "none")
     return TorchFullyShardedDataParallelConfig(
         **fields,
-        reshard_after_forward={"yes": True, "no": False, "two ranks": 2}[composition.reshard],
-        reshard_overrides=_OVERRIDES[composition.overrides],
-        forward_prefetch=int(composition.forward_prefetch),
-        backward_prefetch=int(composition.backward_prefetch),
         keep_gathered_between_micro_batches=composition.kept,  # type: ignore[arg-type]
         collectives=composition.collectives,  # type: ignore[arg-type]
         cpu_offload=composition.offload == "yes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -123,6 +123,10 @@ class Training(ABC):
         """Calls of `backward` in a step."""
 
     @abstractmethod
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Inside it parameters may be written."""
+
+    @abstractmethod
     def zero(self) -> None: ...
 
     @abstractmethod
@@ -165,6 +169,9 @@ class Wrapped(Training):
     def number(self) -> int:
         """Micro-batches of this replica in a step."""
         return self.count // self.replicas
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        return self.wrapper.whole_parameters()
 
     def zero(self) -> None:
         self.wrapper.zero_grad_buffer()
@@ -222,6 +229,9 @@ class Serial(Training):
     def number(self) -> int:
         """Micro-batches of a replica in a step."""
         return self.composition.number
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def zero(self) -> None:
         self.sums = {}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.dist_checkpointing import global_view
+from core.dist_checkpointing.views.flat_range import whole_view
 from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer
@@ -171,7 +171,7 @@ def _masters(module: nn.Module, optimizer: MegatronOptimizer) -> dict[str, torch
     tensors = module.state_dict(keep_vars=True)
     state = {name.partition(".")[2]: t for name, t in optimizer.state_tensors().items() if name.startswith("master.")}
     names = [name for name, _ in module.named_parameters()]
-    return _whole({name: state.get(name, global_view(tensors[name])) for name in names})
+    return _whole({name: state.get(name, whole_view(tensors[name])) for name in names})
 
 
 def _positions_of_the_first_rank() -> AbstractContextManager[Any]:

@@ -301,7 +301,8 @@ def _finish(curve: Curve, module: nn.Module, optimizer: MegatronOptimizer) -> No
     state = {name.partition(".")[2]: t for name, t in optimizer.state_tensors().items() if name.startswith("master.")}
     tensors = module.state_dict()
     parameters = {name: tensors[name] for name, _ in module.named_parameters()}
-    curve.weights = {name: whole(p).to(module.config.compute_dtype) for name, p in parameters.items()}  # type: ignore
+    dtype = module.config.compute_dtype
+    curve.weights = {name: p.to(dtype) for name, p in _whole(parameters).items()}  # type: ignore
     curve.masters = _whole({name: state.get(name, p) for name, p in parameters.items()})
 
 

@@ -52,13 +52,13 @@ def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
 _RANGE = "held_range"
 
 
-def keep_range(param: Tensor, values: Tensor, start: int) -> None:
+def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:
     """Notes on a parameter which of its elements this rank keeps, and where; see `whole_view`.
 
     Args:
-        values, start: as `flat_range_view` takes them.
+        kept: `values` and `start`, as `flat_range_view` takes them; None where the parameter itself has its values.
     """
-    setattr(param, _RANGE, (values, start))
+    setattr(param, _RANGE, kept)
 
 
 def kept_range(param: Tensor) -> tuple[Tensor, int] | None:

@@ -54,14 +54,13 @@ __all__ = [
     "plan_flat_units",
     "plan_fsdp2",
     "plan_model",
-    "shards_parameters",
+    "uses_fsdp2",
 ]
 
 
-def shards_parameters(ddp_config: DistributedDataParallelConfig) -> bool:
-    """Which engine: FSDP2 for a `TorchFullyShardedDataParallelConfig` or ``optim_grads_params``; else flat buffers."""
-    is_fsdp2s = isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
-    return is_fsdp2s or ddp_config.sharding_strategy == "optim_grads_params"
+def uses_fsdp2(ddp_config: DistributedDataParallelConfig) -> bool:
+    """Which engine: PyTorch FSDP2 for a `TorchFullyShardedDataParallelConfig`; else flat buffers."""
+    return isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
 
 
 def plan_model(
@@ -83,6 +82,8 @@ def plan_model(
         ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
-    if shards_parameters(ddp_config):
+    if uses_fsdp2(ddp_config):
         return plan_fsdp2(module, config, ddp_config, groups, unit_classes, caller="plan_model")
+    if ddp_config.sharding_strategy == "optim_grads_params":
+        return plan_flat_units(module, config, ddp_config, groups, unit_classes, caller="plan_model")
     return plan_buffers(module, config, ddp_config, groups, caller="plan_model")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from ...distributed.wrap import say_that_fsdp2_stands_in
+from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from ...errors import ConfigError, ParallelConfigError
 from .pretrain_config import PretrainConfig, division_violations, section_types
 
@@ -35,11 +35,8 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
     if shares_keys is False and groups is not None:
         raise ConfigError(f"group_query_attention is turned off and num_query_groups is {groups}; drop one")
-    types = section_types(use_torch_fsdp2)
-    fsdp2_only = _field_names(section_types(True)["ddp"]) - _field_names(section_types(False)["ddp"])
-    stray = sorted(fsdp2_only & given.keys()) if not use_torch_fsdp2 else []
-    if stray:
-        raise ConfigError(f"{stray[0]} is a setting of FSDP2 alone; add use_torch_fsdp2, or drop it")
+    types = section_types(use_torch_fsdp2, given.get("data_parallel_sharding_strategy"))
+    _reject_settings_of_others(types["ddp"], given)
     unknown = sorted(given.keys() - {name for kind in types.values() for name in _field_names(kind)})
     if unknown:
         raise ConfigError(f"unknown settings: {', '.join(unknown)}")
@@ -72,21 +69,27 @@ def _divisions_beside(types: Mapping[str, type], given: Mapping[str, Any]) -> li
 
 
 def _chooses_fsdp2(given: dict[str, Any]) -> bool:
-    """Takes `use_torch_fsdp2` out of `given`, and its other spelling, the sharding strategy of this name."""
-    asked, strategy = given.pop("use_torch_fsdp2", None), given.get("data_parallel_sharding_strategy")
+    """Takes `use_torch_fsdp2` out of `given`."""
+    asked, strategy = bool(given.pop("use_torch_fsdp2", None)), given.get("data_parallel_sharding_strategy")
     if asked and strategy not in (None, "optim_grads_params"):
         raise ParallelConfigError(
             "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
             f"{strategy}; drop one of the two"
         )
-    if asked is False and strategy == "optim_grads_params":
-        raise ParallelConfigError(
-            "use_torch_fsdp2 is turned off, but data_parallel_sharding_strategy is optim_grads_params, which means "
-            "it; drop one of the two"
+    return asked
+
+
+def _reject_settings_of_others(chosen: type, given: Mapping[str, Any]) -> None:
+    """Raises on a setting of the wrapper that only other wrappers have."""
+    own, of_fsdp2 = _field_names(chosen), _field_names(TorchFullyShardedDataParallelConfig)
+    stray = sorted((of_fsdp2 & given.keys()) - own)
+    if stray and stray[0] in _field_names(FullyShardedDataParallelConfig):
+        raise ConfigError(
+            f"{stray[0]} is a setting of wrappers that shard parameters; add use_torch_fsdp2, or "
+            "data_parallel_sharding_strategy optim_grads_params, or drop it"
         )
-    if strategy == "optim_grads_params" and not asked:
-        say_that_fsdp2_stands_in()
-    return bool(asked) or strategy == "optim_grads_params"
+    if stray:
+        raise ConfigError(f"{stray[0]} is a setting of FSDP2 alone; add use_torch_fsdp2, or drop it")
 
 
 def is_required(entry: Field[Any]) -> bool:

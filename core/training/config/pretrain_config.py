@@ -16,7 +16,11 @@ import torch
 
 from ...bounds import brief
 from ...datasets.data_samplers import num_microbatches
-from ...distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from ...distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+)
 from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
 from ...optimizer import OptimizerConfig
@@ -78,7 +82,7 @@ class PretrainConfig:
             ConfigError: a section or a field that is missing or unknown, from another version of this library.
         """
         try:
-            types = section_types(values["use_torch_fsdp2"])
+            types = section_types(values["use_torch_fsdp2"], values["ddp"]["data_parallel_sharding_strategy"])
             return cls(**{name: _from_json_values(kind, values[name]) for name, kind in types.items()})
         except ShardstackError:
             raise
@@ -88,12 +92,14 @@ class PretrainConfig:
             ) from error
 
 
-def section_types(use_torch_fsdp2: bool) -> dict[str, type]:
+def section_types(use_torch_fsdp2: bool, sharding_strategy: str | None = None) -> dict[str, type]:
     """The dataclass of each section, in the order of `PretrainConfig`."""
+    shards_parameters = sharding_strategy == "optim_grads_params"
+    own = FullyShardedDataParallelConfig if shards_parameters else DistributedDataParallelConfig
     return {
         "model": TransformerConfig,
         "gpt": GPTConfig,
-        "ddp": TorchFullyShardedDataParallelConfig if use_torch_fsdp2 else DistributedDataParallelConfig,
+        "ddp": TorchFullyShardedDataParallelConfig if use_torch_fsdp2 else own,
         "optimizer": OptimizerConfig,
         "scheduler": SchedulerConfig,
         "data": DataConfig,
