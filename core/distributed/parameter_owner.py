@@ -22,7 +22,9 @@ from .plan import ShardingPlan
 class TrainsParameters(Protocol):
     """What an optimizer asks of a wrapper, and says to it."""
 
-    plan: ShardingPlan
+    @property
+    def plan(self) -> ShardingPlan:
+        """What is done to them."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
         """Raises unless an optimizer of torch may read the gradients of its parameters."""

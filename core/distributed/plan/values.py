@@ -155,6 +155,11 @@ class ShardingPlan:
         """Ranks that share a parameter, or the state of its optimizer; 1 where nothing is cut."""
         return 1 if self.strategy == "no_shard" else self.groups.shard.size()
 
+    @property
+    def shard_index(self) -> int:
+        """Which shard is this rank's: it holds, or updates, ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
+        return 0 if self.strategy == "no_shard" else self.groups.shard.rank()
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Plan(ShardingPlan):
@@ -196,6 +201,11 @@ class FlatPlan(ShardingPlan):
     averages_in_collective: bool
     adds_in_fp32: bool
     """Gradients travel in their own precision and are added in fp32."""
+
+    @property
+    def trained(self) -> dict[str, ParamPlan]:
+        """The parameters in buffers, by name."""
+        return {param.name: param for buffer in self.buffers for bucket in buffer.buckets for param in bucket.params}
 
     @property
     def layout(self) -> FullParamLayout:
