@@ -134,15 +134,13 @@ def _labels(facts: ModelFacts, of_unit: dict[int, _Slot], bottom: float) -> tupl
     """The name of each run of equal units below it; the room that names take downward, and the picture's width."""
     runs = [(of_unit[id(run.units[0])], of_unit[id(run.units[-1])], run.name) for run in fold(facts.units)]
     if all(len(name) * _LETTER <= last.left + last.width - first.left for first, last, name in runs):
-        return (
-            [
-                f'<text x="{(first.left + last.left + last.width) / 2:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">'
-                f"{escape(name)}</text>"
-                for first, last, name in runs
-            ],
-            30.0,
-            _WIDTH,
-        )
+        y = bottom + 16
+        middles = [(first.left + last.left + last.width) / 2 for first, last, _ in runs]
+        names = [
+            f'<text x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{escape(name)}</text>'
+            for middle, (_, _, name) in zip(middles, runs, strict=True)
+        ]
+        return names, 30.0, _WIDTH
     drawn, at, depth, width = [], -_LABEL_STEP, 0.0, _WIDTH
     for first, last, name in runs:  # pushed to the right where they are crowded
         middle = (first.left + last.left + last.width) / 2
