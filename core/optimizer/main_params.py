@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-from ..diagnostics.stale_optimizers import name_if_replaced, stale_optimizer_message
+from ..diagnostics.stale_optimizers import reject_replaced
 from ..dist_checkpointing.views.global_view import global_view
 from ..distributed.data_parallel_base import read_gradient
 from ..dtensors import local_part
@@ -111,8 +111,7 @@ class MainParam:
         Raises:
             OptimizerError: the module holds another parameter under this name, or the parameter another storage.
         """
-        if (name := name_if_replaced(self.param)) is not None:
-            raise OptimizerError(stale_optimizer_message("the optimizer", name))
+        reject_replaced("the optimizer", self.param)
         held = self.owner._parameters.get(self.attribute)
         # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one; between
         # forward and backward of a unit that a part of the ranks keeps whole, a DTensor on the mesh of those.
