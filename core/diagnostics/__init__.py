@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `rewrapping` |
 | ranks that wrap different models | a wrapper's constructor | `structure` |
-| an optimizer built before the model was wrapped | its step | `stale_optimizers` |
+| an optimizer built before the model was wrapped | its step | `stale_optimizers`, `step_marks` |
 | a plain state dict for a sharded module | `module.load_state_dict` | `plain_state_dicts` |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
 | ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..dtensors import local_part
 from ..text import readable_bytes
-from .stale_optimizers import known_optimizers
+from .step_marks import known_optimizers
 
 PARAMETERS = "parameters"
 GATHERED = "gathered parameters"

@@ -1,26 +1,47 @@
 """An optimizer that holds parameters which are not the model's: built before it was wrapped, or while FSDP2 had units
 gathered, between a forward and the end of its step.
 
-Such an optimizer does nothing: its parameters never get a gradient. Torch calls a hook before the step of any
-optimizer, where the mark of a replaced parameter is seen.
+Such an optimizer does nothing: its parameters never get a gradient. They are marked, so that its step raises.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import OptimizerError
+from .step_marks import StepMark, mark_of, set_mark
 
-_MARK = "_replaced_as"
-_GATHERED_MARK = "_gathered_of"
+
+class _Replaced(StepMark):
+    """On a parameter that wrapping replaced by another, called `name` in the model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuse(self, optimizer: str) -> None:
+        raise OptimizerError(
+            f"{optimizer} was built before the model was wrapped: it holds the old parameter {self.name}, which "
+            "wrapping replaced, so that its steps would change nothing; build the optimizer afterwards, from the "
+            "wrapped model's parameters, as get_megatron_optimizer(config, [wrapped_model]) does"
+        )
+
+
+class _GatheredCopy(StepMark):
+    """On what FSDP2 gathers the parameter `name` into, which the module shows in its place for a while."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def refuse(self, optimizer: str) -> None:
+        raise OptimizerError(
+            f"{optimizer} was built while parameter {self.name} was gathered, after a forward and before the end of "
+            "its step: it holds the gathered copy, so that its steps would change nothing; build it before the first "
+            "forward, or after zero_grad_buffer()"
+        )
 
 
 @contextmanager
@@ -35,68 +56,25 @@ def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
     for name, reference in before.items():
         old = reference()
         if old is not None and id(old) not in after:
-            setattr(old, _MARK, name)
-    watch_optimizers()
+            set_mark(old, _Replaced(name))
 
 
-def name_if_replaced(parameter: nn.Parameter) -> str | None:
-    """The parameter's name in the model that has another in its place since it was wrapped; else None."""
-    return getattr(parameter, _MARK, None)
-
-
-def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
-    """Marks what FSDP2 gathers a parameter into, which the module shows in its place for a while."""
-    setattr(parameter, _GATHERED_MARK, name)
-
-
-def is_marked(parameter: nn.Parameter) -> bool:
-    """Whether `mark_as_gathered` has been called for it."""
-    return hasattr(parameter, _GATHERED_MARK)
-
-
-def reject_gathered(optimizer: str, parameter: nn.Parameter) -> None:
-    """Raises where an optimizer holds what a parameter was gathered into.
+def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:
+    """Raises where the model has another parameter in the place of this one since it was wrapped.
 
     Raises:
         OptimizerError: names the parameter.
     """
-    name = getattr(parameter, _GATHERED_MARK, None)
-    if name is not None:
-        raise OptimizerError(
-            f"{optimizer} was built while parameter {name} was gathered, after a forward and before the end of its "
-            "step: it holds the gathered copy, so that its steps would change nothing; build it before the first "
-            "forward, or after zero_grad_buffer()"
-        )
+    mark = mark_of(parameter)
+    if isinstance(mark, _Replaced):
+        mark.refuse(optimizer)
 
 
-def stale_optimizer_message(optimizer: str, name: str) -> str:
-    """What the error of a step says."""
-    return (
-        f"{optimizer} was built before the model was wrapped: it holds the old parameter {name}, which wrapping "
-        "replaced, so that its steps would change nothing; build the optimizer afterwards, from the wrapped model's "
-        "parameters, as get_megatron_optimizer(config, [wrapped_model]) does"
-    )
+def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
+    """Marks what FSDP2 gathers a parameter into."""
+    set_mark(parameter, _GatheredCopy(name))
 
 
-@functools.cache
-def watch_optimizers() -> None:
-    """From now on sees every optimizer before it steps."""
-    register_optimizer_step_pre_hook(_check)  # torch calls it before the step of any optimizer
-
-
-def known_optimizers() -> list[Optimizer]:
-    """The optimizers that have begun a step while they were watched, and still exist."""
-    return list(_stepped)
-
-
-_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _stepped.add(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            reject_gathered(type(optimizer).__name__, parameter)
-            name = name_if_replaced(parameter)
-            if name is not None:
-                raise OptimizerError(stale_optimizer_message(type(optimizer).__name__, name))
+def is_marked_as_gathered(parameter: nn.Parameter) -> bool:
+    """Whether `mark_as_gathered` has been called for it."""
+    return isinstance(mark_of(parameter), _GatheredCopy)

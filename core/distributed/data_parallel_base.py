@@ -12,7 +12,6 @@ from torch import nn
 
 from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..diagnostics import raise_explained
-from ..diagnostics.stale_optimizers import watch_optimizers
 from ..dtensors import local_part
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
@@ -60,7 +59,6 @@ class _BaseDataParallel(nn.Module, ABC):
         self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: ShardingPlan
     ) -> None:
         super().__init__()
-        watch_optimizers()
         self.config = config
         self.module = module
         self.ddp_config = ddp_config

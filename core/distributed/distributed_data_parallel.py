@@ -118,10 +118,6 @@ class DistributedDataParallel(_FlatDataParallel):
             for buffer in self.plan.buffers
         ]
 
-    @property
-    def grad_buffers(self) -> list[ParamAndGradBuffer]:
-        return self._grad_buffers
-
     def settle_parameters(self) -> None:
         self.finish_param_sync()
 

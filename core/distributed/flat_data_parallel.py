@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,14 +25,6 @@ from .parameter_owner import share_gradient
 from .plan import FlatPlan
 
 
-class HoldsBuckets(Protocol):
-    """A flat buffer, to an optimizer."""
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """Its parts, of each of which a rank updates its shard."""
-
-
 class _FlatDataParallel(_BaseDataParallel):
     """Backward moves each gradient into its place in a flat bucket, which is reduced in place when it is complete.
 
@@ -43,11 +34,6 @@ class _FlatDataParallel(_BaseDataParallel):
     """
 
     plan: FlatPlan
-
-    @property
-    @abstractmethod
-    def grad_buffers(self) -> Sequence[HoldsBuckets]:
-        """All flat buffers with gradients."""
 
     def __init__(
         self,
@@ -106,6 +92,10 @@ class _FlatDataParallel(_BaseDataParallel):
             )
             for bucket in buckets
         ]
+
+    def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
+        """Elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to update."""
+        return param.detach().view(-1)[start:end]
 
     def note_step(self) -> None:
         self._shown.hide_after_step()

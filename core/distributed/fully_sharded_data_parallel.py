@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..comm.lane import comm_lane
 from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
-from ..dist_checkpointing.views.flat_range import keep_range, whole_view
+from ..dist_checkpointing.views.flat_range import keep_range, kept_range, whole_view
 from ..errors import ParallelConfigError, WrapError
 from ..process_groups_config import ProcessGroupCollection
 from .buffers.pending_parameters import let_be_seen
@@ -117,10 +117,9 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.leaves])
         self._gathering.forget()
 
-    @property
-    def grad_buffers(self) -> list[ShardedBuffer]:
-        """The buffers whose buckets an optimizer updates shards of."""
-        return [buffer for buffer in self._buffers_of_shards if buffer.buckets]
+    def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
+        kept = kept_range(param)
+        return super().elements_of(param, start, end) if kept is None else kept[0]
 
     def settle_parameters(self) -> None:
         self._gathering.settle()

@@ -6,23 +6,23 @@ file, so that what is loaded is a plain model.
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
 from .plan import ShardingPlan
 
 
 class TrainsParameters(Protocol):
     """What an optimizer asks of a wrapper, and says to it."""
 
-    plan: ShardingPlan
+    @property
+    def plan(self) -> ShardingPlan:
+        """What is done to them."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
         """Raises unless an optimizer of torch may read the gradients of its parameters."""
@@ -31,87 +31,59 @@ class TrainsParameters(Protocol):
         """An optimizer has written its parameters."""
 
 
-_OWNER = "_data_parallel_owner"
+_SHARES_GRADIENT = "_shares_gradient"
+"""Set when gradients are reduced, cleared when they are zeroed: `grad` is then the memory of `main_grad`."""
+
 _OF_WRAPPERS = frozenset(
     {
-        *(_OWNER, "__getstate__", "main_grad", "main_grad_copy_in_grad_buffer", "has_buffer"),
+        *(MARK, _SHARES_GRADIENT, "__getstate__", "main_grad", "main_grad_copy_in_grad_buffer", "has_buffer"),
         *("grad_added_to_main_grad", "lend_gradient_memory", "held_range", "seen_while_pending"),
     }
 )
 """Attributes of parameters that belong to wrappers, and make no sense without them."""
 
 
-class _Owner:
-    """What a wrapper notes on each of its parameters."""
+class _Owner(StepMark):
+    """On every parameter of a wrapper, while that exists."""
 
     def __init__(self, wrapper: TrainsParameters) -> None:
         self.wrapper = weakref.ref(wrapper)
-        # Set when gradients are reduced, cleared when they are zeroed: `grad` is then the memory of `main_grad`.
-        self.shares_gradient = False
 
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
+    def check_gradients(self, optimizer: str) -> None:
+        if (wrapper := self.wrapper()) is not None:
+            wrapper.check_may_step_directly(optimizer)
+
+    def note_step(self) -> None:
+        if (wrapper := self.wrapper()) is not None:
+            wrapper.note_step()
 
 
 def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) -> None:
     """Makes `wrapper` the one that optimizers of these parameters ask; it is not kept alive."""
+    owner = _Owner(wrapper)
     for param in params:
-        setattr(param, _OWNER, _Owner(wrapper))
+        set_mark(param, owner)
+        share_gradient(param, False)
         # Asked for by pickle. No weak reference: torch could not swap the parameter's tensor then, as `to` does.
         param.__getstate__ = types.MethodType(_state_without_wrapper, param)  # type: ignore[attr-defined]
-    _watch_torch_optimizers()
 
 
 def owner_of(param: Any) -> TrainsParameters | None:
     """The wrapper that trains the parameter, while it exists."""
-    owner: _Owner | None = getattr(param, _OWNER, None)
-    return None if owner is None else owner.wrapper()
+    mark = mark_of(param)
+    return mark.wrapper() if isinstance(mark, _Owner) else None
 
 
 def share_gradient(param: nn.Parameter, shares: bool) -> None:
     """Notes whether ``param.grad`` was made the same memory as ``param.main_grad``."""
-    getattr(param, _OWNER).shares_gradient = shares
+    setattr(param, _SHARES_GRADIENT, shares)
 
 
 def shares_gradient(param: nn.Parameter) -> bool:
     """Whether ``param.grad`` was made the same memory as ``param.main_grad`` since gradients were last zeroed."""
-    owner: _Owner | None = getattr(param, _OWNER, None)
-    return owner is not None and owner.shares_gradient
+    return getattr(param, _SHARES_GRADIENT, False) and isinstance(mark_of(param), _Owner)
 
 
 def _state_without_wrapper(param: nn.Parameter) -> dict[str, Any]:
     """What a pickled parameter keeps of its attributes."""
     return {name: value for name, value in vars(param).items() if name not in _OF_WRAPPERS}
-
-
-# ---- optimizers of torch, which know of no wrapper
-
-
-@functools.cache
-def _watch_torch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_before_step)  # torch calls both around the step of any optimizer
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _wrappers_of(optimizer: Optimizer) -> list[TrainsParameters]:
-    found = (owner_of(param) for group in optimizer.param_groups for param in group["params"])
-    return list({id(wrapper): wrapper for wrapper in found if wrapper is not None}.values())
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _has_closure(args, kwargs):
-        return  # which computes the gradients: they are looked at afterwards
-    for wrapper in _wrappers_of(optimizer):
-        wrapper.check_may_step_directly(type(optimizer).__name__)
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for wrapper in _wrappers_of(optimizer):
-        if _has_closure(args, kwargs):
-            wrapper.check_may_step_directly(type(optimizer).__name__)
-        wrapper.note_step()
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Of ``step(self, closure=None)``."""
-    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None

@@ -1,24 +1,25 @@
-"""The optimizer of a model whose wrapper shards optimizer state, ZeRO-1, or gradients too, ZeRO-2, in flat buffers.
+"""The optimizer of a model whose wrapper shards optimizer state, ZeRO-1, gradients too, ZeRO-2, or parameters too,
+ZeRO-3, in flat buffers.
 
-Every rank holds all parameters, as views of flat buckets, and updates of each bucket its own equal share. A share
+A rank updates of each bucket its own equal share. A share
 ends anywhere inside a parameter, so what a rank updates of one is a run of its elements. The gradient's shard, the
-moments and, in low precision, the fp32 masters exist for that run alone. (Rajbhandari et al., 2020, stages 1 and 2.)
+moments and, in low precision, the fp32 masters exist for that run alone. (Rajbhandari et al., 2020.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..dist_checkpointing.views.flat_range import flat_range_view
 from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
-from ..distributed.buffers.bucket import Bucket
+from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel
-from ..distributed.plan.buffers import is_expert_parameter, lay_out_params
+from ..distributed.parameter_owner import owner_of
+from ..distributed.plan.buffers import full_param_layout
 from ..distributed.plan.layout import FullParamLayout
 from ..errors import OptimizerError
 from .main_params import MainParam
@@ -28,45 +29,34 @@ from .param_groups import collect_main_params
 
 @dataclass(eq=False)
 class MainRange(MainParam):
-    """A run of a parameter's elements, flat: what this rank's share of a bucket holds of it, which may be nothing."""
+    """A run of a parameter's elements, flat: what the plan gives this rank of it to update, which may be nothing."""
 
-    bucket: Bucket
-    """The bucket of the wrapper's that has the parameter."""
+    wrapper: _FlatDataParallel = field(repr=False)
+    """Holds the parameter in its buffers, and reduces its gradient."""
 
-    group: dist.ProcessGroup
-    """The ranks that share the bucket."""
+    start: int
+    end: int
+    """The run: elements ``[start, end)`` of the flattened parameter."""
 
-    _in_shard: slice = field(init=False)
-    _start: int = field(init=False)
+    _run: Tensor = field(init=False, repr=False)
+    """A view of the run in the wrapper's buffer; valid while the parameter is there, which `check_storage` checks."""
 
     def __post_init__(self) -> None:
-        begin, end = self.bucket.shard_range_of(self.param)
-        self._in_shard = slice(begin, end)
-        begin_of_shard = self.bucket.buffer.shard_index * self._param_shard().numel()
-        self._start = max(begin_of_shard - self.bucket.range_of(self.param)[0], 0) if begin < end else 0
+        self._run = self.wrapper.elements_of(self.param, self.start, self.end)
         super().__post_init__()
 
     def local(self) -> Tensor:
-        return self._param_shard()[self._in_shard]
+        return self._run
 
     def local_gradient(self) -> Tensor | None:
-        if not self.bucket.has_gradient(self.param):
-            return None
-        return self.bucket.local_grad_shard[self._in_shard]
+        return self.wrapper.local_gradient(self.param)
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return (self.group,) if self.group.size() > 1 else ()
+        plan = self.wrapper.plan
+        return (plan.groups.shard,) if plan.num_shards > 1 else ()
 
     def whole(self, state: Tensor) -> Tensor:
-        return flat_range_view(self.param, state, self._start)
-
-    def _param_shard(self) -> Tensor:
-        if self.bucket.local_param_shard is None:
-            raise OptimizerError(
-                f"parameter {self.name} lies in no flat buffer; wrap the model in DistributedDataParallel with the "
-                "strategy 'optim' or 'optim_grads'"
-            )
-        return self.bucket.local_param_shard
+        return flat_range_view(self.param, state, self.start)
 
 
 class DistributedOptimizer(MegatronOptimizer):
@@ -95,23 +85,7 @@ class DistributedOptimizer(MegatronOptimizer):
             data_parallel_world_size: ranks that share a bucket.
             ddp_config: the wrapper's settings.
         """
-        kinds: dict[Any, list[nn.Parameter]] = {}
-        for param in reversed(params):
-            kinds.setdefault((is_expert_parameter(param), param.dtype, param.device), []).append(param)
-        return FullParamLayout(
-            tuple(
-                tuple(
-                    lay_out_params(
-                        of_kind,
-                        dp_size=data_parallel_world_size,
-                        bucket_size=bucket_size,
-                        num_buckets=ddp_config.num_buckets,
-                        for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
-                    )
-                )
-                for of_kind in kinds.values()
-            )
-        )
+        return full_param_layout(params, bucket_size, data_parallel_world_size, ddp_config)
 
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
@@ -124,22 +98,28 @@ def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[_F
     """What this rank updates of every trainable parameter, as `collect_main_params` names them.
 
     Raises:
-        OptimizerError: a parameter that lies in none of the wrappers' buffers.
+        OptimizerError: a parameter that is in none of the wrappers' plans, or no longer in their buffers.
     """
-    places = {
-        param: (bucket, wrapper.intra_instance_group)
-        for wrapper in wrappers
-        for buffer in wrapper.grad_buffers
-        for bucket in buffer.buckets
-        for param in bucket.params
-    }
+    ranges = {param: found for wrapper in wrappers for param, found in _planned_ranges(wrapper)}
 
     def make(name: str, param: nn.Parameter, owner: nn.Module, attribute: str) -> MainRange:
-        if param not in places:
+        if param not in ranges:
             raise OptimizerError(
                 f"parameter {name} lies in none of the wrapper's buffers: it was added, replaced or unfrozen after "
                 "wrapping; wrap the model when it is complete"
             )
-        return MainRange(name, param, owner, attribute, *places[param])
+        return MainRange(name, param, owner, attribute, *ranges[param])
 
     return collect_main_params(model_chunks, make)
+
+
+def _planned_ranges(
+    wrapper: _FlatDataParallel,
+) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
+    """Each parameter that still is the one planned for, with the arguments of its `MainRange`."""
+    plan, index = wrapper.plan, wrapper.plan.shard_index
+    planned = plan.trained
+    for name, param in unwrap_model(wrapper).named_parameters():
+        if name in planned and owner_of(param) is wrapper and param.is_contiguous():
+            start, end = planned[name].bounds[index : index + 2]
+            yield param, (wrapper, start, end)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-from ..diagnostics.stale_optimizers import name_if_replaced, stale_optimizer_message
+from ..diagnostics.stale_optimizers import reject_replaced
 from ..dist_checkpointing.views.global_view import global_view
 from ..distributed.data_parallel_base import read_gradient
 from ..dtensors import local_part
@@ -63,7 +63,7 @@ class MainParam:
                 f"parameter {self.name} is on the meta device; materialise the model before its optimizer is built"
             )
         self.main = local.detach().float() if self.is_low_precision else local.detach()
-        self._address = self._local_param().data_ptr()
+        self._address = self._data_ptr()
 
     @property
     def is_low_precision(self) -> bool:
@@ -111,13 +111,12 @@ class MainParam:
         Raises:
             OptimizerError: the module holds another parameter under this name, or the parameter another storage.
         """
-        if (name := name_if_replaced(self.param)) is not None:
-            raise OptimizerError(stale_optimizer_message("the optimizer", name))
+        reject_replaced("the optimizer", self.param)
         held = self.owner._parameters.get(self.attribute)
         # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one; between
         # forward and backward of a unit that a part of the ranks keeps whole, a DTensor on the mesh of those.
         replaced = held is not self.param and _mesh_of(held) == _mesh_of(self.param)
-        if replaced or self._local_param().data_ptr() != self._address:
+        if replaced or self._data_ptr() != self._address:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
                 "device or dtype, a wrapper that moved it into its buffers, or a load with assign=True); build the "
@@ -147,6 +146,11 @@ class MainParam:
     def _local_param(self) -> Tensor:
         """All that this rank holds of the parameter."""
         return local_part(self.param.detach())
+
+    def _data_ptr(self) -> int:
+        """Of what this rank holds; one that is not gathered has its address all the same."""
+        held = self._local_param() if isinstance(self.param, DTensor) else self.param
+        return held.data_ptr()
 
 
 def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..absent_names import absent_method
+from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..errors import CheckpointError
 from .clip_grads import GradientStatistics, clip_coefficient, round_to_fp32
@@ -53,6 +54,7 @@ class MegatronOptimizer:
     ) -> None:
         self.config = config
         self.optimizer = rule
+        note_own_optimizer(rule)
         self.grad_scaler = grad_scaler
         self._params = params
         self._statistics = statistics

@@ -402,8 +402,8 @@ MUTATIONS = (
     Mutation(
         "a rank's range of optimizer state is said to begin one element later",
         "core/optimizer/distrib_optimizer.py",
-        "self._start = max(begin_of_shard - self.bucket.range_of(self.param)[0], 0)",
-        "self._start = max(begin_of_shard - self.bucket.range_of(self.param)[0] - 1, 0)",
+        "flat_range_view(self.param, state, self.start)",
+        "flat_range_view(self.param, state, max(self.start - 1, 0))",
         _SHARDED,
     ),
     Mutation(

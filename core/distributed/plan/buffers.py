@@ -16,7 +16,7 @@ from ...tensor_parallel.attributes import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import DataParallelGroups
 from .common import common_plan
-from .layout import BucketLayout, default_bucket_size, lay_out
+from .layout import BucketLayout, FullParamLayout, default_bucket_size, lay_out
 from .names import ParameterNames
 from .values import BucketPlan, BufferPlan, FlatPlan, ParamPlan
 
@@ -85,6 +85,34 @@ def plan_buffers(
     )
 
 
+def full_param_layout(
+    params: Sequence[nn.Parameter],
+    bucket_size: int | None,
+    dp_size: int,
+    ddp_config: DistributedDataParallelConfig,
+) -> FullParamLayout:
+    """What `plan_buffers` would say of the places of these parameters, where a strategy shards.
+
+    Args:
+        params: those that require gradients, in order.
+        bucket_size: elements; None means one bucket for each kind of parameter, unless `ddp_config` says how many.
+        dp_size: ranks that share a bucket.
+    """
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for param in reversed(params):
+        kinds.setdefault(_kind(param, ddp_config), []).append(param)
+    options: dict[str, Any] = {
+        "num_buckets": ddp_config.num_buckets,
+        "for_high_busbw": ddp_config.pad_buckets_for_high_nccl_busbw,
+    }
+    return FullParamLayout(
+        tuple(
+            tuple(lay_out_params(of_kind, dp_size=dp_size, bucket_size=bucket_size, **options))
+            for of_kind in kinds.values()
+        )
+    )
+
+
 def lay_out_params(
     params: Sequence[nn.Parameter], *, dp_size: int | None, separates_shared: bool = True, **options: Any
 ) -> list[BucketLayout]:
@@ -115,13 +143,19 @@ def _by_kind(names: ParameterNames, ddp_config: DistributedDataParallelConfig) -
         name = names.of[param][0]
         reject_unfit_parameter(name, param)
         if param.requires_grad:
-            # Double precision stays: reducing in fp32 is about adding more exactly, not less.
-            in_fp32 = ddp_config.grad_reduce_in_fp32
-            grad_dtype = torch.promote_types(param.dtype, torch.float32) if in_fp32 else param.dtype
-            place = device.current_device() if param.is_meta else param.device  # where it will be materialized
-            kind = is_expert_parameter(param), param.dtype, grad_dtype, place
-            kinds.setdefault(kind, []).append(param)
+            kinds.setdefault(_kind(param, ddp_config), []).append(param)
     return kinds
+
+
+def _kind(
+    param: nn.Parameter, ddp_config: DistributedDataParallelConfig
+) -> tuple[bool, torch.dtype, torch.dtype, torch.device]:
+    """What parameters of one buffer have in common: the mark of experts, dtype, dtype of gradients, device."""
+    # Double precision stays: reducing in fp32 is about adding more exactly, not less.
+    in_fp32 = ddp_config.grad_reduce_in_fp32
+    grad_dtype = torch.promote_types(param.dtype, torch.float32) if in_fp32 else param.dtype
+    place = device.current_device() if param.is_meta else param.device  # where it will be materialized
+    return is_expert_parameter(param), param.dtype, grad_dtype, place
 
 
 def reject_unfit_parameter(name: str, param: nn.Parameter) -> None:

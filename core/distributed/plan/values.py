@@ -157,6 +157,11 @@ class ShardingPlan:
         """Ranks that share a parameter, or the state of its optimizer; 1 where nothing is cut."""
         return 1 if self.strategy == "no_shard" else self.groups.shard.size()
 
+    @property
+    def shard_index(self) -> int:
+        """Which shard is this rank's: it holds, or updates, ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
+        return 0 if self.strategy == "no_shard" else self.groups.shard.rank()
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatUnitPlan:
@@ -213,6 +218,12 @@ class FlatPlan(ShardingPlan):
     averages_in_collective: bool
     adds_in_fp32: bool
     """Gradients travel in their own precision and are added in fp32."""
+
+    @property
+    def trained(self) -> dict[str, ParamPlan]:
+        """The parameters with gradients in buffers, by name."""
+        buckets = (bucket for buffer in self.buffers if buffer.is_trained for bucket in buffer.buckets)
+        return {param.name: param for bucket in buckets for param in bucket.params}
 
     @property
     def layout(self) -> FullParamLayout:

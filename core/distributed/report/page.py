@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 from .facts import ModelFacts
 from .picture import as_svg, dtypes_shown
-from .rows import COLUMNS, cells, dtype_names, fold, headline, notes, totals
+from .rows import TEXT_COLUMNS, Table, dtype_names, headline, notes, table
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1c2430; --faint: #667085; --line: #d6dbe3;
@@ -26,7 +27,8 @@ figcaption, .notes { color: var(--faint); font-size: 0.87rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 0.87rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.35rem 0.6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th { font-weight: 600; color: var(--faint); } th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
+th { font-weight: 600; color: var(--faint); }
+.text { text-align: left; } td.text { white-space: normal; overflow-wrap: break-word; }
 tbody tr:hover { background: var(--soft); } tfoot td { font-weight: 600; border-bottom: 0; }
 .notes { margin-top: 1.2rem; padding-left: 1.1rem; }
 svg text { font: 11px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--ink); }
@@ -52,8 +54,9 @@ _LEGEND = {
 def as_html(facts: ModelFacts) -> str:
     """A page with the picture of the units, the table and the notes; every name is escaped."""
     title = escape(headline(facts))
-    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
-    rows = "\n".join(f"<tr>{_cells(cells(run))}</tr>" for run in fold(facts.units))
+    of_units = table(facts)
+    head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in of_units.columns)
+    rows = "\n".join(f"<tr>{_cells(of_units, line)}</tr>" for line in of_units.body)
     said = "\n".join(f"<li>{escape(note)}</li>" for note in notes(facts))
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -75,7 +78,7 @@ def as_html(facts: ModelFacts) -> str:
 <tbody>
 {rows}
 </tbody>
-<tfoot><tr>{_cells(totals(facts))}</tr></tfoot>
+<tfoot><tr>{_cells(of_units, of_units.foot)}</tr></tfoot>
 </table>
 </div>
 <ul class="notes">
@@ -86,8 +89,20 @@ def as_html(facts: ModelFacts) -> str:
 """
 
 
-def _cells(line: tuple[str, ...]) -> str:
-    return "".join(f"<td>{escape(cell)}</td>" for cell in line)
+def _cells(of_units: Table, line: tuple[str, ...]) -> str:
+    return "".join(
+        f"<td{_style(column)}>{_breakable(cell) if column in TEXT_COLUMNS else escape(cell)}</td>"
+        for column, cell in zip(of_units.columns, line, strict=True)
+    )
+
+
+def _style(column: str) -> str:
+    return ' class="text"' if column in TEXT_COLUMNS else ""
+
+
+def _breakable(text: str) -> str:
+    """Lets a browser break lines after the dots of a name, and not between a number and what it counts."""
+    return re.sub(r"(?<=\d) (?=\w)", "&nbsp;", escape(text)).replace(".", ".<wbr>")
 
 
 def _legend(facts: ModelFacts) -> str:

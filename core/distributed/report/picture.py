@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +18,8 @@ _HEIGHT = 130.0
 _NARROWEST, _ALIAS_WIDTH = 3.0, 12.0
 _ARC_HEIGHT, _ALIAS_HEIGHT = 50.0, 36.0
 _LETTER, _LABEL_STEP, _LONGEST_LABEL = 6.4, 15.0, 34
+_SLANT = 32
+"""Degrees, of names that do not fit next to each other; all slant the same way, so that none crosses another."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,13 @@ def as_svg(facts: ModelFacts) -> str:
     line = top + max((_height(unit, unit.gathered) for unit in facts.units), default=0.0)
     bottom = line + max((_height(unit, unit.kept) for unit in facts.units), default=0.0)
     of_unit = {id(slot.unit): slot for slot in slots if slot.unit is not None}
-    labels, depth = _labels(facts, of_unit, bottom)
+    labels, depth, width = _labels(facts, of_unit, bottom)
     of_alias = {slot.place: slot for slot in slots if slot.unit is None}
     drawn = [part for slot in slots for part in _boxes(slot, line, top)]
     drawn += [part for tie in facts.ties for part in _tie(tie, of_unit[id(facts.units[tie.unit])], of_alias, top)]
     return "\n".join(
         [
-            f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + depth:.0f}" role="img" aria-label="units of the model">',
+            f'<svg viewBox="0 0 {width:.0f} {bottom + depth:.0f}" role="img" aria-label="units of the model">',
             '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
             'patternTransform="rotate(45)"><line class="hatch" x1="0" y1="0" x2="0" y2="6"/></pattern></defs>',
             *drawn,
@@ -127,26 +130,28 @@ def _tie(tie: Tie, holder: _Slot, aliases: dict[int, _Slot], top: float) -> Iter
         yield f'<path class="tie" d="{way}"><title>{escape(" = ".join(tie.names))}</title></path>'
 
 
-def _labels(facts: ModelFacts, of_unit: dict[int, _Slot], bottom: float) -> tuple[list[str], float]:
-    """The name of each run of equal units below it, and the room that the names take, downward."""
+def _labels(facts: ModelFacts, of_unit: dict[int, _Slot], bottom: float) -> tuple[list[str], float, float]:
+    """The name of each run of equal units below it; the room that names take downward, and the picture's width."""
     runs = [(of_unit[id(run.units[0])], of_unit[id(run.units[-1])], run.name) for run in fold(facts.units)]
     if all(len(name) * _LETTER <= last.left + last.width - first.left for first, last, name in runs):
-        return [
-            f'<text x="{(first.left + last.left + last.width) / 2:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">'
-            f"{escape(name)}</text>"
-            for first, last, name in runs
-        ], 30.0
-    drawn, at = [], -_LABEL_STEP
-    for first, last, name in runs:  # slanted, and pushed to the right where they are crowded
+        y = bottom + 16
+        middles = [(first.left + last.left + last.width) / 2 for first, last, _ in runs]
+        names = [
+            f'<text x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{escape(name)}</text>'
+            for middle, (_, _, name) in zip(middles, runs, strict=True)
+        ]
+        return names, 30.0, _WIDTH
+    drawn, at, depth, width = [], -_LABEL_STEP, 0.0, _WIDTH
+    for first, last, name in runs:  # pushed to the right where they are crowded
         middle = (first.left + last.left + last.width) / 2
         at = max(middle, at + _LABEL_STEP)
         if at > _WIDTH - _MARGIN:
             break
-        anchor, turn = ("start", 32) if at < _WIDTH - 230 else ("end", -32)
-        y = bottom + 16
+        y, label = bottom + 16, shorten(name, _LONGEST_LABEL)
+        depth = max(depth, len(label) * _LETTER * math.sin(math.radians(_SLANT)))
+        width = max(width, at + len(label) * _LETTER * math.cos(math.radians(_SLANT)) + _MARGIN)
         drawn.append(f'<path class="leader" d="M {middle:.1f} {bottom + 2:.1f} L {at:.1f} {y - 6:.1f}"/>')
         drawn.append(
-            f'<text x="{at:.1f}" y="{y:.1f}" text-anchor="{anchor}" transform="rotate({turn} {at:.1f} {y:.1f})">'
-            f"{escape(shorten(name, _LONGEST_LABEL))}</text>"
+            f'<text x="{at:.1f}" y="{y:.1f}" transform="rotate({_SLANT} {at:.1f} {y:.1f})">{escape(label)}</text>'
         )
-    return drawn, 30.0 + 0.6 * _LETTER * min(max(len(name) for _, _, name in runs), _LONGEST_LABEL)
+    return drawn, 30.0 + depth, width

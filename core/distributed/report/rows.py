@@ -16,6 +16,8 @@ COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "g
 forward and backward; a gradient is in the dtype of what is kept unless it says otherwise; gathers, reductions and what
 this rank sends are those of a step."""
 
+TEXT_COLUMNS = COLUMNS[:2]
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -95,6 +97,28 @@ def totals(facts: ModelFacts) -> tuple[str, ...]:
         _calls(traffic, "reduce-scatter", "all-reduce"),
         size(sum(entry.sent_bytes for entry in traffic)),
     )
+
+
+@dataclass(frozen=True)
+class Table:
+    """The lines of a table, without the columns that say nothing of this model."""
+
+    columns: tuple[str, ...]
+    """Those of `COLUMNS` that are left."""
+    body: tuple[tuple[str, ...], ...]
+    foot: tuple[str, ...]
+
+
+def table(facts: ModelFacts) -> Table:
+    """The units, equal ones in one line, and their totals."""
+    body, foot = [cells(run) for run in fold(facts.units)], totals(facts)
+    used = [
+        index
+        for index, column in enumerate(COLUMNS)
+        if column in TEXT_COLUMNS or any(line[index] not in ("", "-") for line in (*body, foot))
+    ]
+    columns, *body, foot = [tuple(line[index] for index in used) for line in (COLUMNS, *body, foot)]
+    return Table(columns, tuple(body), foot)
 
 
 def headline(facts: ModelFacts) -> str:

@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 from .facts import ModelFacts
-from .rows import COLUMNS, cells, fold, headline, notes, shorten, totals
+from .rows import TEXT_COLUMNS, headline, notes, shorten, table
 
 WIDTH = 119
 """Columns of text that a line has at most."""
 
-_NUM_TEXT_COLUMNS = 2
-_NARROWEST = {1: 7, 0: 12}
-"""Of the text columns, by index, in the order in which they give way."""
+_NARROWEST = {"holds": 7, "unit": 12}
+"""Of the text columns, in the order in which they give way."""
 
 
 def as_text(facts: ModelFacts) -> str:
     """A line of what it is, the table, and below it what the table has no column for."""
-    lines = [COLUMNS, *(cells(run) for run in fold(facts.units)), totals(facts)]
-    used = [
-        index for index in range(len(COLUMNS)) if index == 0 or any(line[index] not in ("", "-") for line in lines[1:])
-    ]
-    lines = [tuple(line[index] for index in used) for line in lines]
-    widths = _fit([max(len(line[column]) for line in lines) for column in range(len(used))], used)
-    rows = ["  ".join(_pad(cell, widths[i], used[i]) for i, cell in enumerate(line)).rstrip() for line in lines]
+    said = table(facts)
+    lines = [said.columns, *said.body, said.foot]
+    widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(said.columns)})
+    rows = ["  ".join(map(_pad, line, widths, widths.values())).rstrip() for line in lines]
     rule = "-" * max(map(len, rows))
     return "\n".join(
         [headline(facts), "", rows[0], rule, *rows[1:-1], rule, rows[-1], "", *map(_shorten_note, notes(facts))]
     )
 
 
-def _fit(widths: list[int], used: list[int]) -> list[int]:
+def _fit(widths: dict[str, int]) -> dict[str, int]:
     """Narrows what the units hold, and then their names, until a line fits."""
-    fitted = list(widths)
-    excess = sum(fitted) + 2 * (len(fitted) - 1) - WIDTH
+    fitted = dict(widths)
+    excess = sum(fitted.values()) + 2 * (len(fitted) - 1) - WIDTH
     for column, narrowest in _NARROWEST.items():
-        if column in used and excess > 0:
-            cut = min(excess, max(fitted[used.index(column)] - narrowest, 0))
-            fitted[used.index(column)] -= cut
+        if excess > 0:
+            cut = min(excess, max(fitted[column] - narrowest, 0))
+            fitted[column] -= cut
             excess -= cut
     return fitted
 
 
-def _pad(cell: str, width: int, column: int) -> str:
-    return shorten(cell, width).ljust(width) if column < _NUM_TEXT_COLUMNS else cell.rjust(width)
+def _pad(cell: str, column: str, width: int) -> str:
+    return shorten(cell, width).ljust(width) if column in TEXT_COLUMNS else cell.rjust(width)
 
 
 def _shorten_note(note: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.diagnostics.stale_optimizers import reject_replaced
 from core.distributed import finalize_model_grads
 from core.errors import OptimizerError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -46,7 +47,8 @@ def _frees_what_nobody_holds() -> None:
     kept = module.blocks[0].down.weight
     build("fsdp2", module)
     assert old() is None
-    assert kept._replaced_as == "blocks.0.down.weight"
+    with pytest.raises(OptimizerError, match=r"holds the old parameter blocks\.0\.down\.weight"):
+        reject_replaced("SGD", kept)
 
 
 def test_marking_keeps_no_old_parameter_alive():

@@ -254,12 +254,31 @@ def test_replaced_storage_stops_the_step():
         assert "the storage of parameter wide was replaced" in message
 
 
-def test_a_range_needs_a_buffer_that_holds_parameters():
-    run_distributed(_range_without_buffer, 2)
+def _ranges_of_the_plan(strategy: str, instances: int) -> None:
+    if instances > 1:
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    options = {"bucket_size": 60, "num_distributed_optimizer_instances": instances}
+    module, model, optimizer = _build(strategy, **options)
+    plan = model.plan
+    assert plan.shard_index == dist.get_rank() % plan.num_shards
+    shards = [bucket.local_param_shard for buffer in model.buffers for bucket in buffer.buckets]
+    places = [range(s.data_ptr(), s.data_ptr() + s.nbytes, s.element_size()) for s in shards]
+    held = 0
+    for p in optimizer._params:
+        assert isinstance(p, MainRange)
+        begin, end = plan.trained[p.name].bounds[plan.shard_index : plan.shard_index + 2]
+        assert (p.start, p.end) == (begin, end) and p.main.numel() == end - begin
+        assert p.main.numel() == 0 or any(p.main.data_ptr() in place for place in places)
+        assert torch.equal(p.main, dict(module.named_parameters())[p.name].flatten()[begin:end])
+        assert p.local_gradient() is None  # nothing was reduced yet
+        held += p.main.numel()
+    assert held > 0
+    _backward(model)
+    for p in optimizer._params:
+        assert p.local_gradient().shape == p.main.shape
 
 
-def _range_without_buffer() -> None:
-    module, model, _ = _build("no_shard")
-    bucket = model.buffers[0].buckets[0]
-    with pytest.raises(OptimizerError, match="parameter wide lies in no flat buffer"):
-        MainRange("wide", module.wide, module, "wide", bucket, dist.group.WORLD)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("world_size", "instances"), [(3, 1), (4, 2)])
+def test_a_rank_updates_what_the_plan_gives_it(strategy: str, world_size: int, instances: int):
+    run_distributed(_ranges_of_the_plan, world_size, strategy, instances)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ....diagnostics.stale_optimizers import is_marked, mark_as_gathered
+from ....diagnostics.stale_optimizers import is_marked_as_gathered, mark_as_gathered
 from .states import fsdp_parameters, name_of_parameter
 
 
@@ -53,5 +53,5 @@ def mark_gathered_parameters(root: nn.Module) -> None:
     """Marks what an optimizer must not be built from: its step then says so."""
     for parameter in fsdp_parameters(root):
         gathered = getattr(parameter, "_unsharded_param", None)
-        if gathered is not None and not is_marked(gathered):
+        if gathered is not None and not is_marked_as_gathered(gathered):
             mark_as_gathered(gathered, name_of_parameter(parameter))

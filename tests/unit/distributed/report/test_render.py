@@ -128,3 +128,64 @@ def _describes_gpt() -> list[str]:
 def test_the_weight_that_a_gpt_lends_to_its_output_is_tied():
     for text in run_distributed(_describes_gpt, 1)[0]:
         assert "tied: embedding.word_embeddings.weight = output_layer.weight" in text
+
+
+class _TableOfPage(HTMLParser):
+    """The cells of a page's table, each as the pieces between which a browser may begin a new line."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.lines: list[list[str]] = []
+        self._is_cell = self._wraps = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "tr":
+            self.lines.append([])
+        elif tag in ("td", "th"):
+            self._is_cell, self._wraps = True, tag == "td" and ("class", "text") in attrs
+            self.lines[-1].append("")
+        elif tag == "wbr" and self._is_cell:
+            self.lines[-1][-1] += "\n"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_cell = self._is_cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._is_cell:
+            self.lines[-1][-1] += data.replace(" ", "\n") if self._wraps else data
+
+
+def _describes_gpt_on_pages() -> dict[str, tuple[str, str]]:
+    layer = type(build_gpt(True).decoder.layers[0])
+    models = {kind: build(kind, build_gpt(True), unit_classes=(layer,)) for kind in ("ddp", "zero1", "zero2", "fsdp2")}
+    models["two buckets"] = build("ddp", build_gpt(True), num_buckets=2)
+    return {kind: (model.describe(), model.describe("html")) for kind, model in models.items()}
+
+
+LETTER_PX, PADDING_PX, PAGE_PX = 8.0, 19.2, 1160 - 48
+"""Of the page's style: a wide digit at 13 px, a cell's padding on both sides, and the text's width in 1,160 px."""
+
+
+def test_the_table_of_a_page_is_not_wider_than_the_page():
+    for kind, (text, html) in run_distributed(_describes_gpt_on_pages, 2)[0].items():
+        head, *body = _TableOfPage(html).lines
+        assert head == text.splitlines()[2].split(), kind  # columns that say nothing are left out there too
+        longest = [
+            max(len(piece) for line in (head, *body) for piece in line[i].split("\n")) for i in range(len(head))
+        ]
+        assert sum(longest) * LETTER_PX + len(head) * PADDING_PX < PAGE_PX, (kind, longest)
+        parts = max(len(part) for name, _ in build_gpt(True).named_parameters() for part in name.split("."))
+        assert longest[0] <= parts + 1 and "td.text { white-space: normal;" in html  # names go on after their dots
+        assert not any(re.search(r"\d\n[a-z]", cell) for line in body for cell in line), kind  # "39 parameters"
+
+
+def test_names_below_the_picture_do_not_cross_and_are_inside_it():
+    for _, html in run_distributed(_describes_gpt_on_pages, 2)[0].values():
+        picture = ET.fromstring(re.search(r"<svg.*?</svg>", html, re.DOTALL).group())
+        width = float(picture.get("viewBox").split()[2])
+        slanted = [text for text in picture.iter("text") if text.get("transform")]
+        turns = {re.match(r"rotate\((-?\d+) ", text.get("transform")).group(1) for text in slanted}
+        assert len(turns) <= 1
+        # 0.8 of the length of a line that slants by some 35 degrees, of letters of 6 px at least.
+        assert all(float(text.get("x")) + 0.8 * 6 * len(text.text) < width for text in slanted)
