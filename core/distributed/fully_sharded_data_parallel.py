@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..comm.lane import comm_lane
 from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
-from ..dist_checkpointing.views.flat_range import keep_range, kept_range, whole_view
+from ..dist_checkpointing.views.flat_range import FlatRange, keep_range, kept_range, whole_view
 from ..errors import ParallelConfigError, WrapError
 from ..process_groups_config import ProcessGroupCollection
 from .buffers.pending_parameters import let_be_seen
@@ -116,6 +116,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             let_be_seen(param, partial(whole_view, param))
         self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.leaves])
         self._gathering.forget()
+        self._is_whole = False  # inside `whole_parameters`, which sets and clears it
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         kept = kept_range(param)
@@ -135,14 +136,19 @@ class FullyShardedDataParallel(_FlatDataParallel):
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
+        if self._is_whole:
+            yield
+            return
         self._gathering.forget()
         for unit in self.units:
             unit.gather_apart()
             for param in unit.params:
                 keep_range(param, None)
+        self._is_whole = True
         try:
             yield
         finally:
+            self._is_whole = False
             for unit in self.units:
                 unit.return_to_slot()
             self._note_ranges()
@@ -162,7 +168,10 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.forget()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies whole tensors into this rank's shards, and leaves the module's own, which a loader has filled.
+        """Copies into the module's parameters and buffers; every rank calls it.
+
+        Args:
+            state_dict: whole parameters, as those of a plain module; or this wrapper's own `state_dict`.
 
         Raises:
             ParallelConfigError: `assign`, which would replace the parameters.
@@ -172,7 +181,10 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 "load_state_dict was called with assign=True, which replaces the parameters that are views of the "
                 "wrapper's memory; leave it out"
             )
-        return load_model_state_dict(self.module, state_dict, strict)
+        if any(isinstance(value, FlatRange) for value in state_dict.values()):
+            return load_model_state_dict(self.module, state_dict, strict)
+        with self.whole_parameters():
+            return self.module.load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Of ``to``, ``cuda``, ``half``...: acts on buffers.

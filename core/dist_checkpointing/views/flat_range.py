@@ -152,8 +152,8 @@ class FlatRange(Tensor):
             whole: FlatRange = args[0]
             return FlatRange(whole.held, tuple(whole.shape), whole.boxes)
         raise CheckpointError(
-            f"{func} was asked of a tensor of which this rank holds a flat range; compute with its `held`, "
-            "or save it and load it into whole tensors"
+            f"{func} was asked of a tensor of which this rank holds a flat range; compute with its `held`, or save it "
+            "and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
         )
 
     # torch's protocol: what to write, what to read, and where each box is in memory.

@@ -55,11 +55,11 @@ class _PendingParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self.detach()  # waits
+        getattr(self, _WAIT)()
         return self.__deepcopy__(memo)  # of its own class
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.detach()
+        getattr(self, _WAIT)()
         return self.__reduce_ex__(protocol)
 
 

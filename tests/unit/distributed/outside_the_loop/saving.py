@@ -10,6 +10,7 @@ import torch
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import build, loss_of
 from tests.unit.distributed.outside_the_loop.scenario import (
+    HIDDEN,
     KINDS,
     Run,
     batch,
@@ -18,7 +19,7 @@ from tests.unit.distributed.outside_the_loop.scenario import (
 )
 
 
-@scenario()
+@scenario(raises=HIDDEN)
 def the_model_inside_is_saved_and_trained_again(run: Run) -> None:
     run.train(2)
     if not run.is_plain and isinstance(run.model.ddp_config, _toys.TorchFullyShardedDataParallelConfig):
@@ -41,7 +42,7 @@ def the_wrapper_is_saved(run: Run) -> None:
     torch.save(run.model, io.BytesIO())
 
 
-@scenario(raises={"fsdp2": "deepcopy|copied|pickle"})
+@scenario(raises={"fsdp2": "deepcopy|copied|pickle", **HIDDEN})
 def an_average_is_a_copy_of_the_model_inside(run: Run) -> None:
     average = copy.deepcopy(run.inner)
     for step in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import batches, build, full, loss_of, toy
 
 KINDS = (*_toys.WRAPPERS, "zero2_every_micro_batch")
-SHARDED = ("zero1", "zero1_overlap", "zero2", "zero2_overlap", "zero2_every_micro_batch")
+SHARDED = ("zero1", "zero1_overlap", "zero2", "zero2_overlap", "zero2_every_micro_batch", "zero3")
+HIDDEN = {"zero3": "was used outside of a forward, where each rank holds its shard alone|this rank holds a flat range"}
+"""Parameters are whole in forward and backward, and inside `whole_parameters`."""
 BUFFERED = ("ddp", "ddp_overlap", *SHARDED)
 
 
@@ -46,6 +48,9 @@ class Run:
 
     def weights(self) -> dict[str, Tensor]:
         return {name: full(tensor) for name, tensor in self.inner.state_dict().items()} | self.outputs
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def zero(self) -> None: ...
     def backward(self, index: int, *, is_last: bool = True) -> None: ...
@@ -108,6 +113,9 @@ class Wrapped(Run):
         self.model = build(kind, module, **settings)
         self.inner = self.model.module
         super().__init__(optimizer)
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        return self.model.whole_parameters()
 
     def zero(self) -> None:
         self.model.zero_grad_buffer()
