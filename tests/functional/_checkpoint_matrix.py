@@ -42,6 +42,7 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
     "ddp": {},
     "zero1": _BUCKETS | {"data_parallel_sharding_strategy": "optim"},
     "zero2": _ZERO2,
+    "zero3": {"data_parallel_sharding_strategy": "optim_grads_params"},
     "fsdp2": {"use_torch_fsdp2": True},
     "hybrid": _INSTANCES | {"use_torch_fsdp2": True},
     "hybrid zero2": _INSTANCES | _ZERO2,

@@ -29,7 +29,7 @@ SERIAL_TRAININGS = {
     "sgd, untied": TRAININGS["sgd, untied"],
     "sgd, per token": Training(SGD, steps=45, tied=False, per_token=True),
 }
-BRIEF = ("zero1, overlapped", "zero2", "fsdp2")
+BRIEF = ("zero1, overlapped", "zero2", "zero3", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ FOUR_RANKS = [
     Case(training, wrapper, 4) for training in TRAININGS for wrapper in WRAPPERS | HYBRIDS if wrapper != "ddp"
 ]
 SERIAL = [
-    Case(training, wrapper, is_serial=True) for training in SERIAL_TRAININGS for wrapper in ("ddp", "zero2", "fsdp2")
+    Case(training, wrapper, is_serial=True)
+    for training in SERIAL_TRAININGS
+    for wrapper in ("ddp", "zero2", "zero3", "fsdp2")
 ]
 
 

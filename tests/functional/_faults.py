@@ -22,6 +22,7 @@ from core.distributed.fsdp2.recorded_collectives import (
     _RecordedGatherOfEach,
     _RecordedReduceScatter,
 )
+from core.distributed.fully_sharded.unit import Unit
 from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam
@@ -188,6 +189,20 @@ def _stale_parameter(start: Any, reached: Reached) -> Any:
         if self.bucket.offset != 0:
             start(self, force_sync)
         elif self.bucket.param_data is not None:
+            reached()
+
+    return patched
+
+
+@_fault(STALE, (Unit, "_gather"))
+def _stale_slot(gather: Any, reached: Reached) -> Any:
+    """Sharded flat buffers: the second gather, and every third after it, leaves what another unit had in the slot."""
+    calls = itertools.count()
+
+    def patched(self: Unit) -> None:
+        if next(calls) % 3 != 1:
+            gather(self)
+        else:
             reached()
 
     return patched

@@ -16,6 +16,7 @@ from core import parallel_state
 from core.dist_checkpointing import FlatRange
 from core.distributed import (
     DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
     finalize_model_grads,
@@ -47,6 +48,9 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
     "zero2": _ZERO2 | _BUCKETS,
     "zero2, overlapped": _ZERO2 | _OVERLAP_BOTH,
     "zero2, every micro-batch": _ZERO2 | _BUCKETS | {"reduce_every_micro_batch": True},
+    "zero3": {},
+    "zero3, gathered once a step": {"reshard_after_forward": False, "forward_prefetch": 0},
+    "zero3, every micro-batch": {"reduce_every_micro_batch": True, "backward_prefetch": 2},
     "fsdp2": {},
     "fsdp2, torch's collectives": {"collectives": "torch", "forward_prefetch": 0, "backward_prefetch": 0},
     "fsdp2, gathered once a step": {"keep_gathered_between_micro_batches": "all"},
@@ -58,6 +62,7 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
 HYBRIDS: dict[str, Mapping[str, Any]] = {
     "hybrid zero1": _HYBRID | _ZERO1 | _BUCKETS,
     "hybrid zero2, overlapped": _HYBRID | _ZERO2 | _OVERLAP_BOTH,
+    "hybrid zero3": _HYBRID,
     "hybrid fsdp2": _HYBRID,
 }
 """Sharded within two ranks, replicated across two."""
@@ -65,7 +70,8 @@ HYBRIDS: dict[str, Mapping[str, Any]] = {
 
 def ddp_config(wrapper: str, **fields: Any) -> DistributedDataParallelConfig:
     """The config that asks `wrap_model` for a wrapper, with more ``fields`` set."""
-    make = TorchFullyShardedDataParallelConfig if "fsdp2" in wrapper else DistributedDataParallelConfig
+    kinds = {"fsdp2": TorchFullyShardedDataParallelConfig, "zero3": FullyShardedDataParallelConfig}
+    make = next((kind for name, kind in kinds.items() if name in wrapper), DistributedDataParallelConfig)
     return make(**(WRAPPERS | HYBRIDS)[wrapper], **fields)
 
 

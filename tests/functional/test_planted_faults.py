@@ -68,6 +68,29 @@ PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "fp16": ("doubled_gradients",),
         "per token": ("stale_parameter",),
     },
+    "zero3": {
+        "adamw": ("skipped_bucket", "stale_slot", "gradients_off_by_a_millionth"),
+        "sgd, untied": ("doubled_gradients",),
+        "bf16": ("stale_low_precision",),
+        "fp16": ("overflow_forgiven",),
+        "per token": ("own_tokens",),
+        "sgd, tied": ("stale_slot",),
+        "sgd, per token": ("skipped_bucket",),
+    },
+    "zero3, gathered once a step": {
+        "adamw": ("stale_slot",),
+        "sgd, untied": ("skipped_bucket",),
+        "bf16": ("norm_of_one_shard",),
+        "fp16": ("doubled_gradients",),
+        "per token": ("own_tokens",),
+    },
+    "zero3, every micro-batch": {
+        "adamw": ("skipped_bucket",),
+        "sgd, untied": ("clip_of_its_own",),
+        "bf16": ("stale_low_precision",),
+        "fp16": ("doubled_gradients",),
+        "per token": ("stale_slot",),
+    },
     "fsdp2": {
         "adamw": ("skipped_unit", "stale_unit", "without_no_sync", "gradients_off_by_a_millionth"),
         "sgd, untied": ("doubled_gradients",),
@@ -119,6 +142,13 @@ PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "fp16": ("overflow_forgiven",),
         "per token": ("norm_of_one_shard",),
     },
+    "hybrid zero3": {
+        "adamw": ("one_instance_only", "stale_slot"),
+        "sgd, untied": ("skipped_bucket",),
+        "bf16": ("doubled_gradients",),
+        "fp16": ("overflow_forgiven",),
+        "per token": ("norm_of_one_shard",),
+    },
     "hybrid fsdp2": {
         "adamw": ("skipped_unit", "stale_unit", "norm_of_one_shard"),
         "sgd, untied": ("doubled_gradients",),
@@ -129,7 +159,7 @@ PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """What is planted under each wrapper in each training, on every number of ranks on which there is a case of it."""
 
-FAMILIES = ("ddp", "zero1", "zero2", "fsdp2", "hybrid")
+FAMILIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hybrid")
 
 
 def faults_in(case: Case) -> tuple[str, ...]:

@@ -67,7 +67,8 @@ def _outcome(name: str, kind: str) -> str:
         return f"did not raise {pattern!r}"
     expected = _plain(name, kind)
     wrong = {key: largest(found[key].double() - expected[key].double()) for key in expected}
-    wrong = {key: off for key, off in wrong.items() if not off <= case.rtol * largest(expected[key])}
+    rtol = case.rtol_of.get(kind, case.rtol)
+    wrong = {key: off for key, off in wrong.items() if not off <= rtol * largest(expected[key])}
     return f"differs: {wrong}" if wrong else "as expected"
 
 

@@ -154,6 +154,7 @@ class Scenario:
         raises: by kind of wrapper, the pattern of the error that it has to raise instead.
         settings: fields of the wrapper's config, by kind.
         rtol: of the comparison, where an addition is made in another order; 0 is bitwise.
+        rtol_of: the same for single kinds.
     """
 
     def __init__(self, go: Callable[[Run], None], **kwargs: Any) -> None:
@@ -163,6 +164,7 @@ class Scenario:
         self.raises: dict[str, str] = kwargs.pop("raises", {})
         self.only: tuple[str, ...] = kwargs.pop("only", KINDS)
         self.rtol: float = kwargs.pop("rtol", 0.0)
+        self.rtol_of: dict[str, float] = kwargs.pop("rtol_of", {})
         self.settings: dict[str, Any] = kwargs.pop("settings", {})
         assert not kwargs
 
