@@ -208,6 +208,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
     def held_tensors(self) -> dict[str, list[Tensor]]:
         buckets = [group.bucket for group in self._bucket_groups]
         held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
+        held += [memory for buffer in self._buffers_of_shards for memory in buffer.kept_grad_memory]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         slots = {id(unit.slot): unit.slot for unit in self.units if unit.slot is not None}
         return {

@@ -39,6 +39,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "kept": ("ends", "none", "all"),
     "collectives": ("auto", "torch"),
     "offload": ("no", "yes"),
+    "idle_slots": ("kept", "poisoned"),
     # ---- precision
     "precision": ("fp32", "bf16", "fp16"),
     "policy": ("default", "reduce in fp32", "by dtypes", "fp32 accumulation"),
@@ -73,7 +74,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 WRAPPER_AXES = (
     *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
-    *("backward_prefetch", "kept", "collectives", "offload"),
+    *("backward_prefetch", "kept", "collectives", "offload", "idle_slots"),
 )
 """What no number depends on."""
 
@@ -95,6 +96,7 @@ class Composition:
     kept: str = "ends"
     collectives: str = "auto"
     offload: str = "no"
+    idle_slots: str = "kept"
     precision: str = "fp32"
     policy: str = "default"
     embeddings: str = "tied"
@@ -227,6 +229,7 @@ RULES: tuple[Rule, ...] = (
     *((axis, (), _shards_parameters) for axis in ("reshard", "forward_prefetch", "backward_prefetch", "overrides")),
     ("reshard", ("two ranks",), _is_fsdp2),
     *((axis, (), _is_fsdp2) for axis in ("kept", "collectives", "offload")),
+    ("idle_slots", (), lambda c: c.wrapper == "zero3"),
     ("recompute", ("units", "products of units"), _is_fsdp2),
     ("policy", ("by dtypes",), _is_fsdp2),
     # Parameters are kept over the ranks that share them, two at a time: there have to be an even number.

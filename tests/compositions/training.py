@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from core import parallel_state
 from core.dist_checkpointing import load, load_metadata, load_model_state_dict, save
 from core.distributed import finalize_model_grads, wrap_model
+from core.distributed.fully_sharded.unit import POISONS
 from core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from core.training.checkpointing.run_checkpoint import state_tensors
 from core.training.state import TrainingState
@@ -155,6 +157,7 @@ class Wrapped(Training):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         seed = 7 + (group.rank() if composition.start == "ranks differ" else 0)
         module = build(composition, layout, seed)
+        os.environ[POISONS] = "1" if part.idle_slots == "poisoned" else "0"
         self.wrapper = wrap_model(in_precision(module, _engine(part)), module.config, wrapper_config(part))
         self.model, self.module = self.wrapper, module
         self.optimizer = get_megatron_optimizer(

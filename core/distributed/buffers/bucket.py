@@ -64,6 +64,15 @@ class FlatMemory:
     """`[numel]`, or None where parameters keep their own memory."""
     grad_data: Tensor | None
     """`[numel]`, or None where whole gradients are released."""
+    reuses_grads: bool = False
+    """Memory of released gradients is given back, for another bucket."""
+
+    def take_grads(self, numel: int) -> Tensor:
+        """`[numel]`, of any values, for the whole gradient of a bucket that releases it."""
+        return passing_memory(numel, self.grad_dtype, self.device)
+
+    def give_back_grads(self, whole: Tensor) -> None:
+        """Takes back what `take_grads` gave, once nothing reads or writes it; without it, it is freed."""
 
     @property
     def holds_experts(self) -> bool:
@@ -334,7 +343,7 @@ class Bucket:
     def _place_of(self, slot: GradSlot) -> Tensor:
         """The parameter's part of `grad_data`."""
         if slot.view is None:
-            data = passing_memory(self.numel, self.buffer.grad_dtype, self.buffer.device)
+            data = self.buffer.take_grads(self.numel)
             self.zero_padding(data)
             self._hold_grads(data)
         return slot.view  # type: ignore[return-value]

@@ -76,6 +76,8 @@ class BucketGroup:
         self._num_awaited = len(bucket.params)  # trainable ones, when the running backward brought its first gradient
         self._may_be_pending = all(map(can_be_pending, bucket.params))
         self._grad_handle: Handle | None = None
+        # A whole gradient that is being reduced, to be given back after it; set where the buffer reuses such memory.
+        self._sent: Tensor | None = None
         self.param_gather_handle: Handle | None = None
         self.param_gather_dispatched = False
         self.has_reduced = False
@@ -188,6 +190,7 @@ class BucketGroup:
         self._inspect(self.bucket)
         if self.bucket.releases_grads:
             self.bucket.release_grads()
+            self._sent = whole if self.bucket.buffer.reuses_grads else None
         what = f"the gradients of {self._name}"
         run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced, what)
         del whole  # from here on only the reduction holds it
@@ -195,6 +198,7 @@ class BucketGroup:
             self._grad_handle = self._lane.submit(run)
         else:
             self._lane.run(run)
+            self._give_back()
         self.has_reduced = True
         self._ready.clear()
 
@@ -203,6 +207,12 @@ class BucketGroup:
         if self._grad_handle is not None:
             handle, self._grad_handle = self._grad_handle, None
             handle.wait()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._sent is not None:
+            self.bucket.buffer.give_back_grads(self._sent)
+            self._sent = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """After it, this rank's shard of the gradient is global; with `force_all_reduce` the whole gradient is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
+_GRAD_SLOTS = 2
+"""Of one size: one that is filled while the other is reduced."""
+
+
 class ShardedBuffer(FlatMemory):
     """This rank's shards of all parameters of one kind, and the buckets in which their gradients are reduced.
 
@@ -31,6 +36,8 @@ class ShardedBuffer(FlatMemory):
             version counts every write to a shard.
         buckets: of the gradients; none where parameters are frozen.
     """
+
+    reuses_grads = True
 
     def __init__(
         self,
@@ -52,11 +59,29 @@ class ShardedBuffer(FlatMemory):
         if plan.is_trained and not plan.releases_grads:
             self.grad_data = torch.zeros(numel, dtype=plan.grad_dtype, device=device)
         self.shards = torch.zeros(numel // num_shards, dtype=plan.param_dtype, device=device)
+        # Memory for whole gradients, of each size that several units have, as long as the model is wrapped. Taken by a
+        # unit's first gradient, given back when it is reduced; both by the thread that runs backward.
+        sizes = Counter(bucket.elements for bucket in plan.buckets)
+        self._grad_slots: dict[int, list[Tensor]] = {size: [] for size, count in sizes.items() if count > 1}
         self.buckets: list[Bucket] = []
         if plan.is_trained:
             self.buckets = [Bucket(self, _counted_from(bucket, plan)) for bucket in plan.buckets]
         for bucket, planned in zip(self.buckets, plan.buckets, strict=False):
             bucket.local_param_shard = self.shard_of(planned)
+
+    @property
+    def kept_grad_memory(self) -> list[Tensor]:
+        """Memory for whole gradients that none has at this moment."""
+        return [memory for kept in self._grad_slots.values() for memory in kept]
+
+    def take_grads(self, numel: int) -> Tensor:
+        kept = self._grad_slots.get(numel)
+        return kept.pop() if kept else super().take_grads(numel)
+
+    def give_back_grads(self, whole: Tensor) -> None:
+        kept = self._grad_slots.get(whole.numel())
+        if kept is not None and len(kept) < _GRAD_SLOTS:
+            kept.append(whole)
 
     def shard_of(self, bucket: BucketPlan) -> Tensor:
         """`[elements / num_shards]`: this rank's shard of a bucket's parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from core.distributed import (
     _BaseDataParallel,
 )
 from core.distributed.flat_data_parallel import _FlatDataParallel
+from core.distributed.fully_sharded.unit import POISONS
 
 BUFFERED = {
     "ddp": {},
@@ -122,6 +124,7 @@ def build(
     config, group = config or SimpleNamespace(), group or dist.group.WORLD
     if kind in BUFFERED:
         return DistributedDataParallel(config, settings(kind, **fields), module, process_group=group)
+    os.environ[POISONS] = "1"  # what reads a slot that is idle shows; compositions and equality cases have it off too
     sharded = FullyShardedDataParallel if kind == "zero3" else TorchFullyShardedDataParallel
     return sharded(config, settings(kind, **fields), module, unit_classes, process_group=group)
 
