@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch.distributed as dist
 
-from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
-from core.warn import warn_once
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    wrap_model,
+)
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import toy
 
-OURS, TORCHS = "DistributedDataParallel", "TorchFullyShardedDataParallel"
+
+def _chooses() -> list[str]:
+    return [
+        type(wrap_model(toy(), object(), ddp_config, process_group=dist.group.WORLD)).__name__
+        for ddp_config in (
+            DistributedDataParallelConfig(),
+            DistributedDataParallelConfig(use_distributed_optimizer=True),
+            DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads"),
+            DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params"),
+            FullyShardedDataParallelConfig(),
+            TorchFullyShardedDataParallelConfig(),
+        )
+    ]
 
 
-def _chooses() -> list[tuple[str, int]]:
-    warn_once.cache_clear()  # ranks are reused
-    found = []
-    for ddp_config in (
-        DistributedDataParallelConfig(),
-        DistributedDataParallelConfig(use_distributed_optimizer=True),
-        DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads"),
-        TorchFullyShardedDataParallelConfig(),
-        DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params"),
-        DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params"),
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = wrap_model(toy(), object(), ddp_config, process_group=dist.group.WORLD)
-        said = [str(warning.message) for warning in caught if "stands in" in str(warning.message)]
-        found.append((type(model).__name__, len(said)))
-    return found
-
-
-def test_wrap_model_chooses_and_says_once_that_fsdp2_stands_in():
-    assert run_distributed(_chooses, 1) == [[(OURS, 0)] * 3 + [(TORCHS, 0), (TORCHS, 1), (TORCHS, 0)]]
+def test_wrap_model_chooses_by_the_type_of_the_config_and_its_strategy():
+    replicas, sharded = ["DistributedDataParallel"] * 3, ["FullyShardedDataParallel"] * 2
+    assert run_distributed(_chooses, 1) == [[*replicas, *sharded, "TorchFullyShardedDataParallel"]]

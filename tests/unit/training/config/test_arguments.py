@@ -139,7 +139,12 @@ def test_a_programs_defaults_give_way_to_flags_and_to_their_alternatives():
         (["--no-sync-module-states"], "sync_module_states is a setting of FSDP2 alone"),
         (["--num-query-groups", "3"], "num_query_groups 3"),
         (["--no-group-query-attention", "--num-query-groups", "2"], "group_query_attention is turned off"),
-        (["--no-use-torch-fsdp2", "--data-parallel-sharding-strategy", "optim_grads_params"], "use_torch_fsdp2"),
+        (["--use-torch-fsdp2", "--data-parallel-sharding-strategy", "optim"], "use_torch_fsdp2.* is optim; drop one"),
+        (["--forward-prefetch", "2"], "forward_prefetch is a setting of wrappers that shard parameters"),
+        (
+            ["--cpu-offload", "--data-parallel-sharding-strategy", "optim_grads_params"],
+            "cpu_offload is a setting of FSDP2 alone",
+        ),
         (["--use-torch-fsdp2", "--use-distributed-optimizer"], "use_distributed_optimizer"),
         (["--recompute-activations"], "--recompute-activations: write --recompute-granularity selective instead"),
         (["--tokenizer_type", "GPT2BPETokenizer"], "--tokenizer-type: .*--tokenizer-model"),
@@ -156,12 +161,21 @@ def test_every_sharding_strategy_can_be_chosen():
         (["--use-distributed-optimizer"], "optim", False, True),
         (["--data-parallel-sharding-strategy", "optim"], "optim", False, None),
         (["--data-parallel-sharding-strategy", "optim_grads"], "optim_grads", False, None),
-        (["--data-parallel-sharding-strategy", "optim_grads_params"], "optim_grads_params", True, None),
+        (["--data-parallel-sharding-strategy", "optim_grads_params"], "optim_grads_params", False, None),
         (["--use-torch-fsdp2"], "optim_grads_params", True, None),
     ):
         config = parse_arguments([*REQUIRED, *flags])
         assert (config.ddp.sharding_strategy, config.use_torch_fsdp2) == (strategy, is_fsdp2)
         assert config.optimizer.use_distributed_optimizer is asked_of_the_optimizer
+
+
+def test_settings_of_units_belong_to_both_wrappers_that_shard_parameters():
+    for engine in (["--use-torch-fsdp2"], ["--data-parallel-sharding-strategy", "optim_grads_params"]):
+        config = parse_arguments(
+            [*REQUIRED, *engine, "--forward-prefetch", "2", "--torch-fsdp2-no-reshard-after-forward"]
+        )
+        assert (config.ddp.forward_prefetch, config.ddp.reshard_after_forward) == (2, False)
+        assert PretrainConfig.from_json(config.to_json()) == config
 
 
 def test_defaults_that_follow_from_a_given_flag_are_dropped():
