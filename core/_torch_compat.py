@@ -29,7 +29,7 @@ def reduce_scatter_single(
     async_op: bool = False,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dist.Work | None:
-    """Reduces `input_` over ranks, of which each keeps its part of dim 0; :func:`all_gather_single` says why."""
+    """Reduces `input_` over ranks; each rank keeps its part of dim 0. :func:`all_gather_single` says why."""
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(output, input_, op=op, group=group, async_op=async_op)
     return work

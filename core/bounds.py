@@ -132,7 +132,7 @@ def check_pickle(data: bytes, is_known: Callable[[str, str], bool]) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value of a file as a message shows it: neither long nor deep, whatever the value is."""
+    """Formats a value read from a file for a message: shortened if long or deep."""
     return _SHORT.repr(value)
 
 

@@ -53,7 +53,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
     the caller has made the group already.
 
     Args:
-        carries_host_tensors: beside a GPU's tensors, carry those in the host's memory, as offloaded shards are.
+        carries_host_tensors: carry tensors in host memory, such as offloaded shards, in addition to a GPU's.
     """
     if dist.is_initialized():
         return

@@ -222,10 +222,10 @@ def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGr
 
 
 def _wait_until_connected(world: ProcessGroup) -> None:
-    """Under gloo, no rank goes on before all have their groups.
+    """Waits, under gloo, until all ranks have their groups.
 
-    gloo connects as a group is made, and one end of a connection stands before the other. A rank that then closed
-    the group, or ended, would make its peer fail with "Connection closed by peer". NCCL connects at first use.
+    gloo connects while a group is made, and one end of a connection is ready before the other. If that rank closed
+    the group or ended, its peer would fail with "Connection closed by peer". NCCL connects at first use.
     """
     if "gloo" in str(dist.get_backend_config(world)):
         dist.all_reduce(torch.zeros(1, device="cpu"), group=world)

@@ -269,7 +269,7 @@ def _token_range(corpus: IndexedDataset) -> dict[str, NDArray[Any]]:
 def _identity(corpus: IndexedDataset) -> list[dict[str, Any]]:
     """Names the content of a corpus; the folder is left out, mounts differ between machines.
 
-    Of the tokens only size and times are looked at, of which the last cannot be set; the order of samples depends on
+    Of the token files only size, mtime and ctime are compared; ctime cannot be forged. The order of samples depends on
     the lengths alone, and these are read.
     """
     stats = [(path.name, path.stat()) for path in (corpus.idx_path, corpus.bin_path)]

@@ -188,7 +188,7 @@ class IndexedDatasetBuilder:
         self._bin_path = Path(bin_path)
         self._lengths = array("i")
         self._document_indices = array("q", [0])
-        self._temporary, self._file = _open_beside(self._bin_path)
+        self._temporary, self._file = _open_temporary(self._bin_path)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -241,7 +241,7 @@ class IndexedDatasetBuilder:
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
         documents = np.frombuffer(self._document_indices, np.int64)
-        temporary, file = _open_beside(Path(idx_path))
+        temporary, file = _open_temporary(Path(idx_path))
         try:
             with file:
                 code = DType.code_from_dtype(self.dtype)
@@ -354,7 +354,7 @@ def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     return values.astype(dtype, copy=False)
 
 
-def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
+def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         _sweep(path)

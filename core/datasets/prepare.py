@@ -1,7 +1,7 @@
 """Text to corpus: documents are read here, tokenised in worker processes, and written here in the order of reading.
 
 The order, and so every byte that is written, does not depend on the number of workers. What is in flight is bounded:
-a corpus of any size passes through a few MiB of memory per worker, beside its longest document.
+a corpus of any size passes through a few MiB of memory per worker, plus its longest document.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def prepare(
         inputs: files, folders and glob patterns; see `text_sources.find_files`.
         tokenizer: `"byte"`, `"bpe"` (learned from the corpus itself) or the path of a ``tokenizer.json``.
         vocab_size: entries that a BPE may learn.
-        eod_token: of a tokenizer file whose end-of-document token cannot be told from its folder.
-        json_key: where the text of a JSON object stands.
+        eod_token: the end-of-document token, if the tokenizer file's folder does not say which it is.
+        json_key: the key of a JSON object's text.
         split_on: what ends a document of a text file.
         bpe_training_bytes: a BPE learns from the documents up to this many characters.
         workers: processes that tokenise; 1 works in this process.

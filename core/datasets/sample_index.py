@@ -2,13 +2,13 @@
 
 The design and every random draw are Megatron-LM's (its GPTDataset and `build_sample_idx`): the same corpus, seed and
 sizes give the same samples in the same order. What it does in a compiled loop is done here by cumulative sums and
-binary search, in blocks, so that working memory stays small beside the result.
+binary search, in blocks, so that working memory stays small compared with the result.
 
     document_index [E * N]         documents of E epochs, shuffled together
     sample_index   [samples + 1, 2] where sample i starts: (position in document_index, token in that document)
     shuffle_index  [samples]        a permutation of the samples
 
-Sample i covers the sequence_length + 1 tokens from its start, the last of which is the first of sample i + 1.
+Sample i covers the sequence_length + 1 tokens from its start; the last one is the first of sample i + 1.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
 
 class _ZstdReader(io.RawIOBase):
     """Decompresses any number of frames, and notices when the last one is cut short, which the library's own
-    stream reader passes over in silence."""
+    stream reader skips silently."""
 
     def __init__(self, raw: BinaryIO) -> None:
         try:

@@ -25,7 +25,7 @@ from ..errors import ConfigError, DataError, MissingExtraError, ShardstackError
 END_OF_DOCUMENT = "<|endoftext|>"
 
 _LARGEST_GAP = 1 << 16
-"""Ids without a token that a vocabulary may have, besides four times its tokens."""
+"""Ids without a token that a vocabulary may have, on top of four times its number of tokens."""
 
 # How published tokenizers call the token that ends a document, where no configuration names it.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -37,7 +37,7 @@ class Tokenizer:
     Text is data: a document that spells out a special token gets the ids of those characters, never the special id.
 
     Raises:
-        DataError: the end-of-document token cannot be told, or is not in the vocabulary.
+        DataError: nothing says which token ends a document, or it is not in the vocabulary.
     """
 
     def __init__(self, backend: Any, eod_token: str | None = None) -> None:
@@ -142,11 +142,11 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
     """The tokenizer of a Hugging Face ``tokenizer.json``.
 
     Args:
-        eod_token: the token that ends a document. None: the `eos_token` of the ``tokenizer_config.json`` beside the
+        eod_token: the token that ends a document. None: the `eos_token` of the ``tokenizer_config.json`` next to the
             file, or else the first that it has of those in common use.
 
     Raises:
-        DataError: the file is missing or no tokenizer, or its end-of-document token cannot be told.
+        DataError: the file is missing or no tokenizer, or nothing says which token ends a document.
     """
     path = Path(path)
     try:
@@ -200,7 +200,7 @@ def _configured_end(path: Path) -> str | None:
 
 @functools.cache
 def _byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in byte-level tokenizers (Radford et al., GPT-2)."""
+    """Maps each byte to the printable character of byte-level tokenizers (Radford et al., GPT-2)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 0x100 + others.index(byte)) for byte in range(256)]

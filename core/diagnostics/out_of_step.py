@@ -59,7 +59,7 @@ def _message_without_record(error: BaseException) -> str:
         after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
         which = f"a collective that was not the wrapper's{after}"
     else:
-        which = "a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record of which"
+        which = "a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record that names it"
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()} failed in {which}."
         f"{_flight_recorder_says(unfinished=False)} Every rank must make the same calls in the same order; look at "
@@ -91,7 +91,7 @@ def _state_of(published: dict[str, Any] | None, call: Collective) -> str:
     if published is None:
         return "has not answered: it has called nothing in this group, is paused, or has ended"
     calls = [_Published(entry) for entry in published["calls"]]
-    same = next((c for c in calls if c.identity == (call.kind, call.subject, call.occurrence)), None)
+    same = next((c for c in calls if c.identity == (call.kind, call.what, call.occurrence)), None)
     if same is not None:
         return "waited in the same" if same.ended_at is None else "was through with it"
     number = published["num_calls"]
@@ -107,18 +107,18 @@ def _state_of(published: dict[str, Any] | None, call: Collective) -> str:
 
 class _Published:
     def __init__(self, entry: list[Any]) -> None:
-        _, occurrence, kind, subject, num_bytes, _, self.ended_at = entry
-        self.identity = (kind, subject, occurrence)
-        self.name = _words(kind, subject, occurrence, num_bytes)
+        _, occurrence, kind, what, num_bytes, _, self.ended_at = entry
+        self.identity = (kind, what, occurrence)
+        self.name = _words(kind, what, occurrence, num_bytes)
 
 
 def _name(call: Collective) -> str:
-    return _words(call.kind, call.subject, call.occurrence, call.num_bytes)
+    return _words(call.kind, call.what, call.occurrence, call.num_bytes)
 
 
-def _words(kind: str, subject: str, occurrence: int, num_bytes: int) -> str:
+def _words(kind: str, what: str, occurrence: int, num_bytes: int) -> str:
     size = f" ({readable_bytes(num_bytes)})" if num_bytes else ""
-    return f"{kind} {occurrence} of {subject}{size}"
+    return f"{kind} {occurrence} of {what}{size}"
 
 
 def _flight_recorder_says(unfinished: bool) -> str:
@@ -132,7 +132,7 @@ def _flight_recorder_says(unfinished: bool) -> str:
     if last is None:
         return ""
     return (
-        f" Torch's flight recorder stands here at {last.get('profiling_name')}, number "
+        f" Torch's flight recorder is here at {last.get('profiling_name')}, number "
         f"{last.get('collective_seq_id')} of group {' '.join(last.get('process_group', ['?'])[:1])}."
     )
 

@@ -55,7 +55,7 @@ class Ranks:
             except Exception as error:
                 if self.size == 1:
                     raise
-                outcome[1] = _told(error)
+                outcome[1] = _text_of(error)
         if self.size > 1:
             dist.broadcast_object_list(outcome, src=self._first_global_rank(), group=self.group)
         if outcome[1] is not None:
@@ -82,9 +82,9 @@ class Ranks:
             if self.size == 1:
                 raise
             failed = error
-        told = self.all_gather(None if failed is None else _told(failed))
-        if any(told):
-            raise CheckpointError(joined_by_rank(told)) from failed
+        messages = self.all_gather(None if failed is None else _text_of(failed))
+        if any(messages):
+            raise CheckpointError(joined_by_rank(messages)) from failed
         return result
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -96,10 +96,10 @@ class Ranks:
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
 
-def joined_by_rank(told: list[str | None]) -> str:
+def joined_by_rank(messages: list[str | None]) -> str:
     """Joins the ranks' messages into one: once if all are the same, else by rank."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(messages):
         if text:
             ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1:
@@ -107,5 +107,5 @@ def joined_by_rank(told: list[str | None]) -> str:
     return "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) if isinstance(error, ShardstackError) else f"{type(error).__name__}: {error}"

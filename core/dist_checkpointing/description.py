@@ -107,17 +107,17 @@ def shown(lines: Sequence[str]) -> list[str]:
 
 def _provenance(metadata: Mapping[str, Any]) -> str:
     """The step and the ranks that wrote it, of a run's checkpoint; else that there is metadata."""
-    told = []
+    parts = []
     if isinstance(step := metadata.get("iteration"), int):
-        told.append(f"step {step}")
+        parts.append(f"step {step}")
     if isinstance(samples := metadata.get("consumed_samples"), int):
-        told.append(f"{samples} samples seen")
+        parts.append(f"{samples} samples seen")
     layout = metadata.get("layout")
     if isinstance(layout, dict) and isinstance(ranks := layout.get("ranks"), int):
         degrees = [f"{name} parallel {size}" for name, size in layout.items() if name != "ranks" and size != 1]
         by = f"{ranks} ranks" if ranks != 1 else "1 rank"
-        told.append(f"written by {by}{' (' + ', '.join(degrees) + ')' if degrees else ''}, {_wrapper(metadata)}")
-    return ", ".join(told) or "no run's"
+        parts.append(f"written by {by}{' (' + ', '.join(degrees) + ')' if degrees else ''}, {_wrapper(metadata)}")
+    return ", ".join(parts) or "no run's"
 
 
 def _wrapper(metadata: Mapping[str, Any]) -> str:
@@ -200,11 +200,11 @@ def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[Ten
 
 
 def _together(below: Mapping[str, _Node], expand: bool) -> Iterator[tuple[str, list[_Node]]]:
-    """Runs of numbered names with the same tensors below."""
+    """Groups runs of numbered names with the same tensors below."""
     run: list[tuple[str, _Node]] = []
     for name, node in [*below.items(), ("", _Node())]:
-        alike = run and name.isdigit() and run[-1][0].isdigit() and node.signature() == run[-1][1].signature()
-        if run and (expand or not alike):
+        is_same = run and name.isdigit() and run[-1][0].isdigit() and node.signature() == run[-1][1].signature()
+        if run and (expand or not is_same):
             label = run[0][0] if len(run) == 1 else f"{run[0][0]}-{run[-1][0]}"
             yield label, [node for _, node in run]
             run = []

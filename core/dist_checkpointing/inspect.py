@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checkpoint", type=Path, help="a checkpoint, the folder of a run, or a model of Hugging Face's"
     )
     parser.add_argument("other", type=Path, nargs="?", help="another, to compare with")
-    parser.add_argument("--expand", action="store_true", help="every layer for itself, also where they are alike")
+    parser.add_argument("--expand", action="store_true", help="list every layer, equal ones too")
     parser.add_argument("--contents", action="store_true", help="read the tensors too, and say how far apart they are")
     parser.add_argument(
         "--no-verify-checkpoint", action="store_true", help="read the description alone, and not what the files hold"

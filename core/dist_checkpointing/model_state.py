@@ -164,12 +164,12 @@ def _mismatch(name: str, offer: _Offer, value: Any, target: torch.Tensor) -> str
     if offer.dtype != target.dtype and not (offer.dtype.is_floating_point and target.dtype.is_floating_point):
         return f"{name} is {dtype_name(offer.dtype)} where the module has {dtype_name(target.dtype)}"
     whole = tuple(global_shape(target))
-    if offer.shape == whole or _laid_out_alike(value, target):
+    if offer.shape == whole or _has_same_layout(value, target):
         return None
     return f"{name} has shape {list(offer.shape)} where the whole model's tensor has {list(whole)}"
 
 
-def _laid_out_alike(value: Any, target: torch.Tensor) -> bool:
+def _has_same_layout(value: Any, target: torch.Tensor) -> bool:
     """Whether `value` is, rank by rank, the piece that the module holds."""
     return (
         isinstance(value, DTensor)
@@ -197,7 +197,7 @@ def _received(value: torch.Tensor | None, offer: _Offer, ranks: Ranks) -> torch.
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
     """Fills this rank's piece; a DTensor on another mesh is gathered whole, one tensor at a time."""
-    if _laid_out_alike(value, target) or _laid_out_alike(value, global_view(target)):
+    if _has_same_layout(value, target) or _has_same_layout(value, global_view(target)):
         local_tensor(target).copy_(local_tensor(value))
         return
     whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -130,17 +130,17 @@ def load(
     problems = _mismatches(state, index)
     stored = index.tensors.keys() | index.others
     absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
-    told = ranks.all_gather(
+    answers = ranks.all_gather(
         (problems + absent if strict else problems, stored - state.keys(), len(absent) == len(state))
     )
     if strict:
-        unasked = set.intersection(*(names for _, names, _ in told))
+        unasked = set.intersection(*(names for _, names, _ in answers))
         unasked = {name for name in unasked if optional is None or not name.startswith(optional)}
         problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unasked)]
     else:
         problems = []
-    problems = list(dict.fromkeys([problem for of_rank, _, _ in told for problem in of_rank] + problems))
-    if not problems and all(nothing for _, _, nothing in told):
+    problems = list(dict.fromkeys([problem for of_rank, _, _ in answers for problem in of_rank] + problems))
+    if not problems and all(nothing for _, _, nothing in answers):
         problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
     _refuse(f"{folder} is a checkpoint of another model or layout", problems)
     wanted = {name: tensor for name, tensor in state.items() if name in index.tensors}
@@ -217,10 +217,10 @@ def _run_dcp(run: Callable[..., Any], state: dict[str, Any], ranks: Ranks, what:
         own = failure.failures.get(ranks.rank)
         if own is not None and not isinstance(own[0], Exception):
             raise own[0] from failure  # an interrupt stays an interrupt
-        told: list[str | None] = [None] * ranks.size
+        messages: list[str | None] = [None] * ranks.size
         for rank, (error, _) in failure.failures.items():
-            told[rank] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{what}: {joined_by_rank(told)}") from failure
+            messages[rank] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{what}: {joined_by_rank(messages)}") from failure
 
 
 def _refuse(what: str, problems: list[str]) -> None:

@@ -48,13 +48,13 @@ def wrap_model(
     if not shards_parameters(ddp_config):
         return DistributedDataParallel(config, ddp_config, module, **common)
     if not isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
-        say_that_fsdp2_stands_in()
+        warn_that_fsdp2_is_used()
     return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
 
 
-def say_that_fsdp2_stands_in() -> None:
-    """Warns, once, of what ``optim_grads_params`` means for now."""
+def warn_that_fsdp2_is_used() -> None:
+    """Warns once that ``optim_grads_params`` uses PyTorch FSDP2."""
     warn_once(
-        "the sharding strategy 'optim_grads_params' has no form on our own buffers yet; PyTorch FSDP2 stands in, as a "
-        "TorchFullyShardedDataParallelConfig would ask for without this warning"
+        "the sharding strategy 'optim_grads_params' has no form on our own buffers yet; PyTorch FSDP2 is used "
+        "instead, as a TorchFullyShardedDataParallelConfig would ask for without this warning"
     )

@@ -1,8 +1,8 @@
-"""Initial values of modules from elsewhere, by their own `reset_parameters`, one module's whole tensors at a time.
+"""Initializes modules of other projects by their `reset_parameters`, one module's whole tensors at a time.
 
-Such a module draws from torch's global generator in an order of its own. Here each draws under a seed of its name, on
-the CPU and on whole tensors, of which every rank keeps its part: the values depend neither on the number of ranks nor
-on how parameters were cut, but they are not those that the constructors would have drawn one after the other.
+Such a module draws from torch's global generator in its own order. Here each module draws under a seed from its name,
+on the CPU and on whole tensors, and every rank keeps its part. The values depend neither on the number of ranks nor on
+how parameters are split; they differ from those that the constructors would have drawn one after the other.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor
     for name, parameter in parameters.items():
         if parameter is not None:
             dtype = parameter.dtype
-            if parameter.is_floating_point():  # drawn alike in every precision, and rounded
+            if parameter.is_floating_point():  # draw the same values in every precision, and round
                 dtype = torch.promote_types(dtype, torch.float32)
             whole = nn.Parameter(_blank(whole_shape(parameter, resolve_group(None)), dtype), requires_grad=False)
             vars(whole).update(vars(parameter))

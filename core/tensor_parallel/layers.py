@@ -43,7 +43,7 @@ class ColumnParallelLinear(ParameterOwner):
         output_size: features of the output over all ranks.
         init_method: fills the whole `[output_size, input_size]` weight; biases start at zero.
         gather_output: give every rank all output features instead of its own.
-        skip_bias_add: return the bias beside the output, for a caller who fuses the addition.
+        skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
         skip_weight_param_allocation: own no weight; each forward is given one.
         tp_group: default is that of `core.parallel_state`.
         name: a label, which nothing reads.
@@ -154,7 +154,7 @@ class RowParallelLinear(ParameterOwner):
         output_size: features of the output.
         init_method: fills the whole `[output_size, input_size]` weight; biases start at zero.
         input_is_parallel: the input is already cut, as a column-parallel layer leaves it.
-        skip_bias_add: return the bias beside the output, for a caller who fuses the addition.
+        skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
         tp_group: default is that of `core.parallel_state`.
         name: a label, which nothing reads.
         stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name: as in `ColumnParallelLinear`.

@@ -1,19 +1,18 @@
-"""Which random numbers ranks of a model share, and recomputation that draws the same ones again.
+"""Random streams that ranks of a model share or keep apart, and recomputation that draws the same numbers again.
 
-Activations that every tensor-parallel rank holds whole need the same dropout mask on all of them: they draw from
-torch's default stream, which :func:`model_parallel_manual_seed` seeds alike on all. Activations of which each rank
-holds a part need different masks: they draw inside ``get_rng_tracker().fork()``, from a stream of the rank's own.
-The rule and its seeds (`seed`, and `seed + 2718 +` the tensor-parallel rank) are Megatron-LM's
-(`model_parallel_cuda_manual_seed` in `megatron/core/tensor_parallel/random.py`); so is that data-parallel replicas
-share both streams.
+Activations replicated over tensor-parallel ranks need one dropout mask: they draw from torch's default stream, which
+:func:`model_parallel_manual_seed` seeds equally on all ranks. Activations split over ranks need different masks: they
+draw inside ``get_rng_tracker().fork()``, from a stream of each rank. The rule and its seeds (`seed`, and `seed + 2718
++` the tensor-parallel rank) are Megatron-LM's (`model_parallel_cuda_manual_seed` in
+`megatron/core/tensor_parallel/random.py`). As there, data-parallel replicas share both streams.
 
 Context parallelism differs from Megatron-LM on purpose. There no seed contains the context-parallel rank (tensor- and
 expert-parallel ranks enter it, and `_set_random_seed` adds 100 x the pipeline stage), so that all parts of a sequence
-get one mask: what is dropped at a place of one is dropped at the same place of every other, and dropout is no longer
-independent between tokens. Here the rule for parts holds for parts of a sequence too, as for those of sequence
-parallelism: no two context-parallel ranks share a mask. Activations that are whole among tensor-parallel ranks, but
-part of a sequence, draw inside ``fork(CONTEXT_PARALLEL_RNG)``. With one context-parallel rank, and on the first of
-several in ``fork()``, the seeds are Megatron-LM's.
+get one mask: an element dropped in one part is dropped at the same place of every other part, and dropout is no longer
+independent between tokens. Here parts of a sequence are treated as in sequence parallelism: no two context-parallel
+ranks share a mask. Activations replicated over tensor-parallel ranks, but split along the sequence, draw inside
+``fork(CONTEXT_PARALLEL_RNG)``. With one context-parallel rank, and on the first of several in ``fork()``, the seeds
+are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def _ignore_other_trackers(caller: str, use_te: bool, inference: bool, use_cudag
 def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
     """Gives the default stream one seed on all ranks of a model, and each rank's own stream another.
 
-    Under context parallelism there is a third, alike on tensor-parallel ranks and different on context-parallel ones.
+    Context parallelism adds a third, equal on tensor-parallel ranks and different on context-parallel ones.
 
     Args:
         tp_rank: this rank's number in its tensor-parallel group, where `core.parallel_state` does not hold it.

@@ -3,8 +3,8 @@
 Otherwise a gradient as large as its weight is allocated, filled and then copied to where it belongs. A wrapper that
 has an empty place for it sets ``weight.lend_gradient_memory``, which a backward calls for memory to compute it in.
 What goes back to autograd is an ordinary gradient all the same, so that weights used several times, recomputation,
-hooks and whatever else happens to gradients need no case of their own: autograd adds what there is to add, and then
-the wrapper finds the gradient in its place already, or puts it there. Where the place holds the sum of earlier
+hooks and everything else that happens to gradients need no case of their own: autograd adds what there is to add, and
+then the wrapper finds the gradient in its place already, or puts it there. Where the place holds the sum of earlier
 micro-batches, the new gradient needs memory of its own: a product that is added to the sum while it is computed
 rounds otherwise. The arithmetic is that of torch's own functions, and no bit changes.
 """
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from .._torch_compat import accumulates_into_leaf
 
 Lender = Callable[[], torch.Tensor | None]
-"""Gives memory of the weight's shape and dtype, whatever it contains, until the weight's gradient is in; or None."""
+"""Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored; or None."""
 
 
 def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,7 +37,7 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, adds_rows: bool = False) 
     """torch's look-up of rows: ids `[...]` to `[..., h]`.
 
     On CPU a wrapper that lends memory is given a sparse gradient: the rows that were looked up, each summed in the
-    order of torch's dense one, most of which would be zeros. (On a GPU one would have to wait for their number.)
+    order of torch's dense one, which would be mostly zeros. (On a GPU one would have to wait for their number.)
 
     Args:
         adds_rows: where ``weight.grad`` holds a dense sum already, add such rows to it; it stays dense.

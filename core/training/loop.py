@@ -75,7 +75,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         CheckpointWriter(config, folder) as writer,
     ):
         batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
-        skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
+        skipped = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         log.model(state.model, num_microbatches)
@@ -108,8 +108,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
 
             if result.stop:
                 writer.finish()  # if that is why, all ranks raise here
-            skips.note(state.iteration, result.updated)
-            state.skipped_steps = skips.in_a_row
+            skipped.note(state.iteration, result.updated)
+            state.skipped_steps = skipped.in_a_row
             is_last = state.iteration == last
             stop = result.stop and not is_last
             if data.valid is not None and (

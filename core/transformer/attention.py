@@ -41,10 +41,10 @@ class SelfAttentionSubmodules:
 class SelfAttention(MegatronModule):
     """Causal multi-head or grouped-query attention, with its heads cut over tensor-parallel ranks.
 
-    The rows of the fused projection's weight are laid out by query group, `[q ... q k v]` of one after those of
-    another, so that a cut between groups keeps together what belongs together. Where there are fewer groups than
-    ranks, the cut goes through groups: the weight is cut evenly all the same, and its product is gathered, of which
-    each rank takes its heads with their group's key and value (as Megatron-LM does).
+    The rows of the fused projection's weight are ordered by query group, `[q ... q k v]` for each group in turn, so
+    that a split between groups keeps every query with its key and value. With fewer groups than ranks the weight is
+    still split evenly, through groups; the product is gathered, and each rank takes its heads and their group's key
+    and value from it (as Megatron-LM does).
 
     Args:
         submodules: other classes, constructed as these are.
@@ -141,7 +141,7 @@ class SelfAttention(MegatronModule):
             projected = self._own_heads(projected)
         mixed = projected.unflatten(-1, (-1, per_group + 2, self.config.kv_channels))
         if self.q_layernorm is None or self.k_layernorm is None:
-            turning, value = mixed.split([per_group + 1, 1], dim=3)  # queries and their key turn alike, in one go
+            turning, value = mixed.split([per_group + 1, 1], dim=3)  # rotate queries and their key together
             if rotation is not None:
                 turning = apply_rotary_pos_emb(turning, rotation)
             query, key = turning.split([per_group, 1], dim=3)
@@ -153,7 +153,7 @@ class SelfAttention(MegatronModule):
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
 
     def _own_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """This rank's heads and their group's key and value, `[s, b, (q ... q k v) * d]`, of which it has a slice."""
+        """Returns this rank's heads with their group's key and value, `[s, b, (q ... q k v) * d]`, from its slice."""
         tp_group, channels = self.linear_qkv.tp_group, self.config.kv_channels
         group, part = divmod(group_rank(tp_group), self.ranks_per_group)
         # The slices come together along the first dim; in the backward the gradients of all who used one are added.

@@ -33,7 +33,7 @@ class Attended:
     logsumexp: torch.Tensor
     """`[b, n, s]`: log of the sum over the keys of exp(score), fp32 at least."""
     random: tuple[torch.Tensor, ...] = ()
-    """Which weights were dropped, as the backward wants to be told."""
+    """The random state that tells the backward kernel which weights were dropped."""
 
 
 def has_kernel(query: torch.Tensor, dropout: float) -> bool:

@@ -1,12 +1,12 @@
-"""Low-rank adaptation (LoRA; Hu et al., 2021): linear layers stay as they are, and a small update beside each trains.
+"""Low-rank adaptation (LoRA; Hu et al., 2021): freezes linear layers and trains a small update next to each.
 
 A layer `y = x W^T + b` becomes `y = x W^T + b + alpha / rank x (x A^T) B^T`, with `A` `[rank, k]` and `B` `[n, rank]`.
 `B` starts at zero, so that training starts from the model itself. The layer keeps its class, its parameters and their
 names; the update is a module below it, `adapter`, of `linear_in` (A) and `linear_out` (B), as in Megatron Bridge. So a
 model with adapters starts with the values, and loads the weights, of one without.
 
-Each matrix is cut as what it stands beside. Of a column-parallel layer every rank has `A` whole and its rows of `B`;
-of a row-parallel one its columns of `A` and `B` whole. What crosses ranks for it is `rank` features wide.
+Each matrix is split like its layer. For a column-parallel layer every rank has the whole `A` and its rows of `B`; for
+a row-parallel one its columns of `A` and the whole `B`. Only activations of `rank` features cross ranks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Adapter(nn.Module):
 
 
 class _WholeLinear(ParameterOwner):
-    """`y = x A^T`, of which every tensor-parallel rank has the whole `A`, for its part of the sequence or for all."""
+    """`y = x A^T` with the whole `A` on every tensor-parallel rank, for this rank's part of the sequence or for
+    all."""
 
     weight: nn.Parameter
 
@@ -118,12 +119,12 @@ class _WholeLinear(ParameterOwner):
 def add_lora(
     model: nn.Module, rank: int | None, alpha: float | None = None, targets: Sequence[str] | None = None
 ) -> list[str]:
-    """Freezes a model and puts adapters, which train, beside its linear layers; before it is wrapped.
+    """Freezes a model and adds trainable adapters to its linear layers. Call it before the model is wrapped.
 
     Adapters are initialised as the model's parameters are: by name, from its seed, or once it leaves the meta device.
 
     Args:
-        rank: of every update, whatever the tensor-parallel size; None adds and freezes nothing.
+        rank: rank of every update, at any tensor-parallel size; None adds and freezes nothing.
         alpha: updates are scaled by `alpha / rank`; None is the rank.
         targets: the last part of the names of column-parallel and row-parallel layers; None is all `LoRATarget`.
 

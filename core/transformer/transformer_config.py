@@ -120,8 +120,8 @@ class TransformerConfig(ModelParallelConfig):
     "full", whole layers; None, nothing."""
 
     recompute_method: RecomputeMethod | None = None
-    """Which layers "full" recomputes: "uniform", all, in chunks of `recompute_num_layers` of which only the input is
-    kept; "block", the first `recompute_num_layers`, each a chunk of its own."""
+    """Which layers "full" recomputes: "uniform", all, in chunks of `recompute_num_layers`, whose input alone is kept;
+    "block", the first `recompute_num_layers`, each a chunk of its own."""
 
     recompute_num_layers: int | None = None
     """Layers, as `recompute_method` says."""

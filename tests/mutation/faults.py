@@ -17,7 +17,7 @@ class Mutation:
     replacement: str
     """What takes the place of the match, as for `re.sub`."""
     tests: tuple[str, ...]
-    """Files or single tests, of which at least one has to fail."""
+    """Files or single tests; at least one has to fail."""
 
 
 _DDP = "tests/unit/distributed/test_distributed_data_parallel.py"

@@ -1,7 +1,7 @@
-"""Tensors that another project names and cuts in its own way, read into any layout of ours, and made from it.
+"""Reads tensors of another project's names and layout into any layout of ours, and makes them from it.
 
-A :class:`Recipe` lists the rows of foreign tensors that one of our parameters consists of; nothing more is known
-here of models. Whatever cuts lie on our tensor, each rank reads of each foreign tensor the part that it holds.
+A :class:`Recipe` lists the rows of foreign tensors that form one of our parameters; this file knows nothing else about
+models. Under any layout of our tensor, each rank reads only the rows that it holds.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error})") from error
     if not valid or any(Path(name).name != name or name in (".", "..") for name in places.values()):
-        raise CheckpointError(f"{path} has a weight_map that does not name files beside it")
+        raise CheckpointError(f"{path} has a weight_map that does not name files next to it")
     return dict(places)
 
 

@@ -1,15 +1,15 @@
-"""A 64-bit hash of a whole tensor that every holder of a part of it can add to, however the tensor is cut.
+"""A 64-bit hash of a whole tensor, computed as a sum over its parts, so that it does not depend on the layout.
 
-The bytes of the whole tensor in row-major order are taken as 32-bit words ``w[j]``, and each is multiplied by a key of
-its own position::
+The bytes of the whole tensor in row-major order are read as 32-bit words ``w[j]``; each is multiplied by the key of
+its position::
 
     hash = sum over j of  w[j] * key[j]   modulo 2^64
 
-which is multilinear hashing (Carter and Wegman, 1979). A sum does not ask who added what: ranks hash what they hold,
-words of which they hold only some bytes count with zeros in the place of the others, and the sum over ranks is the
-hash of the whole. Keys are random odd 64-bit numbers, fixed for ever: one for each position in a block and one for
-each block, multiplied. A change of a single word always shows, and other damage is missed about once in 2^32. It
-finds errors; it is no signature, because whoever can choose values can make them collide.
+which is multilinear hashing (Carter and Wegman, 1979). Each rank hashes what it holds, with zeros for the missing
+bytes of a word that it holds in part, and the sum over ranks is the hash of the whole tensor. Keys are odd random
+64-bit numbers that never change: the key of a position in a block times the key of the block. A change of one word is
+always detected; other damage is missed about once in 2^32. The hash finds errors. It is no signature: values can be
+chosen to collide.
 """
 
 from __future__ import annotations

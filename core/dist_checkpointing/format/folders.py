@@ -57,7 +57,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
         ) from None
     if not name or name in (".", "..") or Path(name).name != name or len(name) > _LONGEST_NAME or "\0" in name:
         raise CheckpointError(
-            f"{pointer} holds {brief(name)}, which is no folder beside it; write a checkpoint's name there"
+            f"{pointer} holds {brief(name)}, which is no folder next to it; write a checkpoint's name there"
         )
     folder = Path(root) / name
     if not (existing_folder(folder) / INDEX_FILE).is_file():

@@ -118,7 +118,7 @@ def _is_size(value: Any) -> bool:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not all(_is_size(size) for size in value):
-        raise CheckpointError(f"{brief(value)} stands where a list of sizes should")
+        raise CheckpointError(f"{brief(value)} is given where a list of sizes should be")
     return tuple(value)
 
 

@@ -69,15 +69,15 @@ def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds
     return f"verified {len(names)} tensors of {folder} by their hashes: {readable_bytes(num_bytes)} in {seconds:.2f} s"
 
 
-def newest_good(root: Path, ranks: Ranks, *, besides: Path | None = None) -> Path | None:
+def newest_good(root: Path, ranks: Ranks, *, excluded: Path | None = None) -> Path | None:
     """The newest checkpoint of a run that is whole and can be gone on from; None if there is none. Collective.
 
     Args:
-        besides: a checkpoint that is no good: older ones are looked at first, then newer ones.
+        excluded: a checkpoint that is no good: older ones are looked at first, then newer ones.
     """
-    paths = ranks.from_first(lambda: [path for path in complete_checkpoints(root) if path != besides])
-    if besides is not None:
-        paths.sort(key=lambda path: iteration_of(path) > iteration_of(besides))
+    paths = ranks.from_first(lambda: [path for path in complete_checkpoints(root) if path != excluded])
+    if excluded is not None:
+        paths.sort(key=lambda path: iteration_of(path) > iteration_of(excluded))
     for path in paths:
         if ranks.from_first(partial(is_good, path)) and not damage(path, ranks):
             return path
@@ -97,7 +97,7 @@ def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 def advice(folder: Path, ranks: Ranks) -> str:
     """What to load in the place of a checkpoint that is no good. Collective."""
-    whole = newest_good(folder.parent, ranks, besides=folder)
+    whole = newest_good(folder.parent, ranks, excluded=folder)
     if whole is None:
         return f"no other checkpoint in {folder.parent} is whole"
     return f"{whole.name} in the same folder is whole: continue from it with --load {whole}"

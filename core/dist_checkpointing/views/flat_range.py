@@ -125,7 +125,7 @@ class FlatRange(Tensor):
             whole: FlatRange = args[0]
             return FlatRange(whole.held, tuple(whole.shape), whole.boxes)
         raise CheckpointError(
-            f"{func} was asked of a tensor of which this rank holds a flat range; compute with its `held`, "
+            f"{func} was called on a tensor that this rank holds a flat range of; compute with its `held`, "
             "or save it and load it into whole tensors"
         )
 

@@ -63,5 +63,5 @@ class GradientChecks:
 
 
 def _place(name: str, step: int, is_reduced: bool) -> str:
-    of = f"{name}, reduced over ranks of which any may be at fault," if is_reduced else name
+    of = f"{name}, reduced over ranks that may each be at fault," if is_reduced else name
     return f"rank {dist.get_rank()}, step {step}: the gradient of {of}"

@@ -1,4 +1,4 @@
-"""A model that is wrapped twice, or of which a part was sharded by hand before."""
+"""Rejects a model that is wrapped twice, or whose children were sharded by hand before."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "has_buffer"):
             raise WrapError(
-                f"parameter {name} lies in the buffers of a wrapper already, a DistributedDataParallel of this "
+                f"parameter {name} is in the buffers of a wrapper already, a DistributedDataParallel of this "
                 "library; wrap the plain model once"
             )
 

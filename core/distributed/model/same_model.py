@@ -1,6 +1,6 @@
 """Ranks that wrap different models, or one model with different settings.
 
-Without a look at construction the first collective of which sizes differ would hang, fail in terms of bytes, or mix
+Without a check at construction the first collective whose sizes differ would hang, fail in terms of bytes, or mix
 up tensors. Every rank describes what it wraps, the ranks compare one hash in one small collective, and only if it
 differs do they exchange what they have.
 """
@@ -44,13 +44,13 @@ def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequen
     if _is_equal_over_ranks(mine, group):
         return
     everyone = _gather(mine, group)
-    subject, values = _first_difference(everyone)
+    name, values = _first_difference(everyone)
     by_value: dict[str, list[int]] = defaultdict(list)
     for rank, value in enumerate(values):
         by_value[value].append(rank)
     found = listed([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
     raise WrapError(
-        f"the ranks of a data-parallel group wrap different models, first in {subject}: {found}. Build the same model "
+        f"the ranks of a data-parallel group wrap different models, first in {name}: {found}. Build the same model "
         "from the same settings on every rank (ranks are counted within the group)"
     )
 
@@ -116,10 +116,9 @@ def _gather(description: Description, group: dist.ProcessGroup) -> list[Descript
 
 
 def _first_difference(everyone: list[Description]) -> tuple[str, list[str]]:
-    """What differs first, and each rank's version of it."""
-    subjects = dict.fromkeys(subject for description in everyone for subject in description)
-    for subject in subjects:
-        values = [description.get(subject, "absent") for description in everyone]
+    """Returns the name of the first entry that differs, and each rank's value."""
+    for name in dict.fromkeys(name for description in everyone for name in description):
+        values = [description.get(name, "absent") for description in everyone]
         if len(set(values)) > 1:
-            return subject, values
+            return name, values
     return "the order of its parameters", [", ".join(list(d)[-3:]) for d in everyone]

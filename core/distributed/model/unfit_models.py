@@ -27,7 +27,7 @@ def reject_unfit(module: nn.Module) -> None:
 
 
 def reject_unfit_for_fsdp2(module: nn.Module) -> None:
-    """Raises, besides, on what FSDP2 cannot cut, gather or reduce.
+    """Raises also on what FSDP2 cannot shard, gather or reduce.
 
     Raises:
         WrapError: a parameter that is a scalar, empty or not contiguous, or a module with sparse gradients.

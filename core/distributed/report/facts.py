@@ -42,7 +42,7 @@ class UnitFacts:
     gradient: Held
     """What this rank keeps of the gradient once it is reduced."""
     after_forward: str
-    """What becomes of gathered parameters until backward."""
+    """What happens to gathered parameters between forward and backward."""
     traffic: tuple[Traffic, ...]
     is_offloaded: bool = False
 

@@ -224,7 +224,7 @@ def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None
 
 
 def names_without_meaning(layout: Layout, architecture: Architecture, prefix: str) -> set[str]:
-    """What files of this kind may hold besides: masks and angles of old versions, and a tied output projection."""
+    """Tensors that files of this kind may hold too: masks and angles of old versions, and a tied output projection."""
     layers = range(architecture["num_layers"])
     ignored = {"lm_head.weight"} if architecture.tied else set()
     if layout == "gpt2":

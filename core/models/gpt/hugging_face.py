@@ -76,7 +76,7 @@ def save_hugging_face(
         layout: None takes the kind that computes what the model does.
         dtype: None keeps each tensor's own.
         vocab_size: rows of the vocabulary to write, without those of the model that pad it; None writes all.
-        config: entries for ``config.json`` besides, such as the ids of special tokens.
+        config: further entries for ``config.json``, such as the ids of special tokens.
         max_shard_bytes: of the tensors in one file.
 
     Raises:
@@ -208,7 +208,7 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
 
 
 class _Gathered:
-    """Our tensors whole, of which the last is kept: several of theirs are made of one of ours."""
+    """Gathers our tensors whole and caches the last one: several of theirs are made from one of ours."""
 
     def __init__(self, ours: Mapping[str, torch.Tensor]) -> None:
         self.ours = ours

@@ -42,7 +42,7 @@ class CheckpointWriter:
         seconds = time.perf_counter() - started
         if self._saver is None:
             return f"saved {self.written} in {seconds:.1f} s"
-        return f"saving {self.written} beside training, which waited {seconds:.2f} s"
+        return f"saving {self.written} while training went on, which waited {seconds:.2f} s"
 
     @property
     def failed(self) -> bool:

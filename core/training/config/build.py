@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from ...distributed.wrap import say_that_fsdp2_stands_in
+from ...distributed.wrap import warn_that_fsdp2_is_used
 from ...errors import ConfigError, ParallelConfigError
 from .pretrain_config import PretrainConfig, division_violations, section_types
 
@@ -54,7 +54,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         except ConfigError as error:
             violations.append(error)
     if violations:
-        violations += _divisions_beside(types, given) if "model" not in sections else []
+        violations += _division_errors(types, given) if "model" not in sections else []
         is_parallel = all(isinstance(violation, ParallelConfigError) for violation in violations)
         raise (ParallelConfigError if is_parallel else ConfigError)(
             "\n".join(str(violation) for violation in violations)
@@ -62,7 +62,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
     return PretrainConfig(**sections)
 
 
-def _divisions_beside(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
+def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
     """Sizes outside of the transformer that its ranks do not divide, reported with those of the transformer."""
     defaults = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
     names = inspect.signature(division_violations).parameters
@@ -85,7 +85,7 @@ def _chooses_fsdp2(given: dict[str, Any]) -> bool:
             "it; drop one of the two"
         )
     if strategy == "optim_grads_params" and not asked:
-        say_that_fsdp2_stands_in()
+        warn_that_fsdp2_is_used()
     return bool(asked) or strategy == "optim_grads_params"
 
 

@@ -62,8 +62,8 @@ def _shut_down() -> None:
 
 def _leave_after_crash(error: Exception) -> None:
     where = f"rank {_rank_in_reports()} of {os.environ.get('WORLD_SIZE', '1')}"
-    told = "".join(traceback.format_exception(error))
-    _leave(CRASH_STATUS, f"\n{where}:\n{told}", f"{where} stopped too: {one_line(error)[:200]}\n")
+    trace = "".join(traceback.format_exception(error))
+    _leave(CRASH_STATUS, f"\n{where}:\n{trace}", f"{where} stopped too: {one_line(error)[:200]}\n")
 
 
 def _leave(status: int, first_report: str, later_report: str = "") -> None:

@@ -28,10 +28,10 @@ def _chooses() -> list[tuple[str, int]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model = wrap_model(toy(), object(), ddp_config, process_group=dist.group.WORLD)
-        said = [str(warning.message) for warning in caught if "stands in" in str(warning.message)]
+        said = [str(warning.message) for warning in caught if "is used instead" in str(warning.message)]
         found.append((type(model).__name__, len(said)))
     return found
 
 
-def test_wrap_model_chooses_and_says_once_that_fsdp2_stands_in():
+def test_wrap_model_chooses_and_warns_once_that_fsdp2_is_used():
     assert run_distributed(_chooses, 1) == [[(OURS, 0)] * 3 + [(TORCHS, 0), (TORCHS, 1), (TORCHS, 0)]]

@@ -26,7 +26,7 @@ def _wraps_twice() -> None:
             WrapError, match=r"it \(Toy\) is sharded already, by another wrapper .* wrap_model returned"
         ):
             build(second, build("fsdp2", toy()).module)
-        with pytest.raises(WrapError, match=r"parameter \S+ lies in the buffers of a wrapper already"):
+        with pytest.raises(WrapError, match=r"parameter \S+ is in the buffers of a wrapper already"):
             build(second, build("zero1", toy()).module)
 
 
