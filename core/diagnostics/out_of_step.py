@@ -1,4 +1,4 @@
-"""Ranks that fell out of step: what a rank that was left waiting knows of itself and of the others.
+"""Explains ranks out of step: compares what a rank that waited in vain and the other ranks have called.
 
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
 operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for, and so
@@ -31,17 +31,17 @@ _NONE_BEHIND = "the network between the ranks, and at each rank (a paused proces
 
 
 def is_failure_of_backend(error: BaseException) -> bool:
-    """Whether an error is what a backend raises when ranks do not meet in a collective."""
+    """Returns whether a backend raises this error when ranks do not meet in a collective."""
     if isinstance(error, ShardstackError) or not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or _BACKEND_FAILED.search(str(error)) is not None
 
 
 def raise_out_of_step(error: BaseException, call: Collective | None = None) -> None:
-    """Raises what the failure of a collective means; returns where `error` is something else.
+    """Explains the failure of a collective; returns if `error` is something else.
 
     Args:
-        call: the collective; without one it was none that this library records.
+        call: the collective; None for one that this library does not record.
 
     Raises:
         OutOfStepError: from `error`.
@@ -87,7 +87,7 @@ def _message(error: BaseException, call: Collective) -> str:
 
 
 def _state_of(published: dict[str, Any] | None, call: Collective) -> str:
-    """What a rank has published, in the words of a message that its number precedes."""
+    """Describes what a rank has published, as the part of a message that follows its number."""
     if published is None:
         return "has not answered: it has called nothing in this group, is paused, or has ended"
     calls = [_Published(entry) for entry in published["calls"]]
@@ -122,7 +122,7 @@ def _words(kind: str, what: str, occurrence: int, num_bytes: int) -> str:
 
 
 def _flight_recorder_says(unfinished: bool) -> str:
-    """Where torch's own record is on this rank: at the first that is unfinished, or at the last; or nothing.
+    """Says where this rank is in torch's flight recorder: at the first unfinished entry, or the last; "" without one.
 
     gloo leaves entries "scheduled" for ever, but retires those that have ended in any way.
     """

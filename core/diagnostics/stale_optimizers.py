@@ -1,8 +1,8 @@
-"""An optimizer that holds parameters which are not the model's: built before it was wrapped, or while FSDP2 had units
+"""Rejects an optimizer whose parameters are not the model's: built before it was wrapped, or while FSDP2 had units
 gathered, between a forward and the end of its step.
 
-Such an optimizer does nothing: its parameters never get a gradient. Torch calls a hook before the step of any
-optimizer, where the mark of a replaced parameter is seen.
+Such an optimizer changes nothing, because its parameters never get a gradient. Replaced parameters carry a mark, which
+a torch hook checks before any optimizer's step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ _GATHERED_MARK = "_gathered_of"
 
 @contextmanager
 def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
-    """Marks the parameters that something inside replaces by others, as far as they are still referenced.
-
-    Nothing is kept alive: a parameter without other references is freed as it would be without this.
-    """
+    """Marks the parameters that code inside replaces by others. Keeps none of them alive."""
     before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
     yield
     after = {id(parameter) for parameter in module.parameters()}
@@ -40,22 +37,22 @@ def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
 
 
 def name_if_replaced(parameter: nn.Parameter) -> str | None:
-    """The parameter's name in the model that has another in its place since it was wrapped; else None."""
+    """Returns the name of a parameter that wrapping replaced in its model; None for other parameters."""
     return getattr(parameter, _MARK, None)
 
 
 def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
-    """Marks what FSDP2 gathers a parameter into, which the module shows in its place for a while."""
+    """Marks the tensor that FSDP2 gathers a parameter into, which the module shows until it is resharded."""
     setattr(parameter, _GATHERED_MARK, name)
 
 
 def is_marked(parameter: nn.Parameter) -> bool:
-    """Whether `mark_as_gathered` has been called for it."""
+    """Returns whether `mark_as_gathered` was called for the parameter."""
     return hasattr(parameter, _GATHERED_MARK)
 
 
 def reject_gathered(optimizer: str, parameter: nn.Parameter) -> None:
-    """Raises where an optimizer holds what a parameter was gathered into.
+    """Raises if an optimizer holds the tensor that a parameter was gathered into.
 
     Raises:
         OptimizerError: names the parameter.
@@ -70,7 +67,7 @@ def reject_gathered(optimizer: str, parameter: nn.Parameter) -> None:
 
 
 def stale_optimizer_message(optimizer: str, name: str) -> str:
-    """What the error of a step says."""
+    """Returns the message for an optimizer that holds a replaced parameter."""
     return (
         f"{optimizer} was built before the model was wrapped: it holds the old parameter {name}, which wrapping "
         "replaced, so that its steps would change nothing; build the optimizer afterwards, from the wrapped model's "
@@ -80,12 +77,12 @@ def stale_optimizer_message(optimizer: str, name: str) -> str:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on sees every optimizer before it steps."""
+    """Registers a hook, once per process, that sees every optimizer before it steps."""
     register_optimizer_step_pre_hook(_check)  # torch calls it before the step of any optimizer
 
 
 def known_optimizers() -> list[Optimizer]:
-    """The optimizers that have begun a step while they were watched, and still exist."""
+    """Returns the living optimizers that have begun a step since `watch_optimizers`."""
     return list(_stepped)
 
 

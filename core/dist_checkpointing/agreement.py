@@ -1,4 +1,4 @@
-"""Agreement between the ranks of one checkpoint: what fails on one is raised on all, and none waits for it."""
+"""Makes the ranks of one checkpoint agree: an error on one rank is raised on all, and no rank waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """The ranks of a process group, or this process alone where there is no group.
+    """The ranks of a process group, or this process alone if there is no group.
 
     Args:
         group: None means the default group, if there is one.
@@ -39,7 +39,7 @@ class Ranks:
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """The small objects of all ranks, in rank order."""
+        """Returns the small objects of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -47,7 +47,7 @@ class Ranks:
         return gathered
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the group's first rank, on all of them; its error, likewise."""
+        """Calls `make` on the group's first rank, and returns its result, or raises its error, on all ranks."""
         outcome: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -63,7 +63,7 @@ class Ranks:
         return outcome[0]  # type: ignore[no-any-return]
 
     def decided_by_first(self, value: T, decide: Callable[[list[T]], R]) -> R:
-        """What `decide` makes, on the group's first rank, of the small objects of all ranks; on all of them."""
+        """Calls `decide` on the group's first rank with the small objects of all ranks; returns its result on all."""
         gathered: list[Any] = [value] * self.size
         if self.size > 1:
             into = gathered if self.is_first else None
@@ -88,7 +88,7 @@ class Ranks:
         return result
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """The first rank's `tensor`, in place on all."""
+        """Fills `tensor` in place on all ranks with the first rank's."""
         if self.size > 1:
             dist.broadcast(tensor, src=self._first_global_rank(), group=self.group)
 
