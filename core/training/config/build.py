@@ -1,4 +1,4 @@
-"""Settings from a flat mapping of field names, as flags give them: which section each belongs to, and shorthands."""
+"""Builds settings from a flat mapping of field names: sorts them into sections and expands shorthands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .pretrain_config import PretrainConfig, division_violations, section_types
 
 
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
-    """Sections from a flat mapping of field names, shorthands included; what is left out takes its default.
+    """Builds all sections from a flat mapping of field names and shorthands; missing ones take their defaults.
 
     Raises:
-        ConfigError: settings that contradict each other or that a section refuses, or a required one that is missing.
-            What several sections refuse is in one message, a line each.
+        ConfigError: settings contradict each other, a section refuses its settings, or a required one is missing.
+            Errors of several sections are one message, a line each.
     """
     given = dict(values)
     use_torch_fsdp2 = _chooses_fsdp2(given)
@@ -63,7 +63,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
 
 
 def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
-    """Sizes outside of the transformer that its ranks do not divide, reported with those of the transformer."""
+    """Returns errors for sizes outside of the transformer that its ranks do not divide, to report with its own."""
     defaults = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
     names = inspect.signature(division_violations).parameters
     values = {name: given.get(name, defaults[name]) for name in names}
@@ -72,7 +72,7 @@ def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> lis
 
 
 def _chooses_fsdp2(given: dict[str, Any]) -> bool:
-    """Takes `use_torch_fsdp2` out of `given`, and its other spelling, the sharding strategy of this name."""
+    """Returns whether `given` chooses FSDP2, and removes both of its spellings: the flag and the sharding strategy."""
     asked, strategy = given.pop("use_torch_fsdp2", None), given.get("data_parallel_sharding_strategy")
     if asked and strategy not in (None, "optim_grads_params"):
         raise ParallelConfigError(
@@ -90,7 +90,7 @@ def _chooses_fsdp2(given: dict[str, Any]) -> bool:
 
 
 def is_required(entry: Field[Any]) -> bool:
-    """Whether a field has no default, or one that only programs may rely on."""
+    """Returns whether a field has no default, or one that only programs may rely on."""
     if entry.metadata.get("required_flag"):
         return True
     return entry.default is MISSING and entry.default_factory is MISSING
