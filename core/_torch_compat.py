@@ -74,7 +74,7 @@ def _or_zeros(accumulate: Callable[[], None], parameter: Any, group: Any) -> Non
 
 
 def accumulates_into_leaf(node: Any) -> bool:
-    """Whether the backward that is running adds into the ``.grad`` of `node`'s parameter.
+    """Returns whether the backward that is running adds into the ``.grad`` of `node`'s parameter.
 
     `node` is what autograd has at the end of a graph. Under `torch.autograd.grad` the gradient is its caller's.
     """
@@ -90,12 +90,12 @@ NO_BACKWARD = -1
 
 
 def current_backward() -> int:
-    """A number of its own for each backward, `NO_BACKWARD` outside of any."""
+    """Returns a number of its own for each backward, `NO_BACKWARD` outside of any."""
     return torch._C._current_graph_task_id()
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:
-    """The parameter groups of an FSDP2 module's state: a list in newer torch, one group or None before."""
+    """Returns the parameter groups of an FSDP2 module's state: a list in newer torch, one group or None before."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

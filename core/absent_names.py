@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 
 def absent_names(module: str, remedies: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """A module's ``__getattr__``: an ImportError with a remedy for the names given, else Python's usual error.
+    """Returns a module's ``__getattr__``: an ImportError with a remedy for the names given, else Python's usual error.
 
     In a package a name may be a module's, which cannot be imported by its path either.
 
@@ -30,7 +30,8 @@ def absent_names(module: str, remedies: Mapping[str, str]) -> Callable[[str], No
 
 
 def absent_method(name: str, remedy: str) -> Callable[..., NoReturn]:
-    """A method that Megatron-LM's class of this name has: an AttributeError with a remedy, when it is called."""
+    """Returns a method that Megatron-LM's class of this name has: an AttributeError with a remedy, when it is
+    called."""
 
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} has no {name}: {remedy}", name=name, obj=self)

@@ -45,7 +45,7 @@ class BoundsError(ValueError):
 
 
 def read_file(path: Path, limit_bytes: int) -> bytes:
-    """The content of a regular file.
+    """Returns the content of a regular file.
 
     Raises:
         BoundsError: it is larger than `limit_bytes`, or no regular file (a pipe, a device), whose size tells nothing.
@@ -63,7 +63,7 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
 
 
 def read_json(path: Path, limit_bytes: int = CONFIG_BYTES) -> Any:
-    """The value in a JSON file.
+    """Returns the value in a JSON file.
 
     Raises:
         BoundsError: as :func:`read_file` and :func:`parse_json` do, and for text that is no UTF-8.
@@ -77,7 +77,7 @@ def read_json(path: Path, limit_bytes: int = CONFIG_BYTES) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """The value that a JSON text describes.
+    """Returns the value that a JSON text describes.
 
     Raises:
         BoundsError: no JSON, nested too deep, or a number of too many digits.
@@ -143,7 +143,7 @@ def _integer(text: str) -> int:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists and tables in a value of JSON are nested deeper than is allowed."""
+    """Returns whether lists and tables in a value of JSON are nested deeper than is allowed."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

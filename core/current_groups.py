@@ -46,7 +46,7 @@ def groups(asked: str) -> ParallelGroups:
 
 
 def member(kind: str) -> RankGroup:
-    """This rank's group of one kind.
+    """Returns this rank's group of one kind.
 
     Raises:
         ParallelStateError: there are no groups, or none of this kind at this rank's pipeline stage.
@@ -61,12 +61,12 @@ def member(kind: str) -> RankGroup:
 
 
 def has(kind: str) -> bool:
-    """Whether this rank is in a group of this kind."""
+    """Returns whether this rank is in a group of this kind."""
     return _groups is not None and kind in _groups.by_kind
 
 
 def process_group(kind: str, check_initialized: bool) -> ProcessGroup | None:
-    """This rank's process group of one kind; None where it has none and that is not to be checked."""
+    """Returns this rank's process group of one kind; None where it has none and that is not to be checked."""
     return member(kind).process_group if check_initialized or has(kind) else None
 
 
@@ -85,7 +85,7 @@ def size(kind: str, alone: int | None = None) -> int:
 
 
 def rank(kind: str, alone: int | None = None) -> int:
-    """This rank's place in the group; `alone`, where it is given, before initialisation."""
+    """Returns this rank's place in the group; `alone`, where it is given, before initialisation."""
     if kind in assumed_ranks:
         return assumed_ranks[kind]
     return alone if _groups is None and alone is not None else member(kind).rank

@@ -37,12 +37,12 @@ def device_type() -> str:
 
 
 def distributed_backend() -> str:
-    """The process-group backend that belongs to :func:`device_type`."""
+    """Returns the process-group backend that belongs to :func:`device_type`."""
     return _BACKENDS[device_type()]
 
 
 def current_device() -> torch.device:
-    """The device of this process, with its index where it has one."""
+    """Returns the device of this process, with its index where it has one."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
 
 
@@ -103,7 +103,7 @@ def compute_deterministically() -> None:
 
 
 def memory_bytes() -> int:
-    """All memory of the device that this process computes on: of its GPU, or of the machine."""
+    """Returns all memory of the device that this process computes on: of its GPU, or of the machine."""
     if device_type() == "cuda":
         return torch.cuda.get_device_properties(current_device()).total_memory
     return host_memory.total_bytes()

@@ -34,7 +34,7 @@ DTYPE_NAMES = tuple(_BY_NAME)
 
 
 def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtype | None:
-    """The floating-point dtype of this name, as ``"bf16"`` or ``"bfloat16"``; a dtype and None are given back.
+    """Returns the floating-point dtype of this name, as ``"bf16"`` or ``"bfloat16"``; a dtype and None are given back.
 
     Raises:
         ParallelConfigError: no such name, or a dtype of integers.

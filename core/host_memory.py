@@ -28,7 +28,7 @@ def host_pages(num_bytes: int) -> Tensor:
 
 
 def total_bytes() -> int:
-    """All memory of the machine; where the system does not tell, more than any has."""
+    """Returns all memory of the machine; where the system does not tell, more than any has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
 
 

@@ -83,7 +83,7 @@ class HyperCommGrid:
         return self._groups[key]
 
     def get_rank_enum(self, dims: str | Sequence[str]) -> list[list[int]]:
-        """The ranks of every group along these axes."""
+        """Returns the ranks of every group along these axes."""
         sizes = dict(zip(self.dim_names, self.shape, strict=True))
         return [[self.rank_offset + rank for rank in ranks] for ranks in rank_groups(sizes, self._key(dims))]
 

@@ -29,12 +29,12 @@ from .rank_generator import RankGenerator as RankGenerator  # re-exported: Megat
 
 
 def is_initialized() -> bool:
-    """Whether the groups exist."""
+    """Returns whether the groups exist."""
     return current_groups.groups_or_none() is not None
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether the groups exist; all of them are made at once."""
+    """Returns whether the groups exist; all of them are made at once."""
     return is_initialized()
 
 
@@ -65,7 +65,8 @@ def _carries_host_tensors(group: ProcessGroup) -> ProcessGroup:
 
 
 def get_device_mesh() -> DeviceMesh:
-    """The grid of the whole world: axes pp, dp_replicate, dp_shard, cp and tp, the last token of the order first."""
+    """Returns the grid of the whole world: axes pp, dp_replicate, dp_shard, cp and tp, the last token of the order
+    first."""
     return current_groups.groups("the device mesh").mesh
 
 
@@ -128,7 +129,7 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the first stage, which embeds the tokens.
+    """Returns whether this rank holds the first stage, which embeds the tokens.
 
     The arguments are Megatron-LM's, for stages that are interleaved on a rank; here a rank holds one.
     """
@@ -136,7 +137,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the last stage, which computes the loss.
+    """Returns whether this rank holds the last stage, which computes the loss.
 
     The arguments are Megatron-LM's, for stages that are interleaved on a rank; here a rank holds one.
     """
@@ -166,12 +167,12 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether `get_embedding_group` has a group for this rank; arguments as for `is_pipeline_first_stage`."""
+    """Returns whether `get_embedding_group` has a group for this rank; arguments as for `is_pipeline_first_stage`."""
     return current_groups.has("embedding")
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether `get_position_embedding_group` has a group for this rank."""
+    """Returns whether `get_position_embedding_group` has a group for this rank."""
     return current_groups.has("position_embedding")
 
 
@@ -190,7 +191,8 @@ get_inter_distributed_optimizer_instance_group = group_getter(
 def get_data_parallel_group(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """The replicas of this rank's part of the model; `partial_data_parallel`: those within one optimizer instance.
+    """Returns the replicas of this rank's part of the model; `partial_data_parallel`: those within one optimizer
+    instance.
 
     `with_gtp_remat` is Megatron-LM's: whether to count ranks that rematerialise weights for each other. Here there
     are none, so that both values name one group.
@@ -208,7 +210,7 @@ def get_data_parallel_world_size(
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
-    """This rank's place in `get_data_parallel_group` with the same arguments."""
+    """Returns this rank's place in `get_data_parallel_group` with the same arguments."""
     return current_groups.rank(_data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
@@ -243,7 +245,8 @@ def get_tensor_and_data_parallel_group(
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
-    """The ranks over which scales of fp8 would be agreed on: tensor x data (x context), or tensor (x context)."""
+    """Returns the ranks over which scales of fp8 would be agreed on: tensor x data (x context), or tensor (x
+    context)."""
     kind = "tp" if tp_only_amax_red else "tp_dp"
     if with_context_parallel:
         kind += "_cp"
@@ -251,7 +254,7 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
 
 
 def get_all_ranks() -> str:
-    """This rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
+    """Returns this rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
     tensor, *others = (current_groups.rank(kind, alone=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
     rematerialised = 0  # no ranks rematerialise weights
     return "_".join(map(str, (tensor, rematerialised, *others)))
@@ -291,7 +294,8 @@ def get_expert_tensor_model_pipeline_parallel_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """The replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer instance."""
+    """Returns the replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer
+    instance."""
     return current_groups.process_group(_expert_data_parallel_kind(partial_expert_data_parallel), check_initialized)
 
 
@@ -303,7 +307,7 @@ def get_expert_data_parallel_world_size(
 
 
 def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-    """This rank's place in `get_expert_data_parallel_group` with the same argument."""
+    """Returns this rank's place in `get_expert_data_parallel_group` with the same argument."""
     return current_groups.rank(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 

@@ -16,7 +16,7 @@ _TOKENS = ("tp", "pp", "dp", "ep", "cp")  # also the sequence in which an order'
 
 
 def rank_groups(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[int]]:
-    """All groups along `axes` of the world that `sizes` spans, each ascending.
+    """Returns all groups along `axes` of the world that `sizes` spans, each ascending.
 
     `sizes` maps axis names to sizes, the axis of stride 1 first. Groups come in the order of the ranks' digits on
     the remaining axes, the first of those the fastest.
@@ -39,7 +39,7 @@ def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """The tokens of `order`, completed by those that it leaves out and whose size is 1.
+    """Returns the tokens of `order`, completed by those that it leaves out and whose size is 1.
 
     Raises:
         ParallelConfigError: an unknown or repeated token, or a missing one whose size is above 1.
@@ -91,7 +91,7 @@ class RankGenerator:
         self.rank_offset = rank_offset
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """The groups along the kinds of parallelism in `token`, such as ``"tp"`` or ``"tp-dp"``.
+        """Returns the groups along the kinds of parallelism in `token`, such as ``"tp"`` or ``"tp-dp"``.
 
         Raises:
             ParallelConfigError: `token` names a kind that does not exist.

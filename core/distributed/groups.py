@@ -56,7 +56,7 @@ def find_groups(
     process_group: Ranks | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> DataParallelGroups:
-    """The groups of what a wrapper was given; where that is nothing, those of `core.parallel_state`.
+    """Returns the groups of what a wrapper was given; where that is nothing, those of `core.parallel_state`.
 
     Args:
         caller: what the user called, for messages.
@@ -89,7 +89,7 @@ def find_groups(
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of a mesh of one axis or several."""
+    """Returns all ranks of a mesh of one axis or several."""
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 

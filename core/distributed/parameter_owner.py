@@ -63,7 +63,7 @@ def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) ->
 
 
 def owner_of(param: Any) -> TrainsParameters | None:
-    """The wrapper that trains the parameter, while it exists."""
+    """Returns the wrapper that trains the parameter, while it exists."""
     owner: _Owner | None = getattr(param, _OWNER, None)
     return None if owner is None else owner.wrapper()
 
@@ -74,7 +74,8 @@ def share_gradient(param: nn.Parameter, shares: bool) -> None:
 
 
 def shares_gradient(param: nn.Parameter) -> bool:
-    """Whether ``param.grad`` was made the same memory as ``param.main_grad`` since gradients were last zeroed."""
+    """Returns whether ``param.grad`` was made the same memory as ``param.main_grad`` since gradients were last
+    zeroed."""
     owner: _Owner | None = getattr(param, _OWNER, None)
     return owner is not None and owner.shares_gradient
 

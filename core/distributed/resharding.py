@@ -33,7 +33,7 @@ def _parse_override(entry: str) -> tuple[str, Reshard]:
 
 
 def reshard_of(name: str, default: Reshard, overrides: Sequence[tuple[str, Reshard]]) -> Reshard:
-    """The value for the module `name`: that of the last pattern which matches, else `default`."""
+    """Returns the value for the module `name`: that of the last pattern which matches, else `default`."""
     return next((value for pattern, value in reversed(overrides) if fnmatchcase(name, pattern)), default)
 
 

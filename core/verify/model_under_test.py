@@ -37,7 +37,7 @@ class ModelUnderTest:
     make: Callable[[], Any]
 
     def build(self) -> tuple[nn.Module, Loss]:
-        """A model on this process's device, and its loss, after seeding every generator.
+        """Returns a model on this process's device, and its loss, after seeding every generator.
 
         Raises:
             ConfigError: the function raises, or returns something else, or a model with nothing to train.
@@ -105,7 +105,7 @@ class ModelUnderTest:
 
 
 def load_model_under_test(name: str) -> ModelUnderTest:
-    """The function that ``my_module:build`` names.
+    """Returns the function that ``my_module:build`` names.
 
     Raises:
         ConfigError: it is not of this form, does not import, or is no function.
@@ -130,7 +130,7 @@ def load_model_under_test(name: str) -> ModelUnderTest:
 
 
 def scalar_loss(tested: ModelUnderTest, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
-    """The loss of a micro-batch, whose random draws depend on its number alone.
+    """Returns the loss of a micro-batch, whose random draws depend on its number alone.
 
     Raises:
         ConfigError: it is no scalar that a backward can start from.

@@ -46,14 +46,14 @@ class Training(ABC):
             yield name, whole(gradient)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter, whole; frozen ones too."""
+        """Yields each parameter, whole; frozen ones too."""
         model = unwrap_model(self.model)
         tensors = model.state_dict()  # waits for what an optimizer has left under way
         for name, _ in model.named_parameters():
             yield name, whole(tensors[name])
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Each buffer, such as the running statistics of a batch normalisation."""
+        """Yields each buffer, such as the running statistics of a batch normalisation."""
         for name, buffer in unwrap_model(self.model).named_buffers():
             yield name, whole(buffer)
 
@@ -120,7 +120,7 @@ class SerialTraining(Training):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, of whose elements a rank may hold a shard or a run; every rank calls it."""
+    """Returns the whole tensor, of whose elements a rank may hold a shard or a run; every rank calls it."""
     if isinstance(tensor, DTensor):
         full: Tensor = tensor.full_tensor()
         return full.detach()

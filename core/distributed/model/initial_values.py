@@ -94,7 +94,7 @@ class InitialValues:
             copy_shard(whole, tensors[name])
 
     def _agree(self, on_meta: list[bool]) -> tuple[list[bool], list[bool]]:
-        """Which tensors the first rank has on meta, and which any rank has there."""
+        """Returns which tensors the first rank has on meta, and which any rank has there."""
         if dist.get_backend(self._group) == "fake":
             return on_meta, on_meta  # a simulation: there is no other rank to ask
         own = torch.tensor(on_meta, dtype=torch.int32)
@@ -113,7 +113,7 @@ def start_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer once, by its first name."""
+    """Returns every parameter and buffer once, by its first name."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 

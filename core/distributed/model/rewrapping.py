@@ -58,6 +58,6 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
 
 
 def _plain_name(module: nn.Module) -> str:
-    """The class's name, without the prefix that torch's `fully_shard` gives it."""
+    """Returns the class's name, without the prefix that torch's `fully_shard` gives it."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name

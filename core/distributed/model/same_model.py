@@ -58,7 +58,7 @@ def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequen
 def describe_structure(
     module: nn.Module, settings: Iterable[tuple[str, str]] = (), units: Sequence[Sequence[str]] = ()
 ) -> Description:
-    """All that must agree, which values of parameters are not."""
+    """Returns all that must agree, which values of parameters are not."""
     described = dict(settings)
     described["the model's class"] = type(module).__name__
     unit_of = {name: ", ".join(unit) for unit in units for name in unit}
@@ -101,7 +101,7 @@ def _is_equal_over_ranks(description: Description, group: dist.ProcessGroup) -> 
 
 
 def _gather(description: Description, group: dist.ProcessGroup) -> list[Description]:
-    """Every rank's description; as JSON in plain tensors, so that nothing is unpickled."""
+    """Returns every rank's description; as JSON in plain tensors, so that nothing is unpickled."""
     here = device.current_device()
     text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(here)
     length = torch.tensor([len(text)], dtype=torch.int64, device=here)

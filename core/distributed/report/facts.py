@@ -145,7 +145,7 @@ def _planned_units(plan: ShardingPlan, step: StepPlan) -> list[tuple[UnitFacts, 
 
 
 def _is_gathered_in_backward(plan: FSDP2Plan, unit: ModuleUnitPlan, first_trained: int | None) -> bool:
-    """Whether backward gathers the unit where it was freed.
+    """Returns whether backward gathers the unit where it was freed.
 
     Backward begins with the root, and runs from the loss to the first weight that is trained and no further.
     """

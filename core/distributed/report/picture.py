@@ -34,7 +34,7 @@ class _Slot:
 
 
 def as_svg(facts: ModelFacts) -> str:
-    """The picture, for a page whose style gives the colours."""
+    """Returns the picture, for a page whose style gives the colours."""
     slots = _lay_out(facts)
     top = _MARGIN + (_ARC_HEIGHT if facts.ties else 0.0)
     line = top + max((_height(unit, unit.gathered) for unit in facts.units), default=0.0)
@@ -58,7 +58,7 @@ def as_svg(facts: ModelFacts) -> str:
 
 
 def dtypes_shown(facts: ModelFacts) -> list[tuple[str, tuple[torch.dtype, ...]]]:
-    """The colours of the picture, by class of style, and what each means."""
+    """Returns the colours of the picture, by class of style, and what each means."""
     held = [h for unit in facts.units for h in (unit.kept, unit.gathered) if h is not None and h.nbytes]
     return list(dict.fromkeys((_colour(h), h.dtypes) for h in held))
 
@@ -128,7 +128,7 @@ def _tie(tie: Tie, holder: _Slot, aliases: dict[int, _Slot], top: float) -> Iter
 
 
 def _labels(facts: ModelFacts, of_unit: dict[int, _Slot], bottom: float) -> tuple[list[str], float]:
-    """The name of each run of equal units below it, and the room that the names take, downward."""
+    """Returns the name of each run of equal units below it, and the room that the names take, downward."""
     runs = [(of_unit[id(run.units[0])], of_unit[id(run.units[-1])], run.name) for run in fold(facts.units)]
     if all(len(name) * _LETTER <= last.left + last.width - first.left for first, last, name in runs):
         return [

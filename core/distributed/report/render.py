@@ -9,7 +9,7 @@ from .table import as_text
 
 
 def describe(facts: ModelFacts, format: str) -> str:
-    """The facts as ``text`` or as ``html``.
+    """Returns the facts as ``text`` or as ``html``.
 
     Raises:
         ConfigError: another format.

@@ -52,7 +52,7 @@ def _continues(run: list[UnitFacts], unit: UnitFacts) -> bool:
 
 
 def _counted(name: str, following: str) -> int | None:
-    """Which part of a name went up by one to give the other; None where they differ otherwise."""
+    """Returns which part of a name went up by one to give the other; None where they differ otherwise."""
     a, b = name.split("."), following.split(".")
     differing = [index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
     if len(a) != len(b) or len(differing) != 1:
@@ -80,7 +80,7 @@ def cells(run: Run) -> tuple[str, ...]:
 
 
 def totals(facts: ModelFacts) -> tuple[str, ...]:
-    """The last line of a table: sums over all units."""
+    """Returns the last line of a table: sums over all units."""
     units = facts.units
     traffic = [entry for unit in units for entry in unit.traffic]
     return (
@@ -150,7 +150,7 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """A number of parameters as ``58.7 M``."""
+    """Returns a number of parameters as ``58.7 M``."""
     if number < 10_000:
         return str(number)
     limit, letter = next(entry for entry in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if number >= entry[0])

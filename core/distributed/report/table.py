@@ -14,7 +14,7 @@ _NARROWEST = {1: 7, 0: 12}
 
 
 def as_text(facts: ModelFacts) -> str:
-    """A line of what it is, the table, and below it what the table has no column for."""
+    """Returns a line of what it is, the table, and below it what the table has no column for."""
     lines = [COLUMNS, *(cells(run) for run in fold(facts.units)), totals(facts)]
     used = [
         index for index in range(len(COLUMNS)) if index == 0 or any(line[index] not in ("", "-") for line in lines[1:])
