@@ -1,9 +1,9 @@
-"""Which ranks work together: Megatron-LM's getters over process groups that are all made at once.
+"""Megatron-LM's getters of process groups; all groups are made at once.
 
-`initialize_model_parallel` cuts the world along the named axes of a grid and keeps the result as one immutable state,
-so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
-``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert
-sizes are 1, and there are no groups. Getters that differ in the kind of group alone are made by `group_getters`.
+`initialize_model_parallel` divides the world along the named axes of a grid and stores the result as one immutable
+state, so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
+``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert sizes
+are 1, and there are no groups. `group_getters` makes the getters that differ only in the kind of group.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def get_device_mesh() -> DeviceMesh:
 
 
 def get_data_parallel_mesh() -> DeviceMesh:
-    """What wrappers shard over: axis ``dp_cp``, or with several optimizer instances ``(dp_replicate, dp_shard_cp)``.
+    """Returns the mesh of wrappers: ``(dp_cp,)``, or with several optimizer instances ``(dp_replicate, dp_shard_cp)``.
 
-    It spans this rank's data-parallel x context-parallel group, over the process groups that the getters return.
+    It spans this rank's data-parallel x context-parallel group, and uses the process groups that the getters return.
     """
     return current_groups.groups("the data-parallel mesh").data_parallel_mesh
 
@@ -111,17 +111,17 @@ get_position_embedding_group = group_getter(
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the tensor-parallel group."""
+    """Returns the global rank of the first member of the tensor-parallel group."""
     return current_groups.member("tp").ranks[0]
 
 
 def get_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the model-parallel group."""
+    """Returns the global rank of the first member of the model-parallel group."""
     return current_groups.member("tp_pp").ranks[0]
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Global ranks of the context-parallel group."""
+    """Returns the global ranks of the context-parallel group."""
     return list(current_groups.member("cp").ranks) if check_initialized or is_initialized() else None
 
 
@@ -129,39 +129,39 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether this rank holds the first stage, which embeds the tokens.
+    """Returns whether this rank has the first stage, which embeds the tokens.
 
-    The arguments are Megatron-LM's, for stages that are interleaved on a rank; here a rank holds one.
+    The arguments are Megatron-LM's, for interleaved stages; here a rank has one stage.
     """
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether this rank holds the last stage, which computes the loss.
+    """Returns whether this rank has the last stage, which computes the loss.
 
-    The arguments are Megatron-LM's, for stages that are interleaved on a rank; here a rank holds one.
+    The arguments are Megatron-LM's, for interleaved stages; here a rank has one stage.
     """
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of the first stage of this rank's pipeline."""
+    """Returns the global rank of the first stage of this rank's pipeline."""
     return current_groups.member("pp").ranks[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the last stage of this rank's pipeline."""
+    """Returns the global rank of the last stage of this rank's pipeline."""
     return current_groups.member("pp").ranks[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; the last stage's next is the first."""
+    """Returns the global rank of the next stage; that of the last stage is the first."""
     group = current_groups.member("pp")
     return group.ranks[(group.rank + 1) % len(group.ranks)]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the stage before; the first stage's is the last."""
+    """Returns the global rank of the previous stage; that of the first stage is the last."""
     group = current_groups.member("pp")
     return group.ranks[group.rank - 1]
 
@@ -203,7 +203,7 @@ def get_data_parallel_group(
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
-    """Size of `get_data_parallel_group` with the same arguments."""
+    """Returns the size of `get_data_parallel_group` with the same arguments."""
     return current_groups.size(_data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
@@ -215,22 +215,22 @@ def get_data_parallel_rank(
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Global rank of the first member of the data-parallel group."""
+    """Returns the global rank of the first member of the data-parallel group."""
     return current_groups.member(_data_parallel_kind(with_context_parallel, False)).ranks[0]
 
 
 def get_data_parallel_global_ranks(with_context_parallel: bool = False) -> list[int]:
-    """Global ranks of the data-parallel group."""
+    """Returns the global ranks of the data-parallel group."""
     return list(current_groups.member(_data_parallel_kind(with_context_parallel, False)).ranks)
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """`get_data_parallel_group` with the same arguments, where it carries tensors of the host by gloo.
+    """Returns `get_data_parallel_group` with the same arguments, if it carries host tensors by gloo.
 
     Raises:
-        ParallelStateError: it does not; no second set of groups is made.
+        ParallelStateError: it does not; there is no second set of groups.
     """
     return _carries_host_tensors(
         get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
@@ -240,7 +240,7 @@ def get_data_parallel_group_gloo(
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Tensor x data, or tensor x data x context."""
+    """Returns the tensor x data group, or tensor x data x context."""
     return current_groups.process_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
@@ -280,14 +280,14 @@ get_expert_tensor_and_model_parallel_rank = rank_getter("expert_tp_ep", "experts
 
 
 def get_expert_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the expert-parallel group."""
+    """Returns the global rank of the first member of the expert-parallel group."""
     return current_groups.member("ep").ranks[0]
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup | None:
-    """Experts' tensor x expert x pipeline: one copy of the model's experts."""
+    """Returns the experts' tensor x expert x pipeline group: one copy of the model's experts."""
     return current_groups.process_group("expert_tp_ep_pp", check_initialized)
 
 
@@ -302,7 +302,7 @@ def get_expert_data_parallel_group(
 def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
-    """Size of `get_expert_data_parallel_group` with the same argument."""
+    """Returns the size of `get_expert_data_parallel_group` with the same argument."""
     return current_groups.size(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 
@@ -312,7 +312,7 @@ def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_da
 
 
 def get_expert_data_parallel_global_ranks() -> list[int]:
-    """Global ranks of the experts' data-parallel group."""
+    """Returns the global ranks of the experts' data-parallel group."""
     return list(current_groups.member("expert_dp").ranks)
 
 

@@ -1,4 +1,4 @@
-"""Small helpers by the names under which Megatron-LM's scripts import them."""
+"""Small helpers that Megatron-LM's scripts import by these names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Modules = nn.Module | Sequence[nn.Module]
 
 
 def unwrap_model(model: Any, module_instances: tuple[type[nn.Module], ...] | None = None) -> Any:
-    """Returns the model inside its wrappers, or for a list of models the list of theirs.
+    """Returns the model inside its wrappers; for a list, the list of models.
 
     Args:
         module_instances: the classes of wrappers to open; by default this package's and `Float16Module`.
@@ -45,10 +45,10 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
 
     Args:
         allow_none: whether an attribute of None counts.
-        return_model_obj: give the module instead.
+        return_model_obj: return the module instead.
 
     Raises:
-        ConfigError: a list of modules, or no module has it.
+        ConfigError: a list was given, or no module has the attribute.
     """
     if isinstance(model, (list, tuple)):
         raise ConfigError(f"get_attr_wrapped_model was given a list for {attr!r}; give one of its modules")
@@ -90,7 +90,7 @@ def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
 def get_tensor_model_parallel_group_if_none(
     tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
 ) -> ProcessGroup | None:
-    """`tp_group`, or the tensor-parallel group of `core.parallel_state`, or None before that is initialised."""
+    """Returns `tp_group`, else the tensor-parallel group of `core.parallel_state`, else None before initialisation."""
     if tp_group is not None or not parallel_state.is_initialized():
         return tp_group
     if is_expert:
@@ -99,27 +99,27 @@ def get_tensor_model_parallel_group_if_none(
 
 
 def get_pg_size(group: ProcessGroup | None = None) -> int:
-    """Returns the number of ranks in `group`; no group is one rank."""
+    """Returns the number of ranks in `group`; 1 for None."""
     return group_size(group)
 
 
 def get_pg_rank(group: ProcessGroup | None = None) -> int:
-    """Returns this rank's number within `group`; 0 without one."""
+    """Returns this rank's number in `group`; 0 for None."""
     return group_rank(group)
 
 
 def get_pg_src_rank(group: ProcessGroup | None = None) -> int:
-    """Global rank of the first member of `group`; 0 without one."""
+    """Returns the global rank of the first member of `group`; 0 for None."""
     return 0 if group is None else dist.get_process_group_ranks(group)[0]
 
 
 def get_torch_version() -> tuple[int, ...]:
-    """Returns the version of torch, as (2, 13, 0)."""
+    """Returns the version of torch, such as (2, 13, 0)."""
     return _version(torch.__version__)
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Returns whether torch is of that version or newer; without `check_equality`, newer."""
+    """Returns whether torch has that version or a newer one; without `check_equality`, a newer one."""
     found, asked = get_torch_version(), _version(version)
     return found > asked or (check_equality and found == asked)
 
@@ -140,13 +140,13 @@ def get_batch_on_this_cp_rank(
     """Returns this context-parallel rank's part of each sequence of a batch of tensors `[b, s, ...]`; None stays None.
 
     Args:
-        cp_group: the context-parallel group of `core.parallel_state`.
+        cp_group: must be the context-parallel group of `core.parallel_state`.
         is_hybrid_cp, hybrid_cp_group_func: Megatron-LM's; refused unless at their defaults.
-        use_per_sequence_balancing: every sequence is cut by itself in any case, as this asks for.
+        use_per_sequence_balancing: ignored: every sequence is always split by itself.
 
     Raises:
-        ParallelConfigError: another group; lengths of packed documents, or a mask of s x s elements, in whose place
-            models here take `document_starts`; or an argument that is refused.
+        ParallelConfigError: another group is given; the batch has lengths of packed documents or a mask of s x s
+            elements, instead of `document_starts`; or an argument is refused.
     """
     caller = "get_batch_on_this_cp_rank"
     one_level = "every sequence is cut over the same ranks"

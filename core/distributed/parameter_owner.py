@@ -1,7 +1,7 @@
-"""From a parameter to the wrapper that trains it: what optimizers, torch's too, ask before and tell after a step.
+"""Finds the wrapper of a parameter, so that optimizers, torch's too, check it before a step and notify it after.
 
-A parameter may be saved inside its model (``torch.save(wrapper.module)``): what wrappers keep on it stays out of the
-file, so that what is loaded is a plain model.
+A parameter may be saved inside its model (``torch.save(wrapper.module)``): attributes of wrappers are left out of the
+file, so that loading it gives a plain model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .plan import ShardingPlan
 
 
 class TrainsParameters(Protocol):
-    """What an optimizer asks of a wrapper, and says to it."""
+    """The part of a wrapper that optimizers use."""
 
     plan: ShardingPlan
 
@@ -28,7 +28,7 @@ class TrainsParameters(Protocol):
         """Raises unless an optimizer of torch may read the gradients of its parameters."""
 
     def note_step(self) -> None:
-        """An optimizer has written its parameters."""
+        """Records that an optimizer has written its parameters."""
 
 
 _OWNER = "_data_parallel_owner"
@@ -38,15 +38,15 @@ _OF_WRAPPERS = frozenset(
         *("grad_added_to_main_grad", "lend_gradient_memory"),
     }
 )
-"""Attributes of parameters that belong to wrappers, and make no sense without them."""
+"""Attributes of parameters that wrappers set, and that are left out of pickles."""
 
 
 class _Owner:
-    """What a wrapper notes on each of its parameters."""
+    """The attribute that a wrapper sets on each of its parameters."""
 
     def __init__(self, wrapper: TrainsParameters) -> None:
         self.wrapper = weakref.ref(wrapper)
-        # Set when gradients are reduced, cleared when they are zeroed: `grad` is then the memory of `main_grad`.
+        # Whether `grad` is the memory of `main_grad`: set when gradients are reduced, cleared when they are zeroed.
         self.shares_gradient = False
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -54,7 +54,7 @@ class _Owner:
 
 
 def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) -> None:
-    """Makes `wrapper` the one that optimizers of these parameters ask; it is not kept alive."""
+    """Makes `wrapper` the one that optimizers of these parameters check; holds only a weak reference to it."""
     for param in params:
         setattr(param, _OWNER, _Owner(wrapper))
         # Asked for by pickle. No weak reference: torch could not swap the parameter's tensor then, as `to` does.
@@ -69,23 +69,22 @@ def owner_of(param: Any) -> TrainsParameters | None:
 
 
 def share_gradient(param: nn.Parameter, shares: bool) -> None:
-    """Notes whether ``param.grad`` was made the same memory as ``param.main_grad``."""
+    """Records whether ``param.grad`` is the same memory as ``param.main_grad``."""
     getattr(param, _OWNER).shares_gradient = shares
 
 
 def shares_gradient(param: nn.Parameter) -> bool:
-    """Returns whether ``param.grad`` was made the same memory as ``param.main_grad`` since gradients were last
-    zeroed."""
+    """Returns whether ``param.grad`` is the same memory as ``param.main_grad`` since the last reduction."""
     owner: _Owner | None = getattr(param, _OWNER, None)
     return owner is not None and owner.shares_gradient
 
 
 def _state_without_wrapper(param: nn.Parameter) -> dict[str, Any]:
-    """What a pickled parameter keeps of its attributes."""
+    """Returns the attributes of a parameter to pickle."""
     return {name: value for name, value in vars(param).items() if name not in _OF_WRAPPERS}
 
 
-# ---- optimizers of torch, which know of no wrapper
+# ---- torch's optimizers, which do not know wrappers
 
 
 @functools.cache
@@ -101,7 +100,7 @@ def _wrappers_of(optimizer: Optimizer) -> list[TrainsParameters]:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _has_closure(args, kwargs):
-        return  # which computes the gradients: they are looked at afterwards
+        return  # the closure computes the gradients: check them after the step
     for wrapper in _wrappers_of(optimizer):
         wrapper.check_may_step_directly(type(optimizer).__name__)
 
@@ -114,5 +113,5 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Of ``step(self, closure=None)``."""
+    """Returns whether ``step(self, closure=None)`` was called with a closure."""
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None

@@ -16,7 +16,7 @@ _TORCH_WRAPPERS = (TorchDistributedDataParallel, FullyShardedDataParallel)
 
 
 def note_sharded(modules: Iterable[FSDPModule]) -> None:
-    """Remembers who sharded these modules: this library, not a call of torch's `fully_shard`."""
+    """Records that this library sharded these modules, not a call of torch's `fully_shard`."""
     _sharded_here.update(modules)
 
 
@@ -27,7 +27,7 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
         wrappers: classes that wrap a model, in addition to torch's.
 
     Raises:
-        WrapError: says which module, by whom, and what to do.
+        WrapError: names the module, who wrapped it, and what to do.
     """
     for name, submodule in module.named_modules():
         kind = _plain_name(submodule)

@@ -50,7 +50,7 @@ _LEGEND = {
 
 
 def as_html(facts: ModelFacts) -> str:
-    """Returns a page with the picture of the units, the table and the notes; every name is escaped."""
+    """Returns a page with the picture of the units, the table and the notes; escapes every name."""
     title = escape(headline(facts))
     head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
     rows = "\n".join(f"<tr>{_cells(cells(run))}</tr>" for run in fold(facts.units))

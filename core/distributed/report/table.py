@@ -1,4 +1,4 @@
-"""The facts as a table for a terminal."""
+"""Formats the facts as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from .facts import ModelFacts
 from .rows import COLUMNS, cells, fold, headline, notes, shorten, totals
 
 WIDTH = 119
-"""Columns of text that a line has at most."""
+"""Most characters of a line."""
 
 _NUM_TEXT_COLUMNS = 2
 _NARROWEST = {1: 7, 0: 12}
-"""Of the text columns, by index, in the order in which they give way."""
+"""Least widths of the text columns, by index, in the order in which they are narrowed."""
 
 
 def as_text(facts: ModelFacts) -> str:
-    """Returns a line of what it is, the table, and below it what the table has no column for."""
+    """Returns the headline, the table, and notes below it."""
     lines = [COLUMNS, *(cells(run) for run in fold(facts.units)), totals(facts)]
     used = [
         index for index in range(len(COLUMNS)) if index == 0 or any(line[index] not in ("", "-") for line in lines[1:])
@@ -29,7 +29,7 @@ def as_text(facts: ModelFacts) -> str:
 
 
 def _fit(widths: list[int], used: list[int]) -> list[int]:
-    """Narrows what the units hold, and then their names, until a line fits."""
+    """Narrows the column of contents, then that of names, until a line fits."""
     fitted = list(widths)
     excess = sum(fitted) + 2 * (len(fitted) - 1) - WIDTH
     for column, narrowest in _NARROWEST.items():
