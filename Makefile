@@ -29,7 +29,7 @@ $(VENV)/.installed-%: setup.py $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
 	@touch $@
 
-# With TORCH everything but torch stays as constrained; setuptools, of which torch 2.11 wants one before 82, is free. The
+# With TORCH everything but torch stays as constrained, and setuptools is free: torch 2.11 needs one before 82. The
 # registry's torch would bring 2.5 GB of libraries for GPUs: tests/install_torch.py leaves them out, and says how.
 $(VENV)/constraints.txt: constraints.txt $(TORCH:%=tests/install_torch.py)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -74,7 +74,7 @@ SEED    ?=
 fuzz: $(VENV)/.installed-train,hf,test
 	$(BIN)/python -m tests.compositions --minutes '$(MINUTES)' --seed '$(SEED)' $(ARGS)
 
-# Faults planted in a copy of core, one at a time, each of which the suite has to catch.
+# Plants faults in a copy of core, one at a time; the suite has to catch each.
 mutation: $(VENV)/.installed-train,hf,test
 	$(BIN)/python -m tests.mutation $(ARGS)
 

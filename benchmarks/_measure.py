@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured is the checkout that this lies in
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # measure the checkout that this file is in
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: its profiler would announce itself
 
 import torch
@@ -49,11 +49,11 @@ class PairedRatio:
         return medians[int(0.025 * resamples)], medians[int(0.975 * resamples)]
 
     def holds(self, limit: float) -> bool:
-        """False when the whole interval lies above the limit."""
+        """False when the whole interval is above the limit."""
         return self.interval()[0] <= limit
 
     def verdict(self, limit: float) -> str:
-        """Whether the limit holds, in words; fewer than 15 rounds decide nothing."""
+        """Returns whether the limit holds, as text; fewer than 15 rounds decide nothing."""
         if limit == float("inf"):
             return ""
         if len(self.ratios) < 15:
@@ -143,7 +143,7 @@ def wire_bytes_per_step(step: Callable[[], None], steps: int = 20) -> float:
 class CollectivePayload(TorchDispatchMode):
     """Counts collectives and the bytes that each must move: tensors in and out of this rank's calls.
 
-    ``bytes`` are by the name of the collective; messages that this rank sends by hand, on whatever thread, count as
+    ``bytes`` are by the name of the collective; messages that this rank sends by hand, on any thread, count as
     ``message``.
     """
 

@@ -1,14 +1,14 @@
-"""Saving and loading a training state beside torch.distributed.checkpoint, hashes included, and what training waits.
+"""Saving and loading a training state compared with torch.distributed.checkpoint; how long training waits for a save.
 
     python benchmarks/checkpoints.py [--millions 500] [--rounds 15] [--only time|async|memory] [--folder FOLDER]
 
 Two gloo ranks hold a model of that many million parameters, cut in halves along the first dimension, with Adam's two
 moments, in fp32: 12 bytes a parameter over both. Both libraries save and load that one state.
 
-* ``time``: seconds of a save, and of a load, beside stock `save` and `load` as they come (whose files are forced to
+* ``time``: seconds of a save and a load, compared with stock `save` and `load` as they come (whose files are forced to
   disk too). Limit: 1.1. A load is timed after the files were read once, as is, and with every hash compared.
-* ``async``: how long training waits when the same state is saved beside it, over the seconds of the save; the first
-  time, when the memory for the copies is allocated, and after that. Limit: 0.15 after that. Beside it, how much
+* ``async``: how long training waits for an asynchronous save, over the seconds of a synchronous one; the first
+  time, when the memory for the copies is allocated, and after that. Limit: 0.15 after that. In addition, how much
   longer a computation on all cores takes while a checkpoint is written.
 * ``memory``: the rise of the high-water mark (`VmHWM`) of a rank over a save, a load and an asynchronous save; pages
   of mapped files count.
@@ -125,7 +125,8 @@ def _discard(_: Any) -> None:
 
 
 def stalls(millions: int, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds for which training waits, of the whole save, and of a computation with and without a save beside it."""
+    """Returns the seconds for which training waits, of the whole save, and of a computation with and without a
+    save."""
     root, state, saver = Path(folder), build_state(millions), AsyncSaver()
     matrix = torch.randn(512, 512)
 
@@ -137,7 +138,7 @@ def stalls(millions: int, rounds: int, folder: str) -> dict[str, Any]:
 
     def asynchronous() -> None:
         started = time.perf_counter()
-        saver.save(state, root / "beside", metadata={})
+        saver.save(state, root / "async", metadata={})
         waits.append(_slowest(time.perf_counter() - started))
         while saver.is_writing:
             started = time.perf_counter()
@@ -151,8 +152,8 @@ def stalls(millions: int, rounds: int, folder: str) -> dict[str, Any]:
         "compute": compute,
     }
     seconds = interleaved_seconds(candidates, rounds, warmup=1)
-    beside = statistics.median(computing) if computing else float("nan")
-    return {"seconds": seconds, "waits": waits, "compute beside a save": beside}
+    during_save = statistics.median(computing) if computing else float("nan")
+    return {"seconds": seconds, "waits": waits, "compute during a save": during_save}
 
 
 def _slowest(seconds: float) -> float:
@@ -172,7 +173,7 @@ def peak(what: str, millions: int, folder: str) -> int:
     stock_load(small, root / "small torch")
     state = build_state(millions)
 
-    def beside() -> None:
+    def save_asynchronously() -> None:
         saver.save(state, root / "here", metadata={})
         saver.wait()
 
@@ -182,7 +183,7 @@ def peak(what: str, millions: int, folder: str) -> int:
         "load, torch": lambda: stock_load(state, root / "torch"),
         "load": lambda: _discard(load(state, root / "here")),
         "load, every hash compared": lambda: _discard(load(state, root / "here", verify=True)),
-        "asynchronous save": beside,
+        "asynchronous save": save_asynchronously,
     }
     dist.barrier()
     reset_high_water()
@@ -198,7 +199,7 @@ def show(seconds: dict[str, list[float]], name: str, limit: float = LIMIT) -> bo
     """Prints the paired ratio of a candidate to torch's; whether the limit holds."""
     ratio = PairedRatio.of(seconds[name], seconds["torch"])
     medians = [statistics.median(seconds[which]) for which in ("torch", name)]
-    print(f"  {name}: {medians[1]:.2f} s beside {medians[0]:.2f} s: {ratio}{ratio.verdict(limit)}")
+    print(f"  {name}: {medians[1]:.2f} s, torch {medians[0]:.2f} s: {ratio}{ratio.verdict(limit)}")
     return len(ratio.ratios) < 15 or ratio.holds(limit)
 
 
@@ -223,7 +224,7 @@ def main() -> None:
                 holds &= show(found["load"], "here") & found["equal"]
                 holds &= show(found["load"], "here, every hash compared")
         if options.only in (None, "async"):
-            with section("a save beside training"):
+            with section("an asynchronous save"):
                 found = run_on_ranks(stalls, RANKS, options.millions, options.rounds, str(root))[0]
                 seconds, waits = found["seconds"], found["waits"]
                 ratio = PairedRatio.of(waits[1:], seconds["save"])  # the first allocated the memory of the copies
@@ -233,7 +234,7 @@ def main() -> None:
                 holds &= len(ratio.ratios) < 15 or ratio.holds(STALL_LIMIT)
                 alone = statistics.median(seconds["compute"])
                 print(f"  from beginning to end {statistics.median(seconds['asynchronous']):.2f} s")
-                print(f"  a computation takes {found['compute beside a save'] / alone:.2f} x while it is written")
+                print(f"  a computation takes {found['compute during a save'] / alone:.2f} x while it is written")
         if options.only in (None, "memory"):
             with section("rise of a rank's high-water mark"):
                 for what in MEMORY:

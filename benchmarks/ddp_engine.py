@@ -1,11 +1,11 @@
-"""What the wrapper on flat buffers costs beside torch's own: time, wire bytes and peak memory of an optimizer step.
+"""Compares the wrapper on flat buffers with torch's own: time, wire bytes and peak memory of an optimizer step.
 
     python benchmarks/ddp_engine.py [--rounds 15] [--launches 5] [--only time|memory|wire] [--ranks 1 2 4]
 
 A GPT of 8 layers, width 512, 8 heads, vocabulary 32k; a step is 4 micro-batches on gloo ranks with one thread each, of
 2 x 256 tokens, or 1 x 64 where bytes on the wire are counted, accumulated under `no_sync`. The replicated form
-stands beside `torch.nn.parallel.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW, the
-sharded ones beside torch's `ZeroRedundancyOptimizer` over it. Bytes stand beside those of an ideal ring, peaks beside
+is compared with `torch.nn.parallel.DistributedDataParallel` with `gradient_as_bucket_view` and torch's fused AdamW,
+the sharded ones with torch's `ZeroRedundancyOptimizer` over it; bytes with those of an ideal ring, peaks with
 the formula in `memory_formula`, resident ones and those of live tensors. Exits with 1 when a limit is exceeded.
 """
 
@@ -52,7 +52,7 @@ Shape = tuple[int, int]
 """Samples of a micro-batch, and tokens of a sample."""
 
 TIMED: Shape = (2, 256)
-COUNTED: Shape = (1, 64)  # bytes on the wire are those of parameters, whatever the tokens
+COUNTED: Shape = (1, 64)  # bytes on the wire are those of parameters, for any number of tokens
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,13 @@ def memory_formula(name: str, parameter_bytes: int, ranks: int, alone_bytes: int
     * the shards of reduced gradients, `P / n`, in place of whole ones, where ZeRO-2 reduces every micro-batch.
 
     Nothing else lives at the peak, which is in the backward of a micro-batch's loss, where logits and their gradient
-    lie beside all activations. (So say, at 2 and at 4 ranks, what the allocator reports, and what it has in use,
-    sampled every 2 ms of a step.) In particular:
+    are alive together with all activations. (Measured at 2 and 4 ranks: what the allocator reports and what it has in
+    use, sampled every 2 ms of a step.) In particular:
 
-    * ZeRO-2's shards do not lie beside its whole gradients there. They come into being as buckets leave, later in the
-      last backward, in the room of the logits and their gradient, which two shards do not fill;
-    * where every micro-batch is reduced, no whole bucket lives there. Backward allocates them later, in the same room,
-      with two under way at most, and the last one is reduced while the next forward begins.
+    * ZeRO-2's shards do not add to its whole gradients there. They are allocated as buckets are reduced, later in the
+      last backward, in the memory of the logits and their gradient, which two shards do not fill;
+    * where every micro-batch is reduced, no whole bucket is alive there. Backward allocates them later, in the same
+      memory, at most two at a time, and the last one is reduced while the next forward begins.
 
     A rank also keeps 8 MiB to receive into (`collectives.CHUNK_BYTES`). What is resident beyond is memory that the C
     allocator holds after it was freed; `alone_bytes` has it too, as the peak of the model alone.

@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     options = parser.parse_args()
     print(machine())
-    with section("Deterministic mode beside none, one rank"):
+    with section("Deterministic mode compared with none, one rank"):
         (seconds,) = run_on_ranks(measure, 1, options.rounds)
         ratio = PairedRatio.of(seconds["deterministically"], seconds["freely"])
         print(f"{ratio}{ratio.verdict(LIMIT)}")

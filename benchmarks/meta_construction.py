@@ -1,4 +1,4 @@
-"""What construction from the meta device takes at its peak, beside this rank's shard and the largest unit.
+"""Compares the peak memory of construction from the meta device with this rank's shard and the largest unit.
 
     python benchmarks/meta_construction.py [--millions 1000] [--only gpt|torch|first-rank]
 

@@ -3,11 +3,11 @@
     python benchmarks/parallel_layers.py [--only wire|memory|time] [--rounds 15] [--sequence S] [--width 512]
 
 * ``wire``: forward and backward of a stack of layers cut by tensor, sequence or context parallelism; the bytes of a
-  layer and step over the loopback interface beside those of the formula, which is printed. Limit: 2 % apart.
+  layer and step over the loopback interface compared with the printed formula. Limit: 2 % apart.
 * ``memory``: what one rank's tensors hold between forward and backward of a GPT, for 1, 2 and 4 context-parallel
-  ranks. Limit: within 10 % of the first over the number of ranks. The peak over both is shown beside it.
-* ``time``: an optimizer step over one sequence on two context-parallel ranks beside the same on one, which takes turns
-  with them while the other rank rests. Limit: 0.75 at 8192 tokens; 4096 are shown beside it.
+  ranks. Limit: within 10 % of the first over the number of ranks. The peak over both is shown next to it.
+* ``time``: an optimizer step over one sequence on two context-parallel ranks compared with one rank, which takes turns
+  with them while the other rests. Limit: 0.75 at 8192 tokens; 4096 are shown next to it.
 
 Ranks are gloo processes with one thread each. Exits with 1 when a limit is exceeded.
 """
@@ -64,8 +64,8 @@ class Cut:
         if self.cp > 1:
             return "6 (cp - 1) x sequence x width of keys"  # gathered twice, their gradients reduced once; and values
         if self.sequence_parallel:
-            return "10 (tp - 1) x sequence x width"  # 6 gathers, of which 2 are repeated in the backward; 4 reductions
-        return "8 (tp - 1) x sequence x width"  # 4 all-reduces, each of which sends everything twice
+            return "10 (tp - 1) x sequence x width"  # 6 gathers, 2 of them repeated in backward; 4 reductions
+        return "8 (tp - 1) x sequence x width"  # 4 all-reduces, each sends everything twice
 
     def expected_bytes(self, sequence: int, width: int) -> int:
         """Bytes that all ranks together send for a layer in a forward and a backward, in fp32."""
@@ -262,7 +262,7 @@ def main() -> int:
             within &= report_memory(width, length)
     if asked.only in (None, "time"):
         for length in (sequence,) if sequence else TIME_SEQUENCES:
-            with section(f"an optimizer step over {length} tokens, cp 2 on two ranks beside cp 1 on one"):
+            with section(f"an optimizer step over {length} tokens, cp 2 on two ranks, cp 1 on one"):
                 within &= report_time(width, length, asked.rounds, TIME_LIMIT if length >= 8192 else float("inf"))
     print("\nwithin limits" if within else "\nABOVE A LIMIT")
     return 0 if within else 1

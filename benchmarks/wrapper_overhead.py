@@ -1,4 +1,4 @@
-"""What the FSDP2 wrapper costs beside bare `fully_shard`: time, peak memory and wire bytes of one optimizer step.
+"""Compares the FSDP2 wrapper with bare `fully_shard`: time, peak memory and wire bytes of one optimizer step.
 
     python benchmarks/wrapper_overhead.py [ROW ...] [--only time|memory|wire] [--rounds 15] [--launches 15]
 
@@ -87,7 +87,7 @@ class Row:
 
 
 def _same(settings: dict[str, Any], **row: Any) -> Row:
-    """The wrapper with torch's own collectives beside bare `fully_shard`, both with these settings."""
+    """The wrapper with torch's own collectives and bare `fully_shard`, both with these settings."""
     return Row({**TORCHS, **settings}, settings, time_limit=1.01, memory_limit=1.01, **row)
 
 
@@ -95,7 +95,7 @@ ROWS = {
     "same": _same({}, sequence=256, samples=2),
     "defaults, 512 tokens": Row(sequence=256, samples=2, time_limit=0.92, memory_limit=1.02),
     "defaults, 128 tokens": Row(time_limit=0.85, memory_limit=1.02),
-    "beside torch DDP": Row(baseline=None, sequence=256, samples=2, time_limit=1.13),
+    "next to torch DDP": Row(baseline=None, sequence=256, samples=2, time_limit=1.13),
     "prefetch 0": _same({"forward_prefetch": 0, "backward_prefetch": 0}),
     "prefetch 1": _same({"forward_prefetch": 1, "backward_prefetch": 1}),
     "prefetch 2": _same({"forward_prefetch": 2, "backward_prefetch": 2}),
@@ -105,7 +105,7 @@ ROWS = {
     "bf16": _same({"param_dtype": "bf16", "reduce_dtype": "fp32"}),
     "offload": _same({"cpu_offload": True, "pin_memory": False}),
 }
-DEFAULT_ROWS = ("same", "defaults, 512 tokens", "defaults, 128 tokens", "beside torch DDP")
+DEFAULT_ROWS = ("same", "defaults, 512 tokens", "defaults, 128 tokens", "next to torch DDP")
 
 
 def bare_fully_shard(row: Row) -> Candidate:
@@ -283,7 +283,9 @@ def main() -> int:
     for name in asked.rows or DEFAULT_ROWS:
         row = ROWS[name]
         against = "torch DDP" if row.baseline is None else "bare fully_shard"
-        with section(f"{name}: beside {against}, {row.ranks} ranks, micro-batches of {row.samples} x {row.sequence}"):
+        with section(
+            f"{name}: compared with {against}, {row.ranks} ranks, micro-batches of {row.samples} x {row.sequence}"
+        ):
             if asked.only in (None, "time"):
                 within &= report_time(row, asked.rounds)
             if asked.only in (None, "memory"):

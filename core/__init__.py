@@ -1,7 +1,7 @@
 """shardstack: data parallelism for large transformer stacks, from replicated to fully sharded by one class swap.
 
 Nothing is imported here: take what you need from the sub-packages (``core.distributed``, ``core.models.gpt``,
-``core.optimizer``, ``core.parallel_state``), each of which needs torch and numpy alone.
+``core.optimizer``, ``core.parallel_state``), each needs torch and numpy alone.
 """
 
 from .absent_names import absent_names

@@ -1,4 +1,4 @@
-"""The one place for what differs between the torch versions that `setup.py` admits."""
+"""Hides differences between the torch versions that `setup.py` allows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 def all_gather_single(
     output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """Gathers every rank's `input_` into `output`, along dim 0; torch before 2.13 has it under its older name."""
+    """Gathers every rank's `input_` into `output`, along dim 0; torch before 2.13 has another name for it."""
     gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
     work: dist.Work | None = gather(output, input_, group=group, async_op=async_op)
     return work
@@ -29,7 +29,7 @@ def reduce_scatter_single(
     async_op: bool = False,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> dist.Work | None:
-    """Reduces `input_` over ranks, of which each keeps its part of dim 0; :func:`all_gather_single` says why."""
+    """Reduces `input_` over ranks; each rank keeps its part of dim 0. See :func:`all_gather_single`."""
     scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(output, input_, op=op, group=group, async_op=async_op)
     return work
@@ -38,8 +38,8 @@ def reduce_scatter_single(
 def reduce_parameters_without_gradient(module: FSDPModule) -> None:
     """Lets an FSDP2 module reduce zeros for a parameter that backward did not reach on this rank.
 
-    Torch before 2.13 has no such setting, and would reduce on some ranks what others leave out: there the parameter is
-    given the zeros when the module is about to collect its gradients.
+    Torch before 2.13 has no such setting, and would reduce on some ranks a gradient that others leave out: there the
+    parameter gets zeros just before the module collects its gradients.
     """
     setter = getattr(module, "set_reduce_scatter_unused_params", None)
     if setter is not None:
@@ -54,9 +54,9 @@ def reduce_parameters_without_gradient(module: FSDPModule) -> None:
 
 
 class _OnceEach(list[Any]):
-    """What torch before 2.13 keeps the states of a model in, one for each module of a unit.
+    """A list without duplicates for the states that torch before 2.13 appends, one for each module of a unit.
 
-    They are the same state where a unit has several modules, and its gradients would be collected as often.
+    Modules of one unit share a state, whose gradients would otherwise be collected several times.
     """
 
     def append(self, state: Any) -> None:
@@ -74,15 +74,15 @@ def _or_zeros(accumulate: Callable[[], None], parameter: Any, group: Any) -> Non
 
 
 def accumulates_into_leaf(node: Any) -> bool:
-    """Whether the backward that is running adds into the ``.grad`` of `node`'s parameter.
+    """Returns whether the backward that is running adds into the ``.grad`` of `node`'s parameter.
 
-    `node` is what autograd has at the end of a graph. Under `torch.autograd.grad` the gradient is its caller's.
+    `node` is a leaf node of the graph. Under `torch.autograd.grad` the caller gets the gradient instead.
     """
     if not hasattr(node, "variable"):
         return False
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # how torch says that the caller of `grad` takes it
+    except RuntimeError:  # torch raises it under `grad`
         return False
 
 
@@ -90,26 +90,25 @@ NO_BACKWARD = -1
 
 
 def current_backward() -> int:
-    """A number of its own for each backward, `NO_BACKWARD` outside of any."""
+    """Returns the unique number of the running backward; `NO_BACKWARD` outside of any."""
     return torch._C._current_graph_task_id()
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:
-    """The parameter groups of an FSDP2 module's state: a list in newer torch, one group or None before."""
+    """Returns the parameter groups of an FSDP2 module's state, which is a list in newer torch, one or None before."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def forget_sharding_decisions() -> None:
-    """Empties DTensor's caches of operator layouts; to be called when process groups are destroyed.
+    """Empties DTensor's caches of operator layouts. Call it when process groups are destroyed.
 
-    DTensor finds a cached layout by the *contents* of its mesh and hands out the mesh object of the first time. After
-    groups were destroyed and meshes of the same ranks built anew, new DTensors would carry the old mesh, whose groups
-    no longer exist.
+    DTensor looks up cached layouts by the *contents* of a mesh and returns the first mesh object. After groups were
+    destroyed and meshes of the same ranks built, new DTensors would get the old mesh, whose groups no longer exist.
     """
     if "torch.distributed.tensor" not in sys.modules:
-        return  # nothing has been cached, and importing it takes a while
+        return  # nothing is cached, and importing it is slow
     from torch.distributed.tensor import debug
 
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
@@ -118,10 +117,10 @@ def forget_sharding_decisions() -> None:
 
 
 def flight_recorder() -> list[dict[str, Any]]:
-    """Torch's own record of this process's collectives, the oldest first; empty where the build or backend has none.
+    """Returns torch's record of this process's collectives, the oldest first; empty if the build or backend has none.
 
-    NCCL has one, of `TORCH_FR_BUFFER_SIZE` entries (`TORCH_NCCL_TRACE_BUFFER_SIZE` before 2.10); from 2.9 on gloo has
-    one too. Each entry has ``profiling_name``, ``collective_seq_id`` and ``state``.
+    NCCL records `TORCH_FR_BUFFER_SIZE` entries (`TORCH_NCCL_TRACE_BUFFER_SIZE` before 2.10); gloo has a record from
+    2.9 on. Each entry has ``profiling_name``, ``collective_seq_id`` and ``state``.
     """
     entries: list[dict[str, Any]] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

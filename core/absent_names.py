@@ -1,4 +1,4 @@
-"""Names that Megatron-LM has and this project does not: importing one, or calling it, says where the thing is."""
+"""Makes names of Megatron-LM that this project does not have raise an error with a remedy."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 
 def absent_names(module: str, remedies: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """A module's ``__getattr__``: an ImportError with a remedy for the names given, else Python's usual error.
+    """Returns a module's ``__getattr__``, which raises an ImportError with a remedy, or else Python's usual error.
 
-    In a package a name may be a module's, which cannot be imported by its path either.
+    In a package a name may also be a module's: importing it by its path raises the same.
 
     Args:
-        module: its ``__name__``.
-        remedies: by Megatron-LM's name, what to use here.
+        module: the module's ``__name__``.
+        remedies: remedies by Megatron-LM's name.
     """
 
     def getattribute(name: str) -> NoReturn:
@@ -30,7 +30,8 @@ def absent_names(module: str, remedies: Mapping[str, str]) -> Callable[[str], No
 
 
 def absent_method(name: str, remedy: str) -> Callable[..., NoReturn]:
-    """A method that Megatron-LM's class of this name has: an AttributeError with a remedy, when it is called."""
+    """Returns a method that Megatron-LM's class of this name has: an AttributeError with a remedy, when it is
+    called."""
 
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} has no {name}: {remedy}", name=name, obj=self)
@@ -45,7 +46,7 @@ MODEL_STATE_DICT = "core.dist_checkpointing.model_state_dict(module) has tensors
 
 
 class _AbsentModules(MetaPathFinder):
-    """Asked last, for modules of this project that nothing has found: says what `absent_names` says of them."""
+    """The last import finder: raises the remedy of `absent_names` for modules of this project that do not exist."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         package, _, name = fullname.rpartition(".")

@@ -1,8 +1,8 @@
-"""Bounds on what a file may ask of its reader, checked before anything is allocated for it.
+"""Bounds the memory and nesting that a file may require, before a reader allocates anything.
 
-Every reader of files that others wrote goes through here: no count is believed that the file's size does not bear out,
-nothing is nested deeper than `MAX_DEPTH`, and a file that is larger than its kind can be is not read. What a reader
-then holds is at most `MEMORY_MULTIPLE` times the file's size, which ``make fuzz-files`` measures.
+Every reader of foreign files uses it: counts must fit the file's size, nothing is nested deeper than `MAX_DEPTH`, and
+a file larger than its kind allows is not read. A reader then needs at most `MEMORY_MULTIPLE` times the file's size,
+which ``make fuzz-files`` measures.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 64
-"""Of lists in lists; what the library and its neighbours write is nested less than ten deep."""
+"""Most nested lists; files of this and related libraries have fewer than ten."""
 
 MAX_DIGITS = 32
-"""Of an integer in JSON."""
+"""Most digits of an integer in JSON."""
 
 MEMORY_MULTIPLE = 128
-"""Bytes held per byte of a file, at most, beyond `MEMORY_BASE_BYTES`: small Python objects are that much larger."""
+"""Most bytes of memory per byte of a file, above `MEMORY_BASE_BYTES`: small Python objects are that much larger."""
 
 MEMORY_BASE_BYTES = 64 << 20
 
@@ -41,14 +41,14 @@ PICKLE_BYTES = 512 << 20
 
 
 class BoundsError(ValueError):
-    """A file asks for more than its size, or its kind, bears out; readers raise an error that names the file."""
+    """A file requires more than its size or kind allows; readers raise an error that names the file."""
 
 
 def read_file(path: Path, limit_bytes: int) -> bytes:
-    """The content of a regular file.
+    """Reads a regular file.
 
     Raises:
-        BoundsError: it is larger than `limit_bytes`, or no regular file (a pipe, a device), whose size tells nothing.
+        BoundsError: it is larger than `limit_bytes`, or no regular file (a pipe, a device), whose size is unknown.
         OSError: it cannot be read.
     """
     # Without O_NONBLOCK, opening a pipe would wait for a program that writes into it.
@@ -63,10 +63,10 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
 
 
 def read_json(path: Path, limit_bytes: int = CONFIG_BYTES) -> Any:
-    """The value in a JSON file.
+    """Reads a JSON file.
 
     Raises:
-        BoundsError: as :func:`read_file` and :func:`parse_json` do, and for text that is no UTF-8.
+        BoundsError: as :func:`read_file` and :func:`parse_json`, and for text that is not UTF-8.
         OSError: it cannot be read.
     """
     try:
@@ -77,10 +77,10 @@ def read_json(path: Path, limit_bytes: int = CONFIG_BYTES) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """The value that a JSON text describes.
+    """Parses a JSON text.
 
     Raises:
-        BoundsError: no JSON, nested too deep, or a number of too many digits.
+        BoundsError: the text is not JSON, is nested too deep, or has a number of too many digits.
     """
     try:
         value = json.loads(text, parse_int=_integer)
@@ -94,14 +94,14 @@ def parse_json(text: str) -> Any:
 
 
 def check_pickle(data: bytes, is_known: Callable[[str, str], bool]) -> None:
-    """Refuses a pickle that asks for more memory, or deeper nesting, than its length bears out; runs nothing of it.
+    """Refuses a pickle that requires more memory or deeper nesting than its length allows, without running it.
 
     Args:
-        is_known: whether a global, by module and name, may be named. Names that the pickle takes from its memory are
-            left to the unpickler's `find_class`.
+        is_known: returns whether a global, by module and name, is allowed. Names that the pickle takes from its memo
+            are checked by the unpickler's `find_class`.
 
     Raises:
-        BoundsError: also for what is no pickle.
+        BoundsError: the pickle is refused, or `data` is no pickle.
     """
     stack: list[int] = []
     memo: dict[int, int] = {}
@@ -132,7 +132,7 @@ def check_pickle(data: bytes, is_known: Callable[[str, str], bool]) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value of a file as a message shows it: neither long nor deep, whatever the value is."""
+    """Formats a value read from a file for a message: shortened if long or deep."""
     return _SHORT.repr(value)
 
 
@@ -143,7 +143,7 @@ def _integer(text: str) -> int:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether lists and tables in a value of JSON are nested deeper than is allowed."""
+    """Returns whether lists and tables in a JSON value are nested too deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -169,11 +169,12 @@ _EFFECTS = {
     )
     for opcode in pickletools.opcodes
 }
-"""Of each instruction: whether it takes all down to a mark, how many others, what it leaves, if it makes a tuple."""
+"""Per instruction: whether it pops down to a mark, how many others it pops and pushes, and whether it makes a
+tuple."""
 
 
 def _follow(name: str, stack: list[int]) -> None:
-    """What an instruction does to a stack that holds of each value how deep its tuples are nested."""
+    """Applies an instruction to a stack with the nesting depth of each value's tuples."""
     to_mark, count, left, makes_tuple = _EFFECTS[name]
     deepest = 0
     if to_mark:

@@ -1,6 +1,6 @@
-"""The process groups of this process and what a script says in their place: what every getter reads.
+"""Stores the process groups of this process, and sizes and ranks that a script sets instead, for all getters.
 
-Before initialisation a rank is alone: where a getter gives a value for that, no group has to exist.
+Before initialisation a rank is alone: some getters then return a value without a group.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _groups: ParallelGroups | None = None
 """Set and cleared by `set_groups`, which `parallel_state` calls on initialisation and on destruction."""
 
 assumed_sizes: dict[str, int] = {}
-"""By kind of group, what a setter of `group_getters` gave; it is valid until that setter is given None, or the groups
-are destroyed."""
+"""Sizes by kind of group, set by the setters of `group_getters`; valid until that setter gets None, or the groups are
+destroyed."""
 
 assumed_ranks: dict[str, int] = {}
-"""The same for this rank's place in a group."""
+"""This rank's places by kind of group, likewise."""
 
 
 def set_groups(groups: ParallelGroups | None) -> None:
-    """Keeps the groups that were made; None: there are none any more, and nothing is assumed in their place."""
+    """Stores the groups. None removes them, and clears assumed sizes and ranks."""
     global _groups
     _groups = groups
     if groups is None:
@@ -32,12 +32,12 @@ def set_groups(groups: ParallelGroups | None) -> None:
 
 
 def groups_or_none() -> ParallelGroups | None:
-    """What was made, if anything."""
+    """Returns the groups, or None before initialisation."""
     return _groups
 
 
 def groups(asked: str) -> ParallelGroups:
-    """What was made; raises ParallelStateError, which names what was asked for, where nothing was."""
+    """Returns the groups; before initialisation raises ParallelStateError, which names `asked`."""
     if _groups is None:
         raise ParallelStateError(
             f"{asked} was asked for before initialisation; call core.parallel_state.initialize_model_parallel() first"
@@ -46,7 +46,7 @@ def groups(asked: str) -> ParallelGroups:
 
 
 def member(kind: str) -> RankGroup:
-    """This rank's group of one kind.
+    """Returns this rank's group of one kind.
 
     Raises:
         ParallelStateError: there are no groups, or none of this kind at this rank's pipeline stage.
@@ -61,31 +61,31 @@ def member(kind: str) -> RankGroup:
 
 
 def has(kind: str) -> bool:
-    """Whether this rank is in a group of this kind."""
+    """Returns whether this rank is in a group of this kind."""
     return _groups is not None and kind in _groups.by_kind
 
 
 def process_group(kind: str, check_initialized: bool) -> ProcessGroup | None:
-    """This rank's process group of one kind; None where it has none and that is not to be checked."""
+    """Returns this rank's process group of one kind; None if it has none and `check_initialized` is False."""
     return member(kind).process_group if check_initialized or has(kind) else None
 
 
 def assume(assumed: dict[str, int], kind: str, value: int | None) -> None:
-    """Sets, in `assumed_sizes` or `assumed_ranks`, what is returned for a group; None takes it back."""
+    """Sets the value for a kind of group in `assumed_sizes` or `assumed_ranks`; None removes it."""
     assumed.pop(kind, None)
     if value is not None:
         assumed[kind] = value
 
 
 def size(kind: str, alone: int | None = None) -> int:
-    """Number of ranks of the group; `alone`, where it is given, before initialisation."""
+    """Returns the number of ranks of the group; before initialisation `alone`, if given."""
     if kind in assumed_sizes:
         return assumed_sizes[kind]
     return alone if _groups is None and alone is not None else len(member(kind).ranks)
 
 
 def rank(kind: str, alone: int | None = None) -> int:
-    """This rank's place in the group; `alone`, where it is given, before initialisation."""
+    """Returns this rank's place in the group; before initialisation `alone`, if given."""
     if kind in assumed_ranks:
         return assumed_ranks[kind]
     return alone if _groups is None and alone is not None else member(kind).rank

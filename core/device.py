@@ -1,8 +1,8 @@
-"""The one place that decides which device a rank computes on and which backend carries its collectives.
+"""Chooses the device of a rank and the backend of its collectives.
 
-CUDA with NCCL where there is a GPU, else CPU with gloo. ``SHARDSTACK_DEVICE=cpu`` keeps a machine with GPUs on the
-CPU. Once a default process group exists its backend has the last word, so that a rank under gloo or under torch's
-``fake`` backend never touches a GPU that it was not given.
+CUDA with NCCL if there is a GPU, else CPU with gloo. ``SHARDSTACK_DEVICE=cpu`` keeps a machine with GPUs on the CPU.
+Once a default process group exists its backend decides, so that a rank under gloo or torch's ``fake`` backend never
+uses a GPU that it was not assigned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")  # https://docs.nvidia.com/cuda/cub
 
 
 def device_type() -> str:
-    """``"cuda"`` or ``"cpu"``: where parameters, activations and collectives of this process live."""
+    """Returns ``"cuda"`` or ``"cpu"``: the device of this process's parameters, activations and collectives."""
     if dist.is_available() and dist.is_initialized():
         return "cuda" if "nccl" in dist.get_backend_config() else "cpu"  # get_backend() may say "undefined"
     asked = os.environ.get("SHARDSTACK_DEVICE")
@@ -37,23 +37,23 @@ def device_type() -> str:
 
 
 def distributed_backend() -> str:
-    """The process-group backend that belongs to :func:`device_type`."""
+    """Returns the process-group backend that belongs to :func:`device_type`."""
     return _BACKENDS[device_type()]
 
 
 def current_device() -> torch.device:
-    """The device of this process, with its index where it has one."""
+    """Returns the device of this process, with its index if it has one."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
 
 
 def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: bool = False) -> None:
     """Joins the default process group from the environment that ``torchrun`` sets, and claims this rank's GPU.
 
-    Run without a launcher it makes a group of one, so that a script needs no second code path. Does nothing when
-    the caller has made the group already.
+    Without a launcher it makes a group of one rank, so that a script needs no second code path. Does nothing if the
+    group exists already.
 
     Args:
-        carries_host_tensors: beside a GPU's tensors, carry those in the host's memory, as offloaded shards are.
+        carries_host_tensors: carry tensors in host memory, such as offloaded shards, in addition to a GPU's.
     """
     if dist.is_initialized():
         return
@@ -83,12 +83,12 @@ def _local_rank() -> int:
 
 
 def compute_deterministically() -> None:
-    """Makes this process compute the same bits in every run; before its first work on a GPU.
+    """Makes this process compute the same bits in every run. Call it before its first work on a GPU.
 
-    Torch then chooses operations that add in one order, and raises, naming the operation, where it has none.
+    Torch then chooses operations that add in one order, and raises, naming the operation, if it has none.
 
     Raises:
-        ConfigError: the environment asks cuBLAS for work space with which it is not deterministic.
+        ConfigError: the environment sets a workspace of cuBLAS with which it is not deterministic.
     """
     space = os.environ.setdefault(_CUBLAS_WORKSPACE, _CUBLAS_DETERMINISTIC[0])
     if space not in _CUBLAS_DETERMINISTIC:
@@ -97,19 +97,19 @@ def compute_deterministically() -> None:
             f"{' or '.join(_CUBLAS_DETERMINISTIC)}"
         )
     torch.use_deterministic_algorithms(True)
-    # Filling what is allocated costs time, and nothing here reads it before it is written.
+    # Filling allocated memory costs time, and nothing here reads it before writing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
 def memory_bytes() -> int:
-    """All memory of the device that this process computes on: of its GPU, or of the machine."""
+    """Returns the total memory of this process's device in bytes: of its GPU, or of the machine."""
     if device_type() == "cuda":
         return torch.cuda.get_device_properties(current_device()).total_memory
     return host_memory.total_bytes()
 
 
 def synchronize() -> None:
-    """Waits for the device's queued work; on CPU there is none."""
+    """Waits for the device's queued work; does nothing on CPU."""
     if device_type() == "cuda":
         torch.cuda.synchronize()

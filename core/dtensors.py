@@ -1,4 +1,4 @@
-"""What a rank holds of a DTensor."""
+"""The local part of a DTensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dtypes and their names: torch's, and the short ones that configs take too."""
+"""Dtypes and their names: torch's, and short ones for configs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DTYPES: dict[str, torch.dtype] = {
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
     )
 }
-"""The dtypes that a file may hold, by torch's names."""
+"""Dtypes that a file may have, by torch's names."""
 
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-"""The dtypes that a config may name, with the shorter of their names."""
+"""Dtypes that a config may name, with their short names."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype, as ``"bfloat16"``."""
+    """Returns torch's name of a dtype, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -34,10 +34,11 @@ DTYPE_NAMES = tuple(_BY_NAME)
 
 
 def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtype | None:
-    """The floating-point dtype of this name, as ``"bf16"`` or ``"bfloat16"``; a dtype and None are given back.
+    """Returns the floating-point dtype of a name such as ``"bf16"`` or ``"bfloat16"``; returns dtypes and None as they
+    are.
 
     Raises:
-        ParallelConfigError: no such name, or a dtype of integers.
+        ParallelConfigError: the name is unknown, or the dtype is not floating point.
     """
     found = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(name.removeprefix("torch."))
     if found in SHORT_NAMES or name is None:

@@ -1,4 +1,4 @@
-"""Writing that survives a crash: what is renamed is on disk first, and so are the folders that lead to it."""
+"""Writes files that survive a crash: forces contents and folders to disk before renaming."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""Errors of a disk that may have room, or work, again."""
+"""Errors of a disk that may be temporary."""
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replaces the file at once: a reader, or a crash, sees the old text or the new."""
+    """Replaces a file atomically: after a crash it has the old text or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -36,7 +36,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Makes `folder` with its parents, and forces the name of each that is new to disk."""
+    """Makes `folder` with its parents, and forces the name of each new one to disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:

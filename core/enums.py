@@ -6,6 +6,6 @@ from enum import Enum
 
 
 class ModelType(Enum):
-    """What a script tells its training loop of the model. There is one kind here."""
+    """The kind of a script's model. There is one here."""
 
     encoder_or_decoder = 1

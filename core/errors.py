@@ -1,4 +1,4 @@
-"""Every exception that this library raises on purpose.
+"""All exceptions of this library.
 
     ShardstackError
     ├── ConfigError (ValueError)               a setting that cannot be honoured
@@ -14,9 +14,9 @@
     ├── CheckpointError (RuntimeError)         a checkpoint that is missing, damaged, or of another model
     └── MissingExtraError (ImportError)        an optional dependency that is not installed
 
-Each message says what was asked, what was found, and what to do. The command line prints it as one line and exits
-with status 2, or 3 where it ended a run that had begun; everything else is a bug and keeps its traceback, as do
-OutOfStepError and MemoryLimitError, which only a run shows.
+Each message says what was asked, what was found, and what to do. The command line prints it as one line and exits with
+status 2, or 3 if it ended a run that had begun. Other exceptions are bugs and keep their traceback, as do
+OutOfStepError and MemoryLimitError, which occur only in a run.
 """
 
 
@@ -24,8 +24,8 @@ class ShardstackError(Exception):
     """Base of every exception that a user's input or environment can cause."""
 
     ended_run = False
-    """The loop of a run sets it where the error came after the run's first step: no flag was wrong, and the run can be
-    started again from its last checkpoint."""
+    """Whether the error came after a run's first step, so that no flag was wrong and the run can be continued from its
+    last checkpoint. The loop of a run sets it."""
 
 
 class ConfigError(ShardstackError, ValueError):
@@ -39,8 +39,8 @@ class ParallelConfigError(ConfigError):
 class GradSyncError(ConfigError, AssertionError):
     """Settings or calls of gradient synchronisation that contradict each other.
 
-    It is an AssertionError too, the only one here: Megatron-LM asserts in these places, and scripts and tests that
-    catch its AssertionError go on working.
+    The only AssertionError here: Megatron-LM asserts in these places, and scripts and tests that catch its
+    AssertionError still work.
     """
 
 
@@ -61,7 +61,7 @@ class OptimizerError(ShardstackError, RuntimeError):
 
 
 class UnitError(ShardstackError, RuntimeError):
-    """A sharded parameter was used outside the forward of its unit, where only a shard of it is there."""
+    """A sharded parameter was used outside of its unit's forward, where a rank has only a shard."""
 
 
 class OutOfStepError(ShardstackError, RuntimeError):
@@ -69,10 +69,10 @@ class OutOfStepError(ShardstackError, RuntimeError):
 
 
 class MemoryLimitError(ShardstackError, RuntimeError):
-    """An allocation failed; the message says where the bytes are.
+    """An allocation failed; the message says where the memory is.
 
-    What is raised is also what torch or Python raised, `torch.OutOfMemoryError` or `MemoryError`, so that code which
-    catches those still does.
+    The error is also a `torch.OutOfMemoryError` or `MemoryError`, as torch or Python raised it, so that code that
+    catches those still works.
     """
 
 
@@ -81,7 +81,7 @@ class CheckpointError(ShardstackError, RuntimeError):
 
 
 class MissingExtraError(ShardstackError, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs the package {package!r}: pip install 'shardstack[{extra}]'")

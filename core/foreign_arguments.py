@@ -1,8 +1,8 @@
-"""Arguments that Megatron-LM has and this project has no use for: refused, or ignored with one warning.
+"""Refuses, or ignores with one warning, arguments of Megatron-LM that this project does not support.
 
-A public function that shares its name with Megatron-LM takes the same arguments in the same order. One that would
-change what is computed is refused by its name, unless it has its default. One that changes no number, only how
-quickly or where something runs, is ignored, and a warning says so once.
+A public function that shares its name with Megatron-LM takes the same arguments in the same order. An argument that
+would change what is computed is refused by its name, unless it has its default. An argument that changes no number,
+only how fast or where something runs, is ignored with one warning.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .warn import warn_once
 
 
 def refuse(caller: str, error: type[ConfigError] = ParallelConfigError, /, **arguments: tuple[Any, Any, str]) -> None:
-    """Raises for the first argument that is not at the value under which this project computes the same.
+    """Raises for the first argument that does not have its only supported value.
 
     Args:
         caller: the function that was called.
         error: the class to raise.
-        arguments: by Megatron-LM's name the value given, the only value taken, and what to do instead.
+        arguments: by Megatron-LM's name: the given value, the only supported value, and what to do instead.
 
     Raises:
         ConfigError: of the class `error`.
@@ -33,12 +33,12 @@ def refuse(caller: str, error: type[ConfigError] = ParallelConfigError, /, **arg
 
 
 def ignore(caller: str, reason: str, /, **arguments: tuple[Any, Any]) -> None:
-    """Warns once, naming them, of arguments that were given and that nothing reads.
+    """Warns once about arguments that were given and are not used; names them.
 
     Args:
         caller: the function that was called.
         reason: why ignoring them changes no number.
-        arguments: by Megatron-LM's name the value given, and the default.
+        arguments: by Megatron-LM's name: the given value, and the default.
     """
     given = sorted(name for name, (value, default) in arguments.items() if value is not default and value != default)
     if given:
@@ -50,22 +50,23 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignFields:
-    """Fields of a config class of Megatron-LM that the class of this name here does not have."""
+    """Fields of a config class of Megatron-LM that our class of this name does not have."""
 
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    """By name the only value taken, which is Megatron-LM's default, and what to do instead."""
+    """By name: the only supported value, which is Megatron-LM's default, and what to do instead."""
 
     ignored: Mapping[str, Any] = field(default_factory=dict)
-    """By name the default. Another value is kept as an attribute, warned of, and changes no number."""
+    """Defaults by name. Another value is stored as an attribute with a warning, and changes no number."""
 
     accepted: Mapping[str, Any] = field(default_factory=dict)
-    """By name the default. What is asked for is what happens in any case, or what a training loop keeps here."""
+    """Defaults by name of fields that need no warning: they are always in effect, or a training loop stores them
+    here."""
 
     inert_prefixes: tuple[str, ...] = ()
-    """Beginnings of names that nothing reads as long as a refused field switches off what they belong to."""
+    """Prefixes of fields that only configure features of refused fields."""
 
     positional: tuple[str, ...] = ()
-    """Own fields that may be given by position, the first in Megatron-LM's order."""
+    """Our fields that may be given by position, the first ones in Megatron-LM's order."""
 
     def __or__(self, other: ForeignFields) -> ForeignFields:
         return ForeignFields(
@@ -78,13 +79,13 @@ class ForeignFields:
 
 
 def takes_foreign_fields(foreign: ForeignFields) -> Callable[[type[Config]], type[Config]]:
-    """Lets a dataclass be constructed with Megatron-LM's fields, added to those that its bases take.
+    """Lets the constructor of a dataclass accept Megatron-LM's fields, in addition to those of its bases.
 
-    Absent ones read as their defaults, as ``config.fp8`` does.
+    Fields that are not given read as their defaults, such as ``config.fp8``.
 
     Raises:
-        ConfigError: by the constructor, for a field that is refused, or too many fields by position, whose order
-            changes between Megatron-LM's versions.
+        ConfigError: by the constructor, for a refused field, or too many fields by position, whose order changes
+            between Megatron-LM's versions.
     """
 
     def decorate(kind: type[Config]) -> type[Config]:

@@ -1,8 +1,8 @@
-"""Makes the getters and setters of `core.parallel_state` that differ in the kind of group alone.
+"""Makes the getters and setters of `core.parallel_state` that differ only in the kind of group.
 
 A setter is for a script that builds one rank's part of a model without the other ranks (a converter, a test): the
-getter of that name then returns what was set, and no group has to exist. None takes a value back, as
-`destroy_model_parallel` does. Groups and their collectives never change.
+getter of that name then returns the set value, and no group has to exist. None removes a value, as
+`destroy_model_parallel` does. Groups and their collectives do not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import current_groups
 
 
 class GroupGetter(Protocol):
-    """Returns this rank's process group; None, if that is not to be checked, where it has none."""
+    """Returns this rank's process group; None if it has none and `check_initialized` is False."""
 
     def __call__(self, check_initialized: bool = True) -> ProcessGroup | None: ...
 
@@ -32,22 +32,24 @@ def group_getter(kind: str, text: str) -> GroupGetter:
 
 
 def size_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
-    """Makes a getter of the number of ranks; `alone` is what it returns before initialisation, if anything."""
+    """Makes a getter of the number of ranks, which returns `alone`, if given, before initialisation."""
 
     def getter() -> int:
         return current_groups.size(kind, alone)
 
-    getter.__doc__ = f"Size of the {what}{'' if alone is None else f'; {alone} before initialisation'}."
+    getter.__doc__ = f"Returns the size of the {what}{'' if alone is None else f'; {alone} before initialisation'}."
     return getter
 
 
 def rank_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
-    """Makes a getter of this rank's place; `alone` is what it returns before initialisation, if anything."""
+    """Makes a getter of this rank's place, which returns `alone`, if given, before initialisation."""
 
     def getter() -> int:
         return current_groups.rank(kind, alone)
 
-    getter.__doc__ = f"This rank's place in the {what}{'' if alone is None else f'; {alone} before initialisation'}."
+    getter.__doc__ = (
+        f"Returns this rank's place in the {what}{'' if alone is None else f'; {alone} before initialisation'}."
+    )
     return getter
 
 
@@ -55,7 +57,7 @@ def size_setter(kind: str) -> Callable[[int | None], None]:
     """Makes a setter of the number of ranks."""
 
     def setter(world_size: int | None) -> None:
-        """Sets the size that the getter of this name returns; None: that of the group."""
+        """Sets the size that the getter of this name returns; None means that of the group."""
         current_groups.assume(current_groups.assumed_sizes, kind, world_size)
 
     return setter
@@ -65,14 +67,14 @@ def rank_setter(kind: str) -> Callable[[int | None], None]:
     """Makes a setter of this rank's place."""
 
     def setter(rank: int | None) -> None:
-        """Sets the place that the getter of this name returns; None: that in the group."""
+        """Sets the place that the getter of this name returns; None means that in the group."""
         current_groups.assume(current_groups.assumed_ranks, kind, rank)
 
     return setter
 
 
 def name_functions(module: dict[str, Any]) -> None:
-    """Gives what was made here the names under which a module keeps it, for tracebacks and `help`."""
+    """Names the functions made here after their variables in a module, for tracebacks and `help`."""
     for name, made in module.items():
         if getattr(made, "__qualname__", "").endswith(("<locals>.getter", "<locals>.setter")):
             made.__name__ = made.__qualname__ = name

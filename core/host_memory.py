@@ -1,4 +1,4 @@
-"""Memory of the host that comes from the system itself, not from what the C allocator keeps."""
+"""Allocates host memory from the system, not from the C allocator's free lists."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def host_pages(num_bytes: int) -> Tensor:
-    """`[num_bytes]` of uint8, zeros: whole pages, which go back to the system as soon as nothing refers to them.
+    """Returns `[num_bytes]` zeros of uint8 in whole pages, which return to the system with their last reference.
 
-    In huge pages where the system gives them (Linux's `transparent_hugepage` at `madvise` or `always`): the first
-    touch of ordinary ones is a fault each 4 KiB.
+    Uses huge pages if the system has them (Linux's `transparent_hugepage` at `madvise` or `always`): the first touch
+    of normal pages is a fault for each 4 KiB.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -28,7 +28,7 @@ def host_pages(num_bytes: int) -> Tensor:
 
 
 def total_bytes() -> int:
-    """All memory of the machine; where the system does not tell, more than any has."""
+    """Returns the total memory of the machine in bytes; if it is unknown, a number that exceeds any machine's."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
 
 
@@ -37,11 +37,10 @@ _is_torchs = False  # set and restored by `passing_memory_seen_by_profilers`, re
 
 
 def passing_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[numel]`, of any values: on the CPU it goes back to the system as soon as nothing refers to it.
+    """Returns `[numel]` uninitialised elements; on the CPU they return to the system with their last reference.
 
-    The C allocator keeps pieces of up to 32 MiB that were given back to it, whichever thread did, in the midst of what
-    else it has handed out; what then fits between them decides how much a process holds at its peak. On an accelerator
-    torch's own allocator keeps memory for the next taker.
+    The C allocator keeps freed blocks of up to 32 MiB between other allocations, from any thread, and the resulting
+    fragmentation raises a process's peak. On an accelerator torch's allocator reuses memory.
     """
     num_bytes = numel * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LEAST_PASSING_BYTES or _is_torchs:
@@ -51,7 +50,7 @@ def passing_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 @contextmanager
 def passing_memory_seen_by_profilers() -> Iterator[None]:
-    """Torch's own memory inside it, in all threads: its profiler reports nothing else."""
+    """Makes `passing_memory` use torch's allocator, in all threads: torch's profiler reports only that."""
     global _is_torchs
     before, _is_torchs = _is_torchs, True
     try:

@@ -1,4 +1,4 @@
-"""Process groups along the axes of a grid of ranks, made one at a time: Megatron-LM's HyperCommGrid."""
+"""Makes process groups along the axes of a grid of ranks, one at a time: Megatron-LM's HyperCommGrid."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .rank_generator import rank_groups
 
 
 class HyperCommGrid:
-    """A world cut along named axes, whose first has stride 1.
+    """A world divided along named axes; the first has stride 1.
 
         grid = HyperCommGrid([2, 4], ["tp", "dp"])
         tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
 
     Args:
-        shape: of each axis, its size.
-        dim_names: their names.
-        rank_offset: the first rank of the grid.
-        backend: of its groups; None is the default group's.
+        shape: size of each axis.
+        dim_names: name of each axis.
+        rank_offset: first rank of the grid.
+        backend: backend of its groups; None means the default group's.
 
     Raises:
         ParallelStateError: `torch.distributed` is not initialised.
-        ParallelConfigError: names that are not as many as sizes, or more ranks than there are.
+        ParallelConfigError: there are not as many names as sizes, or the grid exceeds the world.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class HyperCommGrid:
             )
         self.shape, self.dim_names = list(shape), list(dim_names)
         self.rank_offset, self.backend = rank_offset, backend
-        self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
+        self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}  # this rank's, by axes; `create_pg` adds
 
     def create_pg(self, dims: str | Sequence[str], **kwargs: Any) -> ProcessGroup | None:
         """Makes the groups along one or several axes; all ranks of the world call it in the same order.
 
         Args:
             dims: one name, or several.
-            kwargs: of `torch.distributed.new_group`.
+            kwargs: arguments of `torch.distributed.new_group`.
 
         Returns:
-            This rank's group; None for a rank outside the grid.
+            This rank's group; None for a rank outside of the grid.
 
         Raises:
-            ParallelConfigError: an unknown axis, or groups that exist already.
+            ParallelConfigError: an axis is unknown, or the groups exist already.
         """
         key = self._key(dims)
         if key in self._groups:
@@ -72,7 +72,7 @@ class HyperCommGrid:
         return self._groups[key]
 
     def get_pg(self, dims: str | Sequence[str]) -> ProcessGroup | None:
-        """What `create_pg` returned for these axes.
+        """Returns the group that `create_pg` made for these axes.
 
         Raises:
             ParallelConfigError: it was not called.
@@ -83,7 +83,7 @@ class HyperCommGrid:
         return self._groups[key]
 
     def get_rank_enum(self, dims: str | Sequence[str]) -> list[list[int]]:
-        """The ranks of every group along these axes."""
+        """Returns the ranks of every group along these axes."""
         sizes = dict(zip(self.dim_names, self.shape, strict=True))
         return [[self.rank_offset + rank for rank in ranks] for ranks in rank_groups(sizes, self._key(dims))]
 

@@ -1,4 +1,4 @@
-"""What every parallel layer needs to know: degrees, dtypes, and how communication is done."""
+"""The settings of every parallel layer: degrees, dtypes, and communication."""
 
 from __future__ import annotations
 
@@ -74,25 +74,25 @@ _FOREIGN = ForeignFields(
 class ModelParallelConfig:
     """Degrees and precision of a model-parallel run; field names are Megatron-LM's.
 
-    Its other fields are taken at their defaults. One that would change what is computed is refused by its name,
-    others are ignored with a warning.
+    Megatron-LM's other fields must have their defaults if they would change what is computed; others are ignored with
+    a warning.
 
     Raises:
-        ParallelConfigError: a degree below one, or a kind of parallelism that models here do not have.
-        ConfigError: precisions that contradict each other.
+        ParallelConfigError: a degree is below one, or models here do not have that kind of parallelism.
+        ConfigError: precisions contradict each other.
     """
 
     tensor_model_parallel_size: int = 1
     """Ranks that share the matrices of every layer."""
 
     pipeline_model_parallel_size: int = 1
-    """Pipeline stages. Process groups are built for any number; models here take one."""
+    """Pipeline stages. Process groups support any number, models here only one."""
 
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
 
     expert_model_parallel_size: int = 1
-    """Ranks that share the experts of a layer. Process groups are built for any number; models here take one."""
+    """Ranks that share the experts of a layer. Process groups support any number, models here only one."""
 
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (Korthikanti et al., 2022)."""
@@ -104,18 +104,18 @@ class ModelParallelConfig:
     """Compute in bf16."""
 
     params_dtype: torch.dtype = torch.float32
-    """Dtype in which parameters are created. `Float16Module` casts later; FSDP2 keeps these as the master copy."""
+    """Dtype of parameters at construction. `Float16Module` casts them later; FSDP2 keeps them as the master copy."""
 
     perform_initialization: bool = True
-    """Fill parameters with their initial values; False leaves them as allocated, for a checkpoint to fill."""
+    """Fill parameters with their initial values; if False, leave them uninitialised, for a checkpoint to fill."""
 
     calculate_per_token_loss: bool = False
     """Gradients are sums over tokens, scaled once by 1 / global token count, instead of means of means."""
 
     gradient_accumulation_fusion: bool = True
-    """Layers compute the gradient of a weight in the buffer where `DistributedDataParallel` keeps it, as long as that
-    is empty, and add those rows of an embedding's that are not zero: quicker, in less memory, and no bit of any number
-    changes. Without a buffer of gradients (FSDP2) there is nothing to fuse with."""
+    """Compute a weight's gradient in the buffer of `DistributedDataParallel` while that is empty, and add only the
+    rows of an embedding's gradient that are not zero: faster, with less memory, and bitwise equal. No effect without
+    gradient buffers (FSDP2)."""
 
     def __post_init__(self) -> None:
         degrees = ("tensor_model", "pipeline_model", "context", "expert_model")

@@ -1,4 +1,4 @@
-"""How many micro-batches make a step: Megatron-LM's global calculator, for a batch of constant size."""
+"""Computes the number of micro-batches of a step: Megatron-LM's global calculator, for a batch of constant size."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def init_num_microbatches_calculator(
         micro_batch_size: samples of a micro-batch of one rank.
         data_parallel_size: ranks that see different samples.
         decrease_batch_size_if_needed: round the global batch down to whole micro-batches of all ranks.
-        step_batch_size_schedule: Megatron-LM's; None alone.
-        seq_length: read with a schedule alone.
+        step_batch_size_schedule: Megatron-LM's; only None is allowed.
+        seq_length: used only with a schedule.
 
     Raises:
-        ConfigError: sizes that were set already, or below one.
-        ParallelConfigError: a global batch that does not divide, or a schedule.
+        ConfigError: sizes are set already, or below one.
+        ParallelConfigError: the global batch does not divide, or a schedule is given.
     """
     if _batch is not None:
         raise ConfigError("the number of micro-batches is set already; call unset_num_microbatches_calculator() first")
@@ -66,7 +66,7 @@ def reconfigure_num_microbatches_calculator(
     step_batch_size_schedule: str | None = None,
     seq_length: int | None = None,
 ) -> None:
-    """:func:`init_num_microbatches_calculator` once more, with other sizes."""
+    """Sets other sizes; arguments as in :func:`init_num_microbatches_calculator`."""
     global _batch
     caller = "init_num_microbatches_calculator"
     refuse(caller, step_batch_size_schedule=(step_batch_size_schedule, None, "the batch has one size"))
@@ -91,7 +91,7 @@ def reconfigure_num_microbatches_calculator(
 
 
 def unset_num_microbatches_calculator() -> None:
-    """Forgets the sizes."""
+    """Clears the sizes."""
     global _batch
     _batch = None
 
@@ -106,24 +106,24 @@ def _sizes() -> _Batch:
 
 
 def get_num_microbatches() -> int:
-    """Micro-batches of a step."""
+    """Returns the number of micro-batches of a step."""
     return _sizes().num_microbatches
 
 
 def get_micro_batch_size() -> int:
-    """Samples of a micro-batch of one rank."""
+    """Returns the samples of a micro-batch of one rank."""
     return _sizes().micro_batch_size
 
 
 def get_current_global_batch_size() -> int:
-    """Samples of a step, as given."""
+    """Returns the samples of a step, as given."""
     return _sizes().global_batch_size
 
 
 def get_current_running_global_batch_size() -> int:
-    """Samples of a step, rounded down where that was allowed."""
+    """Returns the samples of a step, rounded down if that was allowed."""
     return _sizes().running_global_batch_size
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-    """Nothing: the batch has one size."""
+    """Does nothing: the batch has one size."""

@@ -1,4 +1,4 @@
-"""The schedule of learning rate and weight decay, at Megatron-LM's path; it is in `core.optimizer`."""
+"""Re-exports the schedule of learning rate and weight decay under Megatron-LM's path."""
 
 from .optimizer.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 

@@ -1,7 +1,7 @@
-"""How a world of ranks is cut: the grids, the groups of every kind along their axes, and the meshes over them.
+"""Divides a world of ranks: the grids, the groups of every kind along their axes, and the meshes over them.
 
-This makes what `parallel_state` keeps. The kinds of groups and the checks of sizes are plain arithmetic; only
-`make_parallel_groups` touches torch.
+Makes the groups that `parallel_state` returns. The kinds of groups and the checks of sizes are plain arithmetic; only
+`make_parallel_groups` calls torch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _DENSE_KINDS: dict[str, tuple[str, ...]] = {
     "tp_dp_cp": ("tp", *_DP, "cp"),
     "optimizer_instance": ("tp", "cp", "dp_shard", "pp"),
 }
-# Experts cut the same ranks a second time, with a grid of their own that has no context axis. Where they stand on the
-# grid of dense layers instead, "cp" makes their data-parallel group the one of dense layers.
+# Experts divide the same ranks by another grid, without a context axis. If they use the grid of dense layers instead,
+# "cp" makes their data-parallel group that of dense layers.
 _EXPERT_KINDS: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "expert_tp": ("tp",),
@@ -52,7 +52,7 @@ _EXPERT_KINDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """How a world is cut; names, meanings and defaults are those of `initialize_model_parallel`."""
+    """The sizes of `initialize_model_parallel`, with its names and meanings."""
 
     world: int
     tensor: int
@@ -111,19 +111,19 @@ class ParallelSizes:
 
     @property
     def data(self) -> int:
-        """Replicas of a dense parameter that see different samples."""
+        """Number of replicas of a dense parameter that read different samples."""
         return self.world // (self.tensor * self.pipeline * self.context)
 
     @property
     def expert_data(self) -> int:
-        """Replicas of an expert's parameter."""
+        """Number of replicas of an expert's parameter."""
         return self.world // (self.pipeline * self.expert_tensor * self.expert)
 
     def grids(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Axis sizes, stride 1 first, of the grid of dense layers and of that of experts.
+        """Returns axis sizes, stride 1 first, of the grids of dense layers and of experts.
 
         Raises:
-            ParallelConfigError: an order under which the two do not fit together.
+            ParallelConfigError: the two grids contradict each other in this order.
         """
         dense = self._grid({"tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": 1, "dp": self.data})
         expert = self._grid(
@@ -145,7 +145,7 @@ class ParallelSizes:
                     f"(tensor_model_parallel_size {self.tensor}, context_parallel_size {self.context}) would be on "
                     "different pipelines; put 'pp' last, as in the default order"
                 )
-            expert = dense  # nothing calls for a second cut of the world
+            expert = dense  # no second grid is needed
         if has_own_cut and rank_groups(expert, ["dp_replicate"]) != rank_groups(dense, ["dp_replicate"]):
             raise ParallelConfigError(
                 f"with order {self.order!r} the {self.optimizer_instances} optimizer instances would not be the same "
@@ -175,18 +175,18 @@ class RankGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """Everything that `initialize_model_parallel` made, as seen from this rank."""
+    """The groups and meshes of `initialize_model_parallel` on this rank."""
 
     by_kind: Mapping[str, RankGroup]
     process_groups: tuple[ProcessGroup, ...]
-    """Each process group that this rank is in, once: kinds with equal ranks share one."""
+    """The distinct process groups of this rank: kinds with equal ranks share one."""
     world: ProcessGroup
-    """The default group of that time: the others end with it, and a later default group does not know them."""
+    """The default group at initialisation: the others are destroyed with it, and unknown to a later default group."""
     mesh: DeviceMesh
     data_parallel_mesh: DeviceMesh
 
     def destroy(self) -> None:
-        """Destroys the process groups; the default group stays."""
+        """Destroys the process groups except the default group."""
         if dist.is_initialized() and dist.group.WORLD is self.world:
             for process_group in self.process_groups:
                 dist.destroy_process_group(process_group)
@@ -222,10 +222,10 @@ def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGr
 
 
 def _wait_until_connected(world: ProcessGroup) -> None:
-    """Under gloo, no rank goes on before all have their groups.
+    """Waits, under gloo, until all ranks have their groups.
 
-    gloo connects as a group is made, and one end of a connection stands before the other. A rank that then closed
-    the group, or ended, would make its peer fail with "Connection closed by peer". NCCL connects at first use.
+    gloo connects while a group is made, and one end of a connection is ready before the other. If that rank closed
+    the group or ended, its peer would fail with "Connection closed by peer". NCCL connects at first use.
     """
     if "gloo" in str(dist.get_backend_config(world)):
         dist.all_reduce(torch.zeros(1, device="cpu"), group=world)

@@ -1,4 +1,5 @@
-"""Makes all groups of parallel ranks at once, and destroys them: what Megatron-LM's ``parallel_state`` begins with."""
+"""Makes all groups of parallel ranks at once, and destroys them: the first part of Megatron-LM's
+``parallel_state``."""
 
 from __future__ import annotations
 
@@ -48,11 +49,12 @@ def initialize_model_parallel(
     The leftmost token of `order` has stride 1. With 8 ranks and tensor and pipeline size 2 the tensor-parallel groups
     are [0,1] [2,3] [4,5] [6,7], the data-parallel ones [0,2] [1,3] [4,6] [5,7], the pipelines [0,4] [1,5] [2,6] [3,7].
 
-    `num_distributed_optimizer_instances` cuts the data-parallel (x context-parallel) group into as many consecutive
-    parts: optimizer state is sharded within a part and replicated across them. Groups are new, also one that spans
-    the world, with the default group's backend and `distributed_timeout_minutes` as their time limit; groups of equal
-    ranks are made once. Experts' matrices are cut over `expert_tensor_parallel_size` ranks, by default over as many
-    as those of dense layers.
+    `num_distributed_optimizer_instances` divides the data-parallel (x context-parallel) group into as many consecutive
+    parts: optimizer state is sharded within a part and replicated across parts. All groups are new, also one that
+        spans
+    the world, with the default group's backend and `distributed_timeout_minutes` as their time limit; kinds with equal
+    ranks share one group. Experts' matrices are split over `expert_tensor_parallel_size` ranks, by default as many as
+    those of dense layers.
 
     The arguments and their order are Megatron-LM's. Refused, with the argument's name: interleaved pipeline stages,
     hierarchical or hybrid context parallelism, weights rematerialised over a group, other ranks of embeddings, and
@@ -61,8 +63,8 @@ def initialize_model_parallel(
 
     Raises:
         ParallelStateError: `torch.distributed` is not initialised, or the groups exist already.
-        ParallelConfigError: sizes, or an order, that contradict each other or do not divide the world; or an argument
-            that is refused.
+        ParallelConfigError: sizes or the order contradict each other or do not divide the world; or an argument is
+            refused.
     """
     if not dist.is_initialized():
         raise ParallelStateError(
@@ -124,7 +126,7 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Destroys what `initialize_model_parallel` made, if anything; the default group stays."""
+    """Destroys the groups of `initialize_model_parallel`, if any; keeps the default group."""
     made = current_groups.groups_or_none()
     if made is not None:
         made.destroy()

@@ -1,9 +1,9 @@
-"""Which ranks work together: Megatron-LM's getters over process groups that are all made at once.
+"""Megatron-LM's getters of process groups; all groups are made at once.
 
-`initialize_model_parallel` cuts the world along the named axes of a grid and keeps the result as one immutable state,
-so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
-``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert
-sizes are 1, and there are no groups. Getters that differ in the kind of group alone are made by `group_getters`.
+`initialize_model_parallel` divides the world along the named axes of a grid and stores the result as one immutable
+state, so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
+``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert sizes
+are 1, and there are no groups. `group_getters` makes the getters that differ only in the kind of group.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .rank_generator import RankGenerator as RankGenerator  # re-exported: Megat
 
 
 def is_initialized() -> bool:
-    """Whether the groups exist."""
+    """Returns whether the groups exist."""
     return current_groups.groups_or_none() is not None
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether the groups exist; all of them are made at once."""
+    """Returns whether the groups exist; all of them are made at once."""
     return is_initialized()
 
 
@@ -65,14 +65,15 @@ def _carries_host_tensors(group: ProcessGroup) -> ProcessGroup:
 
 
 def get_device_mesh() -> DeviceMesh:
-    """The grid of the whole world: axes pp, dp_replicate, dp_shard, cp and tp, the last token of the order first."""
+    """Returns the grid of the whole world: axes pp, dp_replicate, dp_shard, cp and tp, the last token of the order
+    first."""
     return current_groups.groups("the device mesh").mesh
 
 
 def get_data_parallel_mesh() -> DeviceMesh:
-    """What wrappers shard over: axis ``dp_cp``, or with several optimizer instances ``(dp_replicate, dp_shard_cp)``.
+    """Returns the mesh of wrappers: ``(dp_cp,)``, or with several optimizer instances ``(dp_replicate, dp_shard_cp)``.
 
-    It spans this rank's data-parallel x context-parallel group, over the process groups that the getters return.
+    It spans this rank's data-parallel x context-parallel group, and uses the process groups that the getters return.
     """
     return current_groups.groups("the data-parallel mesh").data_parallel_mesh
 
@@ -110,17 +111,17 @@ get_position_embedding_group = group_getter(
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the tensor-parallel group."""
+    """Returns the global rank of the first member of the tensor-parallel group."""
     return current_groups.member("tp").ranks[0]
 
 
 def get_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the model-parallel group."""
+    """Returns the global rank of the first member of the model-parallel group."""
     return current_groups.member("tp_pp").ranks[0]
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Global ranks of the context-parallel group."""
+    """Returns the global ranks of the context-parallel group."""
     return list(current_groups.member("cp").ranks) if check_initialized or is_initialized() else None
 
 
@@ -128,50 +129,50 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the first stage, which embeds the tokens.
+    """Returns whether this rank has the first stage, which embeds the tokens.
 
-    The arguments are Megatron-LM's, for stages that are interleaved on a rank; here a rank holds one.
+    The arguments are Megatron-LM's, for interleaved stages; here a rank has one stage.
     """
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank holds the last stage, which computes the loss.
+    """Returns whether this rank has the last stage, which computes the loss.
 
-    The arguments are Megatron-LM's, for stages that are interleaved on a rank; here a rank holds one.
+    The arguments are Megatron-LM's, for interleaved stages; here a rank has one stage.
     """
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of the first stage of this rank's pipeline."""
+    """Returns the global rank of the first stage of this rank's pipeline."""
     return current_groups.member("pp").ranks[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the last stage of this rank's pipeline."""
+    """Returns the global rank of the last stage of this rank's pipeline."""
     return current_groups.member("pp").ranks[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage; the last stage's next is the first."""
+    """Returns the global rank of the next stage; that of the last stage is the first."""
     group = current_groups.member("pp")
     return group.ranks[(group.rank + 1) % len(group.ranks)]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the stage before; the first stage's is the last."""
+    """Returns the global rank of the previous stage; that of the first stage is the last."""
     group = current_groups.member("pp")
     return group.ranks[group.rank - 1]
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether `get_embedding_group` has a group for this rank; arguments as for `is_pipeline_first_stage`."""
+    """Returns whether `get_embedding_group` has a group for this rank; arguments as for `is_pipeline_first_stage`."""
     return current_groups.has("embedding")
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether `get_position_embedding_group` has a group for this rank."""
+    """Returns whether `get_position_embedding_group` has a group for this rank."""
     return current_groups.has("position_embedding")
 
 
@@ -190,7 +191,8 @@ get_inter_distributed_optimizer_instance_group = group_getter(
 def get_data_parallel_group(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """The replicas of this rank's part of the model; `partial_data_parallel`: those within one optimizer instance.
+    """Returns the replicas of this rank's part of the model; `partial_data_parallel`: those within one optimizer
+    instance.
 
     `with_gtp_remat` is Megatron-LM's: whether to count ranks that rematerialise weights for each other. Here there
     are none, so that both values name one group.
@@ -201,34 +203,34 @@ def get_data_parallel_group(
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
-    """Size of `get_data_parallel_group` with the same arguments."""
+    """Returns the size of `get_data_parallel_group` with the same arguments."""
     return current_groups.size(_data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
-    """This rank's place in `get_data_parallel_group` with the same arguments."""
+    """Returns this rank's place in `get_data_parallel_group` with the same arguments."""
     return current_groups.rank(_data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Global rank of the first member of the data-parallel group."""
+    """Returns the global rank of the first member of the data-parallel group."""
     return current_groups.member(_data_parallel_kind(with_context_parallel, False)).ranks[0]
 
 
 def get_data_parallel_global_ranks(with_context_parallel: bool = False) -> list[int]:
-    """Global ranks of the data-parallel group."""
+    """Returns the global ranks of the data-parallel group."""
     return list(current_groups.member(_data_parallel_kind(with_context_parallel, False)).ranks)
 
 
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """`get_data_parallel_group` with the same arguments, where it carries tensors of the host by gloo.
+    """Returns `get_data_parallel_group` with the same arguments, if it carries host tensors by gloo.
 
     Raises:
-        ParallelStateError: it does not; no second set of groups is made.
+        ParallelStateError: it does not; there is no second set of groups.
     """
     return _carries_host_tensors(
         get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
@@ -238,12 +240,13 @@ def get_data_parallel_group_gloo(
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
-    """Tensor x data, or tensor x data x context."""
+    """Returns the tensor x data group, or tensor x data x context."""
     return current_groups.process_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
-    """The ranks over which scales of fp8 would be agreed on: tensor x data (x context), or tensor (x context)."""
+    """Returns the ranks over which scales of fp8 would be agreed on: tensor x data (x context), or tensor (x
+    context)."""
     kind = "tp" if tp_only_amax_red else "tp_dp"
     if with_context_parallel:
         kind += "_cp"
@@ -251,7 +254,7 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
 
 
 def get_all_ranks() -> str:
-    """This rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
+    """Returns this rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
     tensor, *others = (current_groups.rank(kind, alone=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
     rematerialised = 0  # no ranks rematerialise weights
     return "_".join(map(str, (tensor, rematerialised, *others)))
@@ -277,38 +280,39 @@ get_expert_tensor_and_model_parallel_rank = rank_getter("expert_tp_ep", "experts
 
 
 def get_expert_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the expert-parallel group."""
+    """Returns the global rank of the first member of the expert-parallel group."""
     return current_groups.member("ep").ranks[0]
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup | None:
-    """Experts' tensor x expert x pipeline: one copy of the model's experts."""
+    """Returns the experts' tensor x expert x pipeline group: one copy of the model's experts."""
     return current_groups.process_group("expert_tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup | None:
-    """The replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer instance."""
+    """Returns the replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer
+    instance."""
     return current_groups.process_group(_expert_data_parallel_kind(partial_expert_data_parallel), check_initialized)
 
 
 def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
-    """Size of `get_expert_data_parallel_group` with the same argument."""
+    """Returns the size of `get_expert_data_parallel_group` with the same argument."""
     return current_groups.size(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-    """This rank's place in `get_expert_data_parallel_group` with the same argument."""
+    """Returns this rank's place in `get_expert_data_parallel_group` with the same argument."""
     return current_groups.rank(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_global_ranks() -> list[int]:
-    """Global ranks of the experts' data-parallel group."""
+    """Returns the global ranks of the experts' data-parallel group."""
     return list(current_groups.member("expert_dp").ranks)
 
 

@@ -91,7 +91,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """The groups of `core.parallel_state`, all or those named; None where it has none.
+        """Returns the groups of `core.parallel_state`, all or those named; None where it has none.
 
         Raises:
             ParallelConfigError: a name that does not exist.

@@ -1,4 +1,4 @@
-"""Numbers of a configuration that are out of their range: one check, and one wording."""
+"""Checks numbers of a configuration against their ranges, with one wording of the error."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def out_of_range(
     """Yields a message for each attribute of `settings` that is not in a range; None is in every range, NaN in none.
 
     Args:
-        least, most: bounds that belong to the range.
-        over, below: bounds that do not.
-        takes: what the message says is taken; by default "zero or a positive number" from 0 on, else "a positive
-            number".
+        least, most: inclusive bounds.
+        over, below: exclusive bounds.
+        takes: the message's description of the range; by default "zero or a positive number" from 0 on, else "a
+            positive number".
     """
     takes = takes or ("zero or a positive number" if least == 0 else "a positive number")
     for name in names:

@@ -1,8 +1,8 @@
-"""The arithmetic of ranks: which ranks form a group when a world is cut along several axes at once.
+"""Computes which ranks form a group when a world is divided along several axes.
 
-A rank is a number written in mixed radix. Each kind of parallelism is a digit; the first one has stride 1, so that
-its neighbours are neighbouring ranks, and hence share a machine. A group along some axes is the set of ranks that
-agree in every other digit.
+A rank is a number in mixed radix. Each kind of parallelism is a digit; the first one has stride 1, so that its groups
+are neighbouring ranks, which share a machine. A group along some axes is the set of ranks that are equal in every
+other digit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _TOKENS = ("tp", "pp", "dp", "ep", "cp")  # also the sequence in which an order'
 
 
 def rank_groups(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[int]]:
-    """All groups along `axes` of the world that `sizes` spans, each ascending.
+    """Returns all groups along `axes` in a world of `sizes`, each ascending.
 
-    `sizes` maps axis names to sizes, the axis of stride 1 first. Groups come in the order of the ranks' digits on
-    the remaining axes, the first of those the fastest.
+    `sizes` maps axis names to sizes, the axis of stride 1 first. Groups are in the order of the ranks' digits on the
+    remaining axes, of which the first changes fastest.
     """
     strided: list[tuple[str, int, int]] = []
     stride = 1
@@ -39,10 +39,10 @@ def _offsets(digits: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """The tokens of `order`, completed by those that it leaves out and whose size is 1.
+    """Returns the tokens of `order`, followed by missing ones of size 1.
 
     Raises:
-        ParallelConfigError: an unknown or repeated token, or a missing one whose size is above 1.
+        ParallelConfigError: a token is unknown or repeated, or one of size above 1 is missing.
     """
     tokens = order.lower().split("-")
     for token in tokens:
@@ -67,11 +67,10 @@ class RankGenerator:
     """Rank groups of a world of tp x ep x dp x pp x cp ranks, as Megatron-LM's class of this name lists them.
 
     The leftmost token of `order` has stride 1. Tokens of size 1 may be left out. `rank_offset` is added to every
-    rank. Context and expert parallelism cut the same ranks in two different ways, so that one generator takes only
-    one of them above 1.
+    rank. Context and expert parallelism divide the same ranks in two ways, so that only one of them may be above 1.
 
     Raises:
-        ParallelConfigError: a size below 1, `ep` and `cp` both above 1, or an order that does not fit the sizes.
+        ParallelConfigError: a size is below 1, `ep` and `cp` are both above 1, or the order does not fit the sizes.
     """
 
     def __init__(self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0) -> None:
@@ -91,7 +90,7 @@ class RankGenerator:
         self.rank_offset = rank_offset
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """The groups along the kinds of parallelism in `token`, such as ``"tp"`` or ``"tp-dp"``.
+        """Returns the groups along the kinds of parallelism in `token`, such as ``"tp"`` or ``"tp-dp"``.
 
         Raises:
             ParallelConfigError: `token` names a kind that does not exist.

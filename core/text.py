@@ -1,4 +1,4 @@
-"""How messages put bytes, ranks and enumerations."""
+"""Formats bytes, ranks and lists for messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUM_CHOICES = 20
 
 
 def readable_bytes(num_bytes: float) -> str:
-    """``1536`` is ``1.5 KiB``: three digits at most, in the largest unit that leaves one before the point."""
+    """Formats ``1536`` as ``1.5 KiB``: at most three digits, in the largest unit with a digit before the point."""
     for unit in _UNITS[:-1]:
         if abs(num_bytes) < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -20,19 +20,19 @@ def readable_bytes(num_bytes: float) -> str:
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0, 1, 3``; of many the first few and how many more."""
+    """Formats ranks as ``rank 3`` or ``ranks 0, 1, 3``; of many, the first few and the number of the rest."""
     shown = ", ".join(map(str, ranks[:_NUM_LISTED]))
     more = f" and {len(ranks) - _NUM_LISTED} more" if len(ranks) > _NUM_LISTED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def listed(parts: Sequence[str]) -> str:
-    """Parts of a sentence, with semicolons between them."""
+    """Joins parts of a sentence with semicolons."""
     return "; ".join(parts)
 
 
 def choices(value: str, known: Iterable[str]) -> str:
-    """What may stand in place of `value`: ``it takes one of a, b``, the nearest first where one is near."""
+    """Says which values are allowed instead of `value`: ``it takes one of a, b``; suggests a similar one first."""
     names = list(dict.fromkeys(known))
     near = get_close_matches(value.lower(), {name.lower(): None for name in names}, n=1)
     nearest = next((f"did you mean {name!r}? " for name in names if near and name.lower() == near[0]), "")

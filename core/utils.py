@@ -1,4 +1,4 @@
-"""Small helpers by the names under which Megatron-LM's scripts import them."""
+"""Small helpers that Megatron-LM's scripts import by these names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Modules = nn.Module | Sequence[nn.Module]
 
 
 def unwrap_model(model: Any, module_instances: tuple[type[nn.Module], ...] | None = None) -> Any:
-    """The model inside its wrappers, or for a list of models the list of theirs.
+    """Returns the model inside its wrappers; for a list, the list of models.
 
     Args:
         module_instances: the classes of wrappers to open; by default this package's and `Float16Module`.
@@ -41,14 +41,14 @@ def unwrap_model(model: Any, module_instances: tuple[type[nn.Module], ...] | Non
 
 
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
-    """The attribute of the first module, from the outermost wrapper inwards, that has it.
+    """Returns the attribute of the first module, from the outermost wrapper inwards, that has it.
 
     Args:
         allow_none: whether an attribute of None counts.
-        return_model_obj: give the module instead.
+        return_model_obj: return the module instead.
 
     Raises:
-        ConfigError: a list of modules, or no module has it.
+        ConfigError: a list was given, or no module has the attribute.
     """
     if isinstance(model, (list, tuple)):
         raise ConfigError(f"get_attr_wrapped_model was given a list for {attr!r}; give one of its modules")
@@ -61,12 +61,12 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
 
 
 def get_model_config(model: Any) -> Any:
-    """The config of a model, through wrappers."""
+    """Returns the config of a model, through wrappers."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
 def get_model_type(model: Any) -> Any:
-    """The `core.enums.ModelType` that a script gave its model, through wrappers."""
+    """Returns the `core.enums.ModelType` that a script gave its model, through wrappers."""
     return get_attr_wrapped_model(model, "model_type")
 
 
@@ -77,20 +77,20 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient; raises ParallelConfigError for a remainder."""
+    """Returns the quotient; raises ParallelConfigError for a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
 def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Returns the smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
 def get_tensor_model_parallel_group_if_none(
     tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
 ) -> ProcessGroup | None:
-    """`tp_group`, or the tensor-parallel group of `core.parallel_state`, or None before that is initialised."""
+    """Returns `tp_group`, else the tensor-parallel group of `core.parallel_state`, else None before initialisation."""
     if tp_group is not None or not parallel_state.is_initialized():
         return tp_group
     if is_expert:
@@ -99,33 +99,33 @@ def get_tensor_model_parallel_group_if_none(
 
 
 def get_pg_size(group: ProcessGroup | None = None) -> int:
-    """The number of ranks in `group`; no group is one rank."""
+    """Returns the number of ranks in `group`; 1 for None."""
     return group_size(group)
 
 
 def get_pg_rank(group: ProcessGroup | None = None) -> int:
-    """This rank's number within `group`; 0 without one."""
+    """Returns this rank's number in `group`; 0 for None."""
     return group_rank(group)
 
 
 def get_pg_src_rank(group: ProcessGroup | None = None) -> int:
-    """Global rank of the first member of `group`; 0 without one."""
+    """Returns the global rank of the first member of `group`; 0 for None."""
     return 0 if group is None else dist.get_process_group_ranks(group)[0]
 
 
 def get_torch_version() -> tuple[int, ...]:
-    """The version of torch, as (2, 13, 0)."""
+    """Returns the version of torch, such as (2, 13, 0)."""
     return _version(torch.__version__)
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether torch is of that version or newer; without `check_equality`, newer."""
+    """Returns whether torch has that version or a newer one; without `check_equality`, a newer one."""
     found, asked = get_torch_version(), _version(version)
     return found > asked or (check_equality and found == asked)
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The numbers of a version: "2.13.0a0+git" is (2, 13, 0)."""
+    """Returns the numbers of a version: "2.13.0a0+git" is (2, 13, 0)."""
     found = [re.match(r"\d*", part) for part in (*text.split("+")[0].split("."), "0", "0")[:3]]
     return tuple(int(match.group() or 0) for match in found if match)
 
@@ -137,16 +137,16 @@ def get_batch_on_this_cp_rank(
     hybrid_cp_group_func: Callable[..., ProcessGroup] | None = None,
     use_per_sequence_balancing: bool = False,
 ) -> dict[str, Any]:
-    """This context-parallel rank's part of each sequence of a batch of tensors `[b, s, ...]`; None stays None.
+    """Returns this context-parallel rank's part of each sequence of a batch of tensors `[b, s, ...]`; None stays None.
 
     Args:
-        cp_group: the context-parallel group of `core.parallel_state`.
+        cp_group: must be the context-parallel group of `core.parallel_state`.
         is_hybrid_cp, hybrid_cp_group_func: Megatron-LM's; refused unless at their defaults.
-        use_per_sequence_balancing: every sequence is cut by itself in any case, as this asks for.
+        use_per_sequence_balancing: ignored: every sequence is always split by itself.
 
     Raises:
-        ParallelConfigError: another group; lengths of packed documents, or a mask of s x s elements, in whose place
-            models here take `document_starts`; or an argument that is refused.
+        ParallelConfigError: another group is given; the batch has lengths of packed documents or a mask of s x s
+            elements, instead of `document_starts`; or an argument is refused.
     """
     caller = "get_batch_on_this_cp_rank"
     one_level = "every sequence is cut over the same ranks"

@@ -1,4 +1,4 @@
-"""Warnings that a user needs to see once."""
+"""Warns once per message."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import warnings
 
 @functools.cache
 def warn_once(message: str, *, stacklevel: int = 3) -> None:
-    """Warns, the first time that it is given this message; `stacklevel` as `warnings.warn` takes it."""
+    """Warns at the first call with this message; `stacklevel` is that of `warnings.warn`."""
     warnings.warn(message, stacklevel=stacklevel)

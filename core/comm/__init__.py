@@ -1,9 +1,10 @@
 """Communication between ranks, below everything that uses it.
 
-| module | what it has |
+| module | what it does |
 | --- | --- |
-| `collectives` | reduce-scatter, all-gather, all-reduce of flat buffers; ``what=`` names each in messages |
-| `gloo` | how ranks exchange pieces directly where the backend is gloo |
-| `lane` | where collectives run while the rank computes: a thread on CPU, a stream on CUDA |
-| `record` | the last calls of this rank in each group, read when a collective fails |
+| `collectives` | reduce-scatter, all-gather and all-reduce of flat buffers; ``what=`` names each in messages |
+| `gloo` | exchanges pieces directly between ranks under gloo |
+| `lane` | runs collectives while the rank computes: on a thread on CPU, on a stream on CUDA |
+| `record` | keeps the last calls of this rank in each group, to explain a collective that fails |
+| `sums` | adds the pieces that ranks have exchanged |
 """

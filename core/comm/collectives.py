@@ -1,8 +1,8 @@
-"""Reduce-scatter, all-gather and all-reduce on flat buffers, each as its backend does it best.
+"""Reduce-scatter, all-gather and all-reduce on flat buffers, by the fastest way of each backend.
 
-NCCL's own are used as they are. Under gloo ranks exchange pieces directly (`gloo`). Every function records itself
-(`record`) under the name ``what``, and returns when the result may be used: on CPU when it is there, on CUDA when the
-current stream is ordered behind it. `lane` makes any of them run while the rank computes. Buffers are 1-D and
+NCCL's collectives are called as they are. Under gloo ranks exchange pieces directly (`gloo`). Every function records
+itself (`record`) under the name ``what``, and returns when the result may be used: on CPU when it is in memory, on
+CUDA when the current stream waits for it. `lane` runs any of them while the rank computes. Buffers are 1-D and
 contiguous.
 """
 
@@ -19,7 +19,7 @@ from .record import Collective, recorded
 from .sums import add_in_rank_order, store
 
 What = str | Collective
-"""What a collective carries, in the words of a message; or its record, where the caller has begun one."""
+"""A collective's payload as messages name it ("the gradients of bucket a to b"), or the record of a call begun."""
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -35,16 +35,17 @@ def reduce_scatter(
     fp32_accumulation: bool = False,
     accumulate: bool = False,
 ) -> None:
-    """Adds `input_` over ranks; rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
+    """Sums `input_` over ranks; rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
 
     Args:
-        output: `[len(input_) / n]`; it may be this rank's part of `input_` itself.
-        input_: what this rank adds. The other parts are left as they are; this rank's own is scratch afterwards.
-        what: its name for messages, as ``"the gradients of bucket a to b"``.
-        op: SUM, or AVG, the mean; gloo, which has no mean, divides the sum.
-        scale: the result is multiplied by it.
-        fp32_accumulation: add fp16 and bf16 in fp32, rounding once.
-        accumulate: add the result to what `output` holds; then it must not be a part of `input_`.
+        output: `[len(input_) / n]`; may be this rank's part of `input_`.
+        input_: the addend of this rank, `[n * len(output)]`. Parts of other ranks are unchanged; this rank's part
+            may be overwritten.
+        what: the payload as messages name it, for example ``"the gradients of bucket a to b"``.
+        op: SUM, or AVG for the mean; under gloo, which has no AVG, the sum is divided.
+        scale: factor of the result.
+        fp32_accumulation: add fp16 and bf16 in fp32 and round once.
+        accumulate: add the result to `output`, which then must not be a part of `input_`.
 
     Raises:
         OutOfStepError: other ranks did not join.
@@ -58,8 +59,8 @@ def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: Wha
 
     Args:
         output: `[n * len(input_)]`.
-        input_: what this rank gives; in place where it is its own part of `output`.
-        what: its name for messages.
+        input_: this rank's part; the gather is in place if it is a view of that part of `output`.
+        what: the payload as messages name it.
 
     Raises:
         OutOfStepError: other ranks did not join.
@@ -77,10 +78,10 @@ def all_reduce(
     scale: float = 1.0,
     fp32_accumulation: bool = False,
 ) -> None:
-    """Makes `tensor` the sum (or mean, see `reduce_scatter`) over ranks, in place, equal to the last bit on all.
+    """Replaces `tensor` with its sum (or mean, see `reduce_scatter`) over ranks, bitwise equal on all of them.
 
-    Under gloo, and with `fp32_accumulation`, each element is added in rank order, as `reduce_scatter` does, at any
-    length: elements that ranks cannot share equally, fewer than there are ranks, are added by all of them.
+    Under gloo, and with `fp32_accumulation`, each element is added in rank order, as in `reduce_scatter`, at any
+    length: every rank adds the remainder that does not divide by the number of ranks.
 
     Raises:
         OutOfStepError: other ranks did not join.
@@ -108,10 +109,10 @@ def all_reduce(
 def all_reduce_by_backend(
     tensor: Tensor, group: ProcessGroup | None = None, *, what: What, op: ReduceOp.RedOpType = ReduceOp.SUM
 ) -> None:
-    """Torch's own all-reduce of a tensor of any shape: for a few numbers, where only their latency counts.
+    """Calls torch's all-reduce on a tensor of any shape: for a few numbers, where only latency counts.
 
     Args:
-        group: the ranks; all of them by default.
+        group: None means all ranks.
 
     Raises:
         OutOfStepError: other ranks did not join.
@@ -127,7 +128,7 @@ def _recorded(kind: str, what: What, payload: Tensor, group: ProcessGroup | None
 def _add_on_every_rank(
     tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType, scale: float, fp32_accumulation: bool
 ) -> None:
-    """An all-reduce of a few elements, in rank order."""
+    """All-reduces a few elements: gathers them and adds them in rank order on every rank."""
     addends = tensor.new_empty(group.size() * len(tensor))
     _all_gather(addends, tensor, group)
     in_fp32 = fp32_accumulation and tensor.dtype in _LOW_PRECISION

@@ -1,9 +1,9 @@
-"""How ranks exchange pieces directly where the backend is gloo: the one fast path on CPU.
+"""Exchanges pieces directly between ranks under gloo: the one fast path on CPU.
 
-gloo's reduce-scatter is an all-reduce inside, twice the bytes, and its all-gather goes through a copy of the whole
-result. Ranks therefore send their pieces straight to the ranks that own them, from and into the buffers that hold
-them, and add what they receive in rank order, a piece of a few megabytes at a time: ``(n - 1) / n`` of the buffer
-leaves each rank, as in an ideal ring, with 8 MiB of scratch memory, which is kept. `exchanges_directly` decides.
+gloo implements reduce-scatter as an all-reduce, which sends twice the bytes, and its all-gather copies the whole
+result. Here each rank sends pieces straight to the ranks that own them, from and into the final buffers, and adds what
+it receives in rank order, a few megabytes at a time. Each rank sends ``(n - 1) / n`` of the buffer, as in an ideal
+ring, and keeps 8 MiB of scratch memory. `exchanges_directly` says whether this path applies.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .record import message_tag
 from .sums import add_in_rank_order, store
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
-"""Bytes of one message of a reduction: small enough to be added while it is in the cache, and the smaller the more
-ranks send at a time, so that what arrives takes no more memory in a larger group."""
+"""Bytes of one message of a reduction, at most and at least. A message is small enough to be added while it is in the
+cache; it shrinks as the group grows, so that the inboxes take the same memory in a group of any size."""
 
 REDUCE_TAG, GATHER_TAG = 0x5A4D, 0x5A4E
-"""Of this file's messages alone, so that no other send or receive is taken for one of ours."""
+"""Tags of this file's messages, so that no other send or receive matches them."""
 
 
 def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the functions here send pieces from rank to rank, because the backend is gloo."""
+    """Returns whether ranks exchange pieces directly: whether the backend for `device` is gloo."""
     return device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
 
 
 def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> list[dist.Work]:
-    """The messages of an `all_gather` where ranks exchange directly: to be waited for before `output` is read."""
+    """Posts the messages of an `all_gather`; wait for all of them (`wait_for`) before reading `output`."""
     own, parts = group.rank(), output.chunk(group.size())
     if parts[own].data_ptr() != input_.data_ptr():
         parts[own].copy_(input_)
@@ -45,7 +45,7 @@ def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> lis
 def exchange_and_add(
     output: Tensor, input_: Tensor, group: ProcessGroup, *, scale: float, accumulate: bool, in_fp32: bool
 ) -> None:
-    """`collectives.reduce_scatter` where ranks exchange directly; with `in_fp32` sums are rounded once, at the end."""
+    """Implements `collectives.reduce_scatter`; with `in_fp32` sums are kept in fp32 and rounded once, at the end."""
     peers = _peers(group)
     message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
     chunk = min(len(output), message_bytes // input_.element_size())
@@ -55,16 +55,16 @@ def exchange_and_add(
 
 
 _idle_inboxes: list[Tensor] = []
-"""Memory of the last exchange, for the next; `_inbox_memory` alone takes and returns it, on any thread. Empty while
-one is under way."""
+"""Scratch memory kept from the last exchange for the next. Only `_inbox_memory` takes and returns it, on any thread;
+empty during an exchange and after one that failed."""
 
 
 @contextmanager
 def _inbox_memory(num_bytes: int) -> Iterator[Tensor]:
-    """Bytes to receive into, `[num_bytes]`, the same ones each time.
+    """Lends `[num_bytes]` uint8 to receive into, the same memory each time.
 
-    Allocated anew for each exchange they would come from the arena that the C allocator keeps for the lane's thread,
-    and cost more memory than they have: it grows next to what the main thread has freed.
+    Memory allocated per exchange would come from the C allocator's arena of the lane's thread, which grows while the
+    main thread's arena holds the same amount of free memory.
     """
     try:
         memory = _idle_inboxes.pop()
@@ -86,7 +86,7 @@ def _exchange_through(
     accumulate: bool,
     in_fp32: bool,
 ) -> None:
-    """Sends the others their parts and adds what they send, through `inboxes` `[2, n - 1, elements of a message]`."""
+    """Sends other ranks their parts and adds what arrives in `inboxes`, `[2, n - 1, elements of a message]`."""
     own, parts, peers, chunk = group.rank(), input_.chunk(group.size()), _peers(group), inboxes.size(-1)
     totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None
     sends: list[dist.Work] = []
@@ -117,7 +117,7 @@ def _exchange_through(
 
 
 def _peers(group: ProcessGroup) -> list[int]:
-    """The other ranks, each rank beginning with its successor, so that not all send to the same one first."""
+    """Returns the other ranks, this rank's successor first, so that not all ranks send to the same one at once."""
     return [(group.rank() + step) % group.size() for step in range(1, group.size())]
 
 

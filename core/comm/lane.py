@@ -1,7 +1,7 @@
-"""A lane in which collectives run while the rank computes, one after the other in the order of their submission.
+"""Runs collectives while the rank computes, one after the other in the order of submission.
 
-On CUDA it is a stream of its own. Elsewhere it is a thread: it waits for the network and adds what arrives, outside
-the interpreter's lock, while the main thread computes.
+On CUDA the lane is a stream. Elsewhere it is a thread that waits for the network and adds what arrives, without the
+interpreter's lock, while the main thread computes.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 
 
 class Handle:
-    """Something in the lane. `wait` returns when what the main thread does next may use its result."""
+    """A task in the lane. After `wait` the main thread may use its result."""
 
     def wait(self) -> None:
-        """Raises here what was raised in the lane."""
+        """Waits for the task, and raises what it raised."""
         raise NotImplementedError
 
 
 class CommLane:
-    """Runs what it is given in order, asynchronously; all ranks must hand in the same sequence."""
+    """Runs tasks in order and asynchronously; all ranks must submit the same sequence."""
 
     def submit(self, run: Callable[[], None]) -> Handle:
-        """Queues `run`; what it refers to lives until it has run, or on CUDA until its handle is waited for."""
+        """Queues `run`, and keeps what it refers to until it has run, on CUDA until its handle is waited for."""
         raise NotImplementedError
 
     def run(self, run: Callable[[], None]) -> None:
-        """Runs `run` behind all that is in the lane, and returns when its result may be used."""
+        """Runs `run` after every task in the lane, and returns when its result may be used."""
         self.submit(run).wait()
 
 
 @functools.cache
 def comm_lane(device: torch.device) -> CommLane:
-    """The one lane of a device: two would let messages between the same ranks overtake each other."""
+    """Returns the one lane of a device: with two, messages between the same ranks could overtake each other."""
     return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
 
 
 class _Task(Handle):
     def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
+        self._run: Callable[[], None] | None = run  # the lane's thread drops it once it has run, with its buffers
+        self._ended = threading.Event()  # the lane's thread sets it last
+        self._error: BaseException | None = None  # what `run` raised; valid once `_ended` is set
 
     @property
     def has_ended(self) -> bool:
@@ -61,7 +61,7 @@ class _Task(Handle):
         except BaseException as error:
             self._error = error
         finally:
-            self._run = None  # frees the buffers that it held
+            self._run = None
             self._ended.set()
 
     def wait(self) -> None:
@@ -72,13 +72,13 @@ class _Task(Handle):
 
 class _ThreadLane(CommLane):
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._last: _Task | None = None
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()  # `submit` puts, the lane's thread takes
+        self._thread: threading.Thread | None = None  # the first `submit` starts it; it ends with the process
+        self._last: _Task | None = None  # the last task submitted; the lane is idle when it has ended
 
     def submit(self, run: Callable[[], None]) -> Handle:
         if self._thread is None:
-            # A daemon: at exit no process waits for long for a message of a rank that has gone.
+            # A daemon: a process that exits must not wait for messages of a rank that is gone.
             self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="comm-lane", daemon=True)
             self._thread.start()
             atexit.register(self._wait_at_exit)
@@ -88,12 +88,12 @@ class _ThreadLane(CommLane):
 
     def run(self, run: Callable[[], None]) -> None:
         if self._last is None or self._last.has_ended:
-            run()  # the lane is empty: spare two switches of threads
+            run()  # the lane is idle: on this thread it costs no thread switches
         else:
             super().run(run)
 
     def _wait_at_exit(self) -> None:
-        """At exit: a thread that is caught in one of torch's functions would abort the process."""
+        """Runs at exit: waits briefly for the last task, because a thread inside torch aborts the process."""
         if self._last is not None:
             self._last.has_ended_within(_LONGEST_EXIT_S)
 

@@ -1,12 +1,12 @@
-"""The last calls of this rank in each process group, so that ranks out of step can be compared.
+"""Records the last collectives of this rank in each process group, to compare ranks that are out of step.
 
     with recorded("all-gather", "unit decoder.layers.3", num_bytes, group):
         ...                                                  # the collective; an error in it is explained
 
-`collectives` does this for every call. It costs an append to a ring in memory and a few dictionary look-ups; nothing
-is sent while all is well. When a collective fails, its rank asks the others through the store of the default process
-group: a thread of every process looks about once a second for a question, and answers it while the rank does anything
-else. ``SHARDSTACK_RECORD_COLLECTIVES=0``, on every rank, switches all of it off.
+`collectives` does this for every call. A call costs an append to a ring in memory and a few dictionary look-ups;
+nothing is sent until a collective fails. Its rank then asks the others through the store of the default process group:
+in every process a thread looks about once a second for a question and answers it. ``SHARDSTACK_RECORD_COLLECTIVES=0``,
+set on every rank, switches recording off.
 """
 
 from __future__ import annotations
@@ -26,42 +26,44 @@ import torch
 import torch.distributed as dist
 
 NUM_CALLS_KEPT = 64
-"""Calls that each rank remembers of each group."""
+"""Calls that each rank keeps per group."""
 
 NUM_CALLS_PUBLISHED = 8
-"""How many of these the other ranks can read once one has asked."""
+"""Calls per group that a rank publishes when another one asks."""
 
 
 _EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
-"""At most one; `explain_failures_with` sets it, when what knows the words for failures is imported."""
+"""At most one function, which turns an error into a better one. `core.diagnostics` sets it when it is imported,
+through `explain_failures_with`; it is never cleared."""
 
 
 def explain_failures_with(explain: Callable[[BaseException, Collective], None]) -> None:
-    """Sets what is called with an error that was raised in a collective, to raise a better one or return."""
+    """Sets the function that is called with an error raised in a collective; it raises a better error, or returns."""
     _EXPLAIN[:] = [explain]
 
 
 class Collective:
-    """One call of a collective: a context manager around it, or `ended` and `explain` where it ends elsewhere.
+    """One call of a collective. Enter it around the call; call `ended` and `explain` if the call ends elsewhere.
 
     Attributes:
         kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-        subject: what it carries, as a unit or a bucket.
-        occurrence: how many calls of this kind and subject there have been in the group, this one included.
-        number: how many calls of any kind there have been.
+        what: its payload as messages name it, for example a unit or a bucket.
+        occurrence: calls of this kind and payload in the group so far, this one included.
+        number: calls of any kind in the group so far, this one included.
     """
 
-    __slots__ = ("ended_at", "kind", "num_bytes", "number", "occurrence", "outer", "record", "started_at", "subject")
+    __slots__ = ("ended_at", "kind", "num_bytes", "number", "occurrence", "outer", "record", "started_at", "what")
 
-    def __init__(self, record: CollectiveRecord, kind: str, subject: str, num_bytes: int) -> None:
-        self.record, self.kind, self.subject, self.num_bytes = record, kind, subject, num_bytes
-        self.number, self.occurrence = record.count(kind, subject)
+    def __init__(self, record: CollectiveRecord, kind: str, what: str, num_bytes: int) -> None:
+        self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
+        self.number, self.occurrence = record.count(kind, what)
         self.started_at = time.time()
-        self.ended_at: float | None = None  # set by `ended`, on any thread; None while it is under way
-        self.outer: Collective | None = None  # what the thread was in when it entered this one; valid until it leaves
+        self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs
+        # The collective that this thread was already in: `__enter__` sets it, and `__exit__` returns to it.
+        self.outer: Collective | None = None
 
     def ended(self) -> None:
-        """Notes that its result is there; on an accelerator, that it has been enqueued."""
+        """Records that the result is in memory; on an accelerator, that the call is enqueued."""
         self.ended_at = time.time()
 
     def __enter__(self) -> Collective:
@@ -76,21 +78,21 @@ class Collective:
             self.explain(error)
 
     def explain(self, error: BaseException) -> None:
-        """Raises what `error`, raised while ranks waited for each other in this collective, means.
+        """Explains an error that this collective raised; returns if ranks out of step are not its cause.
 
         Raises:
-            OutOfStepError: from `error`; nothing is raised where it has another cause.
+            OutOfStepError: from `error`.
         """
         for explain in _EXPLAIN:
             explain(error, self)
 
     def as_json(self) -> list[Any]:
-        """What other ranks can read of it."""
+        """Returns the fields that are published to other ranks."""
         return [
             self.number,
             self.occurrence,
             self.kind,
-            self.subject,
+            self.what,
             self.num_bytes,
             self.started_at,
             self.ended_at,
@@ -98,7 +100,7 @@ class Collective:
 
 
 class _Unrecorded(Collective):
-    """What `recorded` returns while recording is off."""
+    """Does nothing: what `recorded` returns while recording is off."""
 
     def __init__(self) -> None:
         self.ended_at = None
@@ -117,10 +119,13 @@ class _Unrecorded(Collective):
 
 
 class CollectiveRecord:
-    """The last calls of this rank in one group, the oldest first.
+    """The last calls of this rank in one group.
 
     Attributes:
-        rank: of this process in the group; `ranks` are those of its members in the world.
+        rank: this process's rank in the group.
+        ranks: the members' ranks in the world, in the order of the group.
+        calls: the oldest first. `collective` appends; the ring drops the oldest.
+        num_calls: all calls so far, those that the ring has dropped included.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -129,23 +134,23 @@ class CollectiveRecord:
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
         self._counts: Counter[tuple[str, str]] = Counter()
-        # What `publish` has written last: the number of calls and the end of the last one.
+        # The last published state: the number of calls and when the last one ended. Only `publish` uses it.
         self._published: tuple[int, float | None] | None = None
 
-    def count(self, kind: str, subject: str) -> tuple[int, int]:
-        """The numbers of a new call: among all, and among those of its kind and subject."""
+    def count(self, kind: str, what: str) -> tuple[int, int]:
+        """Counts a new call; returns its number among all calls, and among those of its kind and payload."""
         self.num_calls += 1
-        self._counts[kind, subject] += 1
-        return self.num_calls, self._counts[kind, subject]
+        self._counts[kind, what] += 1
+        return self.num_calls, self._counts[kind, what]
 
-    def collective(self, kind: str, subject: str, num_bytes: int) -> Collective:
-        """Notes that a collective begins."""
-        call = Collective(self, kind, subject, num_bytes)
+    def collective(self, kind: str, what: str, num_bytes: int) -> Collective:
+        """Records that a collective begins."""
+        call = Collective(self, kind, what, num_bytes)
         self.calls.append(call)
         return call
 
     def publish(self) -> None:
-        """Lets the other ranks read the last calls, if there is something new."""
+        """Writes the last calls into the store for other ranks, if there are new ones."""
         calls = list(self.calls)[-NUM_CALLS_PUBLISHED:]
         state = (self.num_calls, calls[-1].ended_at if calls else None)
         if state == self._published:
@@ -155,7 +160,7 @@ class CollectiveRecord:
         self._published = state
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """What `rank` of the group answered last; None if it never did (`ask_other_ranks`) or the store has gone."""
+        """Returns what `rank` of the group published last; None if it never did, or if the store is gone."""
         try:
             key = _key(self.group_name, rank)
             found: dict[str, Any] | None = json.loads(_store().get(key)) if _store().check([key]) else None
@@ -164,25 +169,23 @@ class CollectiveRecord:
         return found
 
 
-def recorded(
-    kind: str, subject: str, payload: torch.Tensor | int, group: dist.ProcessGroup | None = None
-) -> Collective:
-    """A collective that begins now, to be entered: ``with recorded(...):``.
+def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.ProcessGroup | None = None) -> Collective:
+    """Records that a collective begins, and returns it as a context manager: ``with recorded(...):``.
 
     Args:
-        kind: what it does: all-gather, reduce-scatter, all-reduce, ...
-        subject: what it does it to, in the words of a message.
-        payload: the larger of the tensors that it is called with, or its bytes; 0 for what is not counted.
-        group: the ranks; all of them by default.
+        kind: all-gather, reduce-scatter, all-reduce, ...
+        what: the payload as messages name it.
+        payload: the larger of its tensors, or its bytes; 0 if messages should give no size.
+        group: None means all ranks.
     """
     if not is_recording():
         return _UNRECORDED
     num_bytes = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
-    return record_of(group).collective(kind, subject, num_bytes)
+    return record_of(group).collective(kind, what, num_bytes)
 
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
-    """This rank's record of the group, begun at its first call."""
+    """Returns this rank's record of a group; the first call creates it."""
     asked = group if group is not None else dist.group.WORLD
     if asked is None:
         raise RuntimeError("there is no process group yet")
@@ -196,12 +199,12 @@ def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
 
 
 def is_recording() -> bool:
-    """Whether collectives are recorded: ``SHARDSTACK_RECORD_COLLECTIVES``, read at each call."""
+    """Returns whether collectives are recorded; reads ``SHARDSTACK_RECORD_COLLECTIVES`` at each call."""
     return os.environ.get("SHARDSTACK_RECORD_COLLECTIVES", "1") != "0"
 
 
 def latest_collective() -> Collective | None:
-    """What this rank has called last, in any group."""
+    """Returns the last call of this rank in any group."""
     latest = [record.calls[-1] for record in _live_records() if record.calls]
     return max(latest, key=lambda call: call.started_at, default=None)
 
@@ -211,26 +214,29 @@ def _live_records() -> list[CollectiveRecord]:
 
 
 def recorded_collective() -> Collective | None:
-    """The collective that this thread is in."""
+    """Returns the innermost recorded collective that this thread is in."""
     call: Collective | None = getattr(_here, "collective", None)
     return call
 
 
 def message_tag(tag: int) -> int:
-    """`tag`, of 16 bits, with a hash above it of the collective that this thread is in.
+    """Returns `tag`, of 16 bits, with a hash above it of the collective that this thread is in.
 
-    A rank that is elsewhere then finds no message to take for its own: it waits, instead of computing with what was
-    meant for another tensor of the same size.
+    Messages of different collectives never match then: a rank out of step waits, instead of computing with another
+    tensor of the same size.
     """
     call = recorded_collective()
     if call is None:
         return tag
-    return (zlib.crc32(f"{call.kind}\0{call.subject}\0{call.occurrence}".encode()) & 0x7FFF) << 16 | tag
+    return (zlib.crc32(f"{call.kind}\0{call.what}\0{call.occurrence}".encode()) & 0x7FFF) << 16 | tag
 
 
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
-_every_record: list[weakref.ref[CollectiveRecord]] = []  # of `_records`; the listener copies a list in one go
-_here = threading.local()  # .collective: what the thread is in; `Collective.__enter__` and `__exit__` set it
+"""`record_of` adds; an entry is dropped with its group."""
+_every_record: list[weakref.ref[CollectiveRecord]] = []
+"""The same records for the listener's thread, which copies the list in one atomic operation. `record_of` adds."""
+_here = threading.local()
+"""``.collective``: the collective that the thread is in. `Collective.__enter__` and `__exit__` set it."""
 _UNRECORDED = _Unrecorded()
 
 
@@ -238,10 +244,7 @@ _UNRECORDED = _Unrecorded()
 
 
 def ask_other_ranks() -> None:
-    """Makes every rank publish its record, and waits until those that can have done so.
-
-    Without a store there is nothing to wait for.
-    """
+    """Asks every rank to publish its record, and waits until those that can have done so; without a store, returns."""
     try:
         _store().add(_QUESTIONS, 1)
         _publish_all()
@@ -257,7 +260,7 @@ def _publish_all() -> None:
 
 
 def _listening_interval_s() -> float:
-    """Seconds between two looks into the store: more where more ranks share it."""
+    """Returns the seconds between two looks into the store: more as more ranks share it."""
     return max(1.0, (dist.get_world_size() if dist.is_initialized() else 1) / 256)
 
 
@@ -265,14 +268,15 @@ _FAILURES_BEFORE_GIVING_UP = 5
 
 
 class _Listener:
-    """A thread that publishes this process's records once a rank has asked; it ends with the process, or when the
-    store has gone. It polls: torch aborts a process that ends while a thread waits in a store.
+    """A thread that publishes this process's records when a rank asks. It ends with the process or the store.
+
+    It polls, because torch aborts a process that exits while a thread waits in a store.
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None  # started at the first record of several ranks
-        self._stop = threading.Event()  # set at exit
-        self._answered = b""  # the number of the last question, as the store has it; the thread alone uses it
+        self._thread: threading.Thread | None = None  # `ensure_running` starts it at the first group of several ranks
+        self._stop = threading.Event()  # `stop` sets it at exit
+        self._answered = b""  # number of the last answered question, as the store has it; only the thread uses it
         atexit.register(self.stop)
 
     def ensure_running(self) -> None:
@@ -289,7 +293,7 @@ class _Listener:
         failures = 0
         while failures < _FAILURES_BEFORE_GIVING_UP and not self._stop.wait(_listening_interval_s()):
             if not dist.is_initialized():
-                continue  # between two initialisations
+                continue  # the process group was destroyed, and may be initialised again
             try:
                 self._answer(_store())
                 failures = 0

@@ -1,4 +1,4 @@
-"""Sums of the pieces that ranks have exchanged."""
+"""Adds the pieces that ranks have exchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def store(output: Tensor, result: Tensor, scale: float, accumulate: bool) -> None:
-    """Writes `result` times `scale` into `output`, or adds it; both may be the same tensor unless it is added."""
+    """Writes `result * scale` into `output`, or adds it with `accumulate`; only without may both be one tensor."""
     if accumulate:
         output.add_(result, alpha=scale)
         return
@@ -20,9 +20,9 @@ def store(output: Tensor, result: Tensor, scale: float, accumulate: bool) -> Non
 
 
 def add_in_rank_order(addends: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``((a0 + a1) + a2) + ...`` into `out`, which may be one of the addends, with the first addend as scratch.
+    """Computes ``((a0 + a1) + a2) + ...`` into `out`, which may be one of the addends; the first addend is scratch.
 
-    An `out` of another dtype sets the precision of every addition; without one the sum is left in the first addend.
+    Every addition has the precision of `out`. With `out` None the sum is left in the first addend.
     """
     if out is not None and out.dtype != addends[0].dtype:
         total = out.copy_(addends[0])

@@ -1,13 +1,13 @@
-"""Which sample belongs to which step, micro-batch and rank.
+"""Assigns samples to steps, micro-batches and ranks.
 
-Step k of a run with global batch size g trains on samples `[c, c + g)`, c = k * g being the samples consumed before
-it. The slice is dealt out as Megatron-LM does: of micro-batch m, data-parallel rank r reads
+Step k of a run with global batch size g trains on samples `[c, c + g)`, where c = k * g samples were consumed before.
+As in Megatron-LM, data-parallel rank r reads for micro-batch m
 
     [c + (m * dp + r) * micro_batch_size, c + (m * dp + r + 1) * micro_batch_size)
 
-so the set that a step trains on depends neither on the number of ranks nor on the micro-batch size, and
-`consumed_samples` is all that a checkpoint has to keep. Ranks that differ in tensor, context or pipeline coordinate
-alone pass the same data-parallel rank and read the same samples.
+so that the samples of a step depend neither on the number of ranks nor on the micro-batch size, and a checkpoint only
+has to store `consumed_samples`. Ranks that differ only in their tensor, context or pipeline coordinate pass the same
+data-parallel rank and read the same samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import ConfigError, DataError, ParallelConfigError
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
-    """Micro-batches that each rank runs in a step.
+    """Returns the number of micro-batches that each rank runs in a step.
 
     Raises:
         ParallelConfigError: the global batch does not divide; the message names sizes that do.
@@ -50,11 +50,11 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
 class PretrainingSampler(Sampler[list[int]]):
     """Yields this rank's micro-batches, as lists of sample numbers, from `consumed_samples` on.
 
-    A last step for which fewer than `global_batch_size` samples are left is not begun, on any rank.
+    Drops the last samples, on all ranks, if they are fewer than `global_batch_size`.
 
     Raises:
-        ParallelConfigError: sizes that do not divide, or a rank outside the group.
-        DataError: not one full step is left.
+        ParallelConfigError: sizes do not divide, or the rank is outside of the group.
+        DataError: fewer samples are left than one step takes.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PretrainingSampler(Sampler[list[int]]):
         self.data_parallel_size = data_parallel_size
 
     def __len__(self) -> int:
-        """Micro-batches that this rank will yield."""
+        """Returns the number of micro-batches that this rank yields."""
         return (self.total_samples - self.consumed_samples) // self.global_batch_size * self.num_microbatches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -110,14 +110,14 @@ def build_pretraining_data_loader(
     num_workers: int = 0,
     seed: int = 0,
 ) -> DataLoader[Any]:
-    """A loader of this rank's micro-batches, each a dict of tensors `[b, s]` for a `GPTDataset`.
+    """Builds a loader of this rank's micro-batches, each a dict of tensors `[b, s]` for a `GPTDataset`.
 
-    Iterating it again starts again at `consumed_samples`.
+    Every new iterator starts at `consumed_samples`.
 
     Args:
-        num_workers: processes that read ahead; 0 reads in this one.
-        seed: of the loader's own generator. Without one, every new iterator would draw from torch's default
-            generator, and a resumed run would no longer equal the uninterrupted one.
+        num_workers: processes that read ahead; 0 reads in this process.
+        seed: seed of the loader's own generator. Without one, every new iterator would draw from torch's default
+            generator, and a resumed run would differ from the uninterrupted one.
     """
     if num_workers < 0:
         raise ConfigError(f"num_workers is {num_workers}; it takes 0 or more")

@@ -1,8 +1,7 @@
-"""Samples of fixed length for a causal language model, packed from the documents of a corpus.
+"""Packs the documents of a corpus into samples of fixed length for a causal language model.
 
-Item i of a :class:`GPTDataset` is already shuffled: reading items 0, 1, 2, ... is the training order. It depends on
-the corpus, the split, the sequence length, the seed and `num_samples`, and on nothing else; the same inputs give the
-same order as Megatron-LM's dataset of this name.
+Items of a :class:`GPTDataset` are already shuffled: 0, 1, 2, ... is the training order. It depends only on the corpus,
+the split, the sequence length, the seed and `num_samples`. The same inputs give the order of Megatron-LM's GPTDataset.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from .sample_index import build_indices
 SplitName = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
-_ALGORITHM = 1  # raise when the same key would give other arrays
+_ALGORITHM = 1  # part of the cache's key; increase it when the same inputs give other arrays
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
-    """How documents become samples; field names are Megatron-LM's where it has them.
+    """Settings of a dataset; field names are Megatron-LM's where it has them.
 
     Raises:
-        ConfigError: a value out of range, or an option that needs `eod` without it.
+        ConfigError: a value is out of range, or an option needs `eod` and it is None.
     """
 
     sequence_length: int
@@ -48,10 +47,10 @@ class GPTDatasetConfig:
     """Seed of the order of documents and samples, 0 to 2**32 - 1."""
 
     split: str = "969,30,1"
-    """Shares of the documents for training, validation and test: the first ones, the next ones, the last ones."""
+    """Shares of the documents for training (the first ones), validation (the next ones) and test (the last ones)."""
 
     vocab_size: int | None = None
-    """Number of entries of the model's embedding; a corpus with a token beyond it is refused. None: not checked."""
+    """Entries of the model's embedding; a corpus with a larger token is refused. None: not checked."""
 
     eod: int | None = None
     """Id of the end-of-document token, for the three options below."""
@@ -60,10 +59,10 @@ class GPTDatasetConfig:
     """Count positions from 0 again after each end of document."""
 
     reset_attention_mask: bool = False
-    """Say of each token where its document begins, so that a model can keep documents apart."""
+    """Return the start of each token's document, so that attention can be restricted to it."""
 
     eod_mask_loss: bool = False
-    """Leave out the loss where the input is an end of document, whose label no text can tell."""
+    """Mask the loss where the input is an end of document, whose label is the start of an unrelated one."""
 
     cache_dir: Path | None = None
     """Folder of the index cache. None: `<prefix>.cache`, next to the corpus."""
@@ -78,23 +77,23 @@ class GPTDatasetConfig:
 
 
 _ORDER_BYTES = 24
-"""Of a sample: where it begins, and its place in the order, while they are computed."""
+"""Working memory per sample while the order is computed: its start, and its place in the order."""
 
 
 class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     """The samples of one split.
 
-    An item is a dict of tensors of shape `[s]`: `tokens` (int64), `labels` (int64, the tokens that follow),
-    `loss_mask` (float32) and `position_ids` (int64); with `reset_attention_mask` also `document_starts` (int64), the
-    position at which each token's document begins, an end of document being the last token of its own.
+    An item is a dict of tensors of shape `[s]`: `tokens` (int64), `labels` (int64, the next tokens), `loss_mask`
+    (float32) and `position_ids` (int64); with `reset_attention_mask` also `document_starts` (int64), the position at
+    which each token's document begins. An end of document is the last token of its document.
 
     Args:
-        corpus: its sequences are the documents.
-        num_samples: at least so many items, over as many epochs as that takes. None: one epoch.
+        corpus: each of its sequences is a document.
+        num_samples: at least this many items, over as many epochs as needed. None: one epoch.
 
     Raises:
-        DataError: the split has no document or too few tokens for one sample, a token is beyond the vocabulary, or
-            the cache cannot be written.
+        DataError: the split has no document or too few tokens for one sample, a token exceeds the vocabulary, or the
+            cache cannot be written.
     """
 
     def __init__(
@@ -130,14 +129,14 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         self._shuffle_index = arrays["shuffle_index"]
 
     def __reduce__(self) -> tuple[type[GPTDataset], tuple[Any, ...]]:
-        # A loader's worker maps the same files again instead of receiving gigabytes of index.
+        # A loader's worker maps the same files again; pickling would send gigabytes of index.
         return type(self), (self.corpus, self.split, self.config, self.num_samples)
 
     def __len__(self) -> int:
         return len(self._shuffle_index)
 
     def order_fingerprint(self) -> str:
-        """Tells two orders of the same samples apart, from the number of samples and those that come first."""
+        """Returns a fingerprint of the order of samples: their number and a hash of the first ones."""
         first = np.asarray(self._shuffle_index[:4096], np.int64)
         starts = np.asarray(self._document_index[:4096], np.int64)
         return f"{len(self)}-{zlib.crc32(starts.tobytes(), zlib.crc32(first.tobytes())):08x}"
@@ -154,7 +153,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             is_end = tokens.eq(self.config.eod)
             starts = torch.zeros_like(positions)
             starts[1:] = torch.where(is_end[:-1], positions[1:], 0)
-            starts = starts.cummax(0).values  # of the document that each token belongs to
+            starts = starts.cummax(0).values  # [s], the start of each token's document
             if self.config.eod_mask_loss:
                 loss_mask[is_end] = 0.0
             if self.config.reset_position_ids:
@@ -164,7 +163,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return sample
 
     def _read(self, sample: int) -> NDArray[np.int64]:
-        """The `sequence_length + 1` tokens of a sample, in the order before shuffling."""
+        """Returns the `sequence_length + 1` tokens of a sample, numbered as before shuffling."""
         position, offset = (int(value) for value in self._sample_index[sample])
         text = np.empty(self.config.sequence_length + 1, np.int64)
         filled = 0
@@ -181,10 +180,10 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 def build_gpt_datasets(
     prefix: str | os.PathLike[str], config: GPTDatasetConfig, num_samples: Sequence[int | None]
 ) -> list[GPTDataset | None]:
-    """Datasets for training, validation and test, in this order, of one corpus.
+    """Builds the datasets of one corpus for training, validation and test, in this order.
 
     Args:
-        num_samples: for each split: 0 for no dataset, None for one epoch of it.
+        num_samples: per split; 0 builds no dataset, None one epoch.
     """
     corpus = IndexedDataset(prefix)
     return [
@@ -194,7 +193,7 @@ def build_gpt_datasets(
 
 
 def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:
-    """The documents `[first, last)` of a split, by Megatron-LM's rounding of the shares."""
+    """Returns the documents `[first, last)` of a split; rounds shares as Megatron-LM does."""
     parsed = parse_shares(shares)
     bounds = [0.0]
     for share in parsed:
@@ -204,10 +203,10 @@ def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[i
 
 
 def parse_shares(text: str) -> list[float]:
-    """The shares of training, validation and test in a `split`, in any unit.
+    """Parses a `split` into shares of training, validation and test, in any unit.
 
     Raises:
-        ConfigError: text that is no such list.
+        ConfigError: `text` is no list of one to three shares.
     """
     try:
         shares = [float(part) for part in text.split(",")]
@@ -234,7 +233,7 @@ def _check_size(corpus: IndexedDataset, split: str, config: GPTDatasetConfig, fi
 
 
 def _check_count(num_samples: int | None, config: GPTDatasetConfig) -> None:
-    """Refuses an order of samples that no memory holds, before it is computed."""
+    """Refuses a number of samples whose order does not fit into memory, before computing it."""
     if num_samples is not None and num_samples * _ORDER_BYTES > host_memory.total_bytes():
         raise ConfigError(
             f"{num_samples} samples of {config.sequence_length} tokens are asked for, and their order alone takes "
@@ -245,7 +244,7 @@ def _check_count(num_samples: int | None, config: GPTDatasetConfig) -> None:
 def _check_tokens(
     corpus: IndexedDataset, vocab_size: int | None, cache_dir: Path, identity: list[dict[str, Any]]
 ) -> None:
-    """Refuses a corpus whose tokens are no indices of the embedding; its range is found once and cached."""
+    """Refuses a corpus with tokens outside of the embedding. The range of its tokens is computed once and cached."""
     if corpus.dtype.kind not in "iu":
         raise DataError(f"{corpus.idx_path}: tokens are {corpus.dtype.name}; a language model needs integers")
     limits = np.iinfo(corpus.dtype)
@@ -267,10 +266,10 @@ def _token_range(corpus: IndexedDataset) -> dict[str, NDArray[Any]]:
 
 
 def _identity(corpus: IndexedDataset) -> list[dict[str, Any]]:
-    """Names the content of a corpus; the folder is left out, mounts differ between machines.
+    """Returns what identifies the content of a corpus, without its folder, because mounts differ between machines.
 
-    Of the tokens only size and times are looked at, of which the last cannot be set; the order of samples depends on
-    the lengths alone, and these are read.
+    The token file is identified by its size and its times of modification and change; the latter cannot be set. The
+    lengths of sequences, which alone decide the order of samples, are hashed.
     """
     stats = [(path.name, path.stat()) for path in (corpus.idx_path, corpus.bin_path)]
     named: list[dict[str, Any]] = [

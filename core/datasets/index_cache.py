@@ -1,9 +1,9 @@
-"""Arrays that are costly to compute, kept on disk, and safe when all ranks of a run start at once.
+"""Caches arrays on disk that are slow to compute; safe when all ranks of a run start at once.
 
 An entry is a folder named by the hash of its key, with one ``.npy`` per array and a ``description.json``. It is
-written under another name and renamed, so a reader sees all of it or nothing. Readers memory-map: the ranks of a
-machine share one copy in memory. What does not match its description (cut short, overwritten, bits flipped) is
-built again.
+written under a temporary name and renamed, so that a reader sees all of it or nothing. Readers memory-map it, so that
+the ranks of a machine share one copy in memory. An entry that does not match its description (truncated, overwritten,
+bits flipped) is built again.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays of `key`, memory-mapped; calls `build` when the cache does not have them.
+    """Returns the arrays of `key`, memory-mapped; calls `build` if the cache does not have them.
 
-    Of several processes on a machine that ask at once, one builds and the others wait for it. Where the file system
-    has no locks each builds, with the same result.
+    If several processes of a machine call it at once, one builds and the others wait. On a file system without locks
+    each builds, with the same result.
 
     Args:
-        key: everything the arrays depend on, as JSON values.
+        key: everything that the arrays depend on, as JSON values.
 
     Raises:
         DataError: the cache folder cannot be written.
@@ -81,7 +81,7 @@ def _load(entry: Path, key: str) -> Arrays | None:
             if _crc32(arrays[name]) != checksum:
                 return None
         return arrays
-    except Exception:  # missing, or damaged: JSON, numpy's header parser and mmap each fail in ways of their own
+    except Exception:  # missing or damaged: JSON, numpy's header parser and mmap each raise other errors
         return None
 
 
@@ -93,14 +93,14 @@ def _store(entry: Path, key: str, arrays: Arrays) -> None:
             np.save(draft / f"{name}.npy", values, allow_pickle=False)
         description = {"key": key, "crc32": {name: _crc32(values) for name, values in arrays.items()}}
         (draft / "description.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
-        with contextlib.suppress(FileNotFoundError):  # a damaged entry; those who have it mapped keep their pages
+        with contextlib.suppress(FileNotFoundError):  # a damaged entry; processes that have it mapped keep their pages
             aside = draft.with_name(f"{draft.name}.old")
             entry.rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
         try:
             draft.rename(entry)
         except OSError:
-            if not entry.exists():  # otherwise another builder, where there are no locks, was quicker
+            if not entry.exists():  # without locks another builder may have been faster
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -111,7 +111,7 @@ def _crc32(values: NDArray[Any]) -> int:
 
 
 def _sweep(directory: Path) -> None:
-    """Removes drafts of programs that were killed; whoever holds the lock is the only one who writes."""
+    """Removes drafts of killed programs. Only the holder of the lock writes, so that no other draft is in use."""
     for left in directory.iterdir():
         if _DRAFT.fullmatch(left.name):
             shutil.rmtree(left, ignore_errors=True)
@@ -119,7 +119,7 @@ def _sweep(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(directory: Path) -> Iterator[bool]:
-    """Holds a lock that the kernel releases when its holder dies; False where file system or platform has none."""
+    """Holds a lock, which the kernel releases if the process dies; yields False if the system has no locks."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / "lock").open("ab")
@@ -143,5 +143,5 @@ def _unwritable(directory: Path, error: OSError) -> DataError:
 
 
 def default_directory(prefix: str | os.PathLike[str]) -> Path:
-    """Where the indices of a corpus are kept unless the user says otherwise: next to it."""
+    """Returns the default cache folder of a corpus, next to it."""
     return Path(f"{os.fspath(prefix)}.cache")

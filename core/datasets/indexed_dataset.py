@@ -1,4 +1,4 @@
-"""Megatron-LM's corpus format: token ids in ``<prefix>.bin``, the place of each sequence in ``<prefix>.idx``.
+"""Reads and writes Megatron-LM's corpus format: token ids in ``<prefix>.bin``, an index in ``<prefix>.idx``.
 
     .idx   9 bytes   b"MMIDIDX\\x00\\x00"
            uint64    version, 1
@@ -44,11 +44,11 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _CHECKED_AT_ONCE = 1 << 20
-"""Entries of an index whose check takes memory at the same time."""
+"""Entries of an index that are checked at a time, to bound memory."""
 
 
 class DType(Enum):
-    """Codes of token dtypes in an index file, as Megatron-LM numbers them."""
+    """Megatron-LM's codes of token dtypes in an index file."""
 
     uint8 = 1
     int8 = 2
@@ -61,7 +61,7 @@ class DType(Enum):
 
     @classmethod
     def code_from_dtype(cls, value: DTypeLike) -> int:
-        """The code of a numpy dtype; `DataError` for one that the format does not have."""
+        """Returns the code of a numpy dtype; raises `DataError` if the format has none."""
         name = np.dtype(value).name
         if name not in cls.__members__:
             raise DataError(f"dtype {name} cannot be stored in an index; it has {', '.join(cls.__members__)}")
@@ -69,7 +69,7 @@ class DType(Enum):
 
     @classmethod
     def dtype_from_code(cls, value: int) -> np.dtype[Any]:
-        """The numpy dtype of a code; `DataError` for an unknown one."""
+        """Returns the numpy dtype of a code; raises `DataError` for an unknown code."""
         if value not in {member.value for member in cls}:
             raise DataError(f"dtype code {value} is unknown; codes run from 1 to {len(cls)}")
         dtype: np.dtype[Any] = np.dtype(cls(value).name).newbyteorder("<")
@@ -77,28 +77,28 @@ class DType(Enum):
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> np.dtype[Any]:
-        """Megatron-LM's choice for a vocabulary: uint16 below 65,500 entries, else int32."""
+        """Returns Megatron-LM's dtype for a vocabulary: uint16 below 65,500 entries, else int32."""
         return np.dtype("<u2" if cardinality is not None and cardinality < 65500 else "<i4")
 
 
 def get_idx_path(path_prefix: str | os.PathLike[str]) -> Path:
-    """Path of the index file of a corpus."""
+    """Returns the path of a corpus's index file."""
     return Path(f"{os.fspath(path_prefix)}.idx")
 
 
 def get_bin_path(path_prefix: str | os.PathLike[str]) -> Path:
-    """Path of the token file of a corpus."""
+    """Returns the path of a corpus's token file."""
     return Path(f"{os.fspath(path_prefix)}.bin")
 
 
 class IndexedDataset:
-    """A corpus on disk, memory-mapped: opening costs nothing, and processes share the pages they read.
+    """A memory-mapped corpus: opening it reads only the index, and processes share the pages that they read.
 
-    Items are read-only numpy arrays of token ids, one per sequence; modes of a multimodal index are ignored.
+    Items are read-only numpy arrays of token ids, one per sequence. Modes of a multimodal index are ignored.
 
     Raises:
-        DataError: a file is missing, truncated, of another format or version, does not fit its partner,
-            or holds no tokens.
+        DataError: a file is missing, truncated, of another format or version, does not match the other one, or has no
+            tokens.
     """
 
     def __init__(self, path_prefix: str | os.PathLike[str]) -> None:
@@ -112,7 +112,7 @@ class IndexedDataset:
         self._bytes = np.memmap(self.bin_path, dtype=np.uint8, mode="r")
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return type(self), (self.prefix,)  # a loader's worker opens the files again instead of receiving their content
+        return type(self), (self.prefix,)  # a loader's worker opens the files again
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -131,7 +131,7 @@ class IndexedDataset:
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike[str]) -> bool:
-        """Whether both files of the corpus are there."""
+        """Returns whether both files of the corpus exist."""
         return get_idx_path(path_prefix).is_file() and get_bin_path(path_prefix).is_file()
 
     def __len__(self) -> int:
@@ -147,11 +147,11 @@ class IndexedDataset:
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """`length` tokens of sequence `idx` from token `offset` on; to its end when `length` is None.
+        """Returns `length` tokens of sequence `idx` from token `offset` on; up to its end if `length` is None.
 
         Raises:
-            IndexError: no such sequence.
-            DataError: the range reaches beyond the sequence, or the index points beyond the token file.
+            IndexError: there is no such sequence.
+            DataError: the range exceeds the sequence, or the index points beyond the token file.
         """
         if not -len(self) <= idx < len(self):
             raise IndexError(f"sequence {idx} of a corpus of {len(self)} sequences")
@@ -170,17 +170,17 @@ class IndexedDataset:
             ) from None
 
     def iterate_tokens(self, chunk_tokens: int = 1 << 24) -> Iterator[NDArray[Any]]:
-        """All tokens of the corpus in file order, in views of at most `chunk_tokens`."""
+        """Yields all tokens of the corpus in file order, as views of at most `chunk_tokens`."""
         tokens = self._bytes.view(self.dtype)
         for start in range(0, len(tokens), chunk_tokens):
             yield tokens[start : start + chunk_tokens]
 
 
 class IndexedDatasetBuilder:
-    """Writes a corpus; nothing bears its final name before :meth:`finalize` has written all of it.
+    """Writes a corpus under temporary names; :meth:`finalize` renames the complete files.
 
-    Use it in a `with` statement: what was begun and not finalised, because of an exception or an interrupt, is
-    removed. A corpus of the same name stays readable until it is replaced.
+    Use it in a `with` statement, which removes unfinished files after an exception or an interrupt. An existing corpus
+    of the same name stays readable until it is replaced.
     """
 
     def __init__(self, bin_path: str | os.PathLike[str], dtype: DTypeLike = np.int32) -> None:
@@ -188,7 +188,7 @@ class IndexedDatasetBuilder:
         self._bin_path = Path(bin_path)
         self._lengths = array("i")
         self._document_indices = array("q", [0])
-        self._temporary, self._file = _open_beside(self._bin_path)
+        self._temporary, self._file = _open_temporary(self._bin_path)
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -199,12 +199,16 @@ class IndexedDatasetBuilder:
         self.discard()
 
     def discard(self) -> None:
-        """Removes what was written so far; does nothing after :meth:`finalize`."""
+        """Removes the unfinished files; does nothing after :meth:`finalize`."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def add_document(self, tensor: ArrayLike, lengths: Sequence[int]) -> None:
-        """Appends one document: `tensor`, any array, holds its sequences end to end, `lengths` the tokens in each.
+        """Appends one document.
+
+        Args:
+            tensor: any array; the document's sequences, concatenated.
+            lengths: tokens in each sequence.
 
         Raises:
             DataError: the lengths do not add up, or a token does not fit the dtype.
@@ -235,13 +239,13 @@ class IndexedDatasetBuilder:
             shutil.copyfileobj(source, self._file, 1 << 22)
 
     def finalize(self, idx_path: str | os.PathLike[str]) -> None:
-        """Writes the index, then gives both files their names, the index last."""
+        """Writes the index, then renames both files, the index last."""
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         pointers = np.zeros(len(lengths), np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
         documents = np.frombuffer(self._document_indices, np.int64)
-        temporary, file = _open_beside(Path(idx_path))
+        temporary, file = _open_temporary(Path(idx_path))
         try:
             with file:
                 code = DType.code_from_dtype(self.dtype)
@@ -253,7 +257,7 @@ class IndexedDatasetBuilder:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            Path(idx_path).unlink(missing_ok=True)  # an old index must never meet the new tokens
+            Path(idx_path).unlink(missing_ok=True)  # an old index must never be read with the new tokens
             self._temporary.replace(self._bin_path)
             temporary.replace(idx_path)
             sync_folder(self._bin_path.parent)
@@ -308,7 +312,7 @@ class _Index:
         self._check_order(path)
 
     def _check_order(self, path: Path) -> None:
-        """Refuses lengths that are no lengths, places that do not follow from them, and documents that go back."""
+        """Refuses invalid lengths, starts that do not follow from the lengths, and documents out of order."""
         end = 0
         for start in range(0, len(self.lengths), _CHECKED_AT_ONCE):
             lengths = self.lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
@@ -342,7 +346,7 @@ def _check_bin_size(path: Path, index: _Index) -> None:
 
 
 def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """`values` in `dtype`; numpy alone would wrap a token that is too large around to another one."""
+    """Returns `values` in `dtype`; raises if a token does not fit, where numpy would wrap it around to another one."""
     if values.size and dtype.kind in "iu" and values.dtype != dtype:
         limits = np.iinfo(dtype)
         low, high = values.min(), values.max()
@@ -354,14 +358,14 @@ def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     return values.astype(dtype, copy=False)
 
 
-def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
+def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         _sweep(path)
         file = temporary.open("wb")
         if fcntl is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which says that it is being written
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the draft as in use, for `_sweep`
         return temporary, file
     except OSError as error:
         raise DataError(
@@ -370,7 +374,7 @@ def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def _sweep(path: Path) -> None:
-    """Removes what programs that were killed left of drafts of this file; a draft that is being written is locked."""
+    """Removes drafts of this file that killed programs left; a draft in use is locked."""
     if fcntl is None:
         return
     for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):

@@ -1,7 +1,7 @@
-"""Text to corpus: documents are read here, tokenised in worker processes, and written here in the order of reading.
+"""Converts text to a corpus: reads documents, tokenises them in worker processes, writes them in the order of reading.
 
-The order, and so every byte that is written, does not depend on the number of workers. What is in flight is bounded:
-a corpus of any size passes through a few MiB of memory per worker, beside its longest document.
+The order, and so every byte of the corpus, does not depend on the number of workers. Memory is bounded for a corpus of
+any size: a few MiB per worker, plus its longest document.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = ["PreparedCorpus", "prepare", "standard_library_sources"]
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """What :func:`prepare` wrote."""
+    """The corpus that :func:`prepare` wrote."""
 
     prefix: str
     num_files: int
@@ -64,7 +64,7 @@ class PreparedCorpus:
 
 
 class _Chunk(NamedTuple):
-    """Records that travel to a worker together, all of one file."""
+    """Records of one file that are sent to a worker together."""
 
     name: str
     file_format: Literal["text", "jsonl"]
@@ -93,25 +93,23 @@ def prepare(
 ) -> PreparedCorpus:
     """Writes ``<output_prefix>.bin``, ``.idx`` and ``.tokenizer.json`` from text and JSON-lines files.
 
-    The folder of the prefix is created where there is none.
-
-    Each document ends with the tokenizer's end-of-document token; empty documents are left out. Nothing bears its
-    final name before all of it is written.
+    Creates the folder of the prefix. Ends each document with the tokenizer's end-of-document token and skips empty
+    documents. Files get their final names when they are complete.
 
     Args:
         inputs: files, folders and glob patterns; see `text_sources.find_files`.
         tokenizer: `"byte"`, `"bpe"` (learned from the corpus itself) or the path of a ``tokenizer.json``.
-        vocab_size: entries that a BPE may learn.
-        eod_token: of a tokenizer file whose end-of-document token cannot be told from its folder.
-        json_key: where the text of a JSON object stands.
+        vocab_size: limit of entries that a BPE learns.
+        eod_token: the end-of-document token, if the tokenizer file's folder does not say which it is.
+        json_key: the key of a JSON object's text.
         split_on: what ends a document of a text file.
-        bpe_training_bytes: a BPE learns from the documents up to this many characters.
-        workers: processes that tokenise; 1 works in this process.
+        bpe_training_bytes: characters at the beginning of the corpus that a BPE learns from.
+        workers: processes that tokenise; 1 uses this process.
         progress: draw a progress bar on stderr (extra `train`).
 
     Raises:
-        DataError: an input that is missing, damaged or without text, or an output that cannot be written.
-        ConfigError: `workers` or `vocab_size` out of range.
+        DataError: an input is missing, damaged or without text, or the output cannot be written.
+        ConfigError: `workers` or `vocab_size` is out of range.
         MissingExtraError: a library of the extra `train` is not installed.
     """
     if workers < 1:
@@ -151,7 +149,9 @@ def prepare(
             if num_documents == 0:
                 shown = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
                 raise DataError(f"the corpus is empty: no document with text in {len(files)} files ({shown})")
-            get_idx_path(prefix).unlink(missing_ok=True)  # an old corpus must not meet the new tokenizer either
+            get_idx_path(prefix).unlink(
+                missing_ok=True
+            )  # an old corpus must not be read with the new tokenizer either
             chosen.save(tokenizer_path(prefix))
             builder.finalize(get_idx_path(prefix))
     except OSError as error:
@@ -177,12 +177,12 @@ def _chunks(path: Path, file_format: Literal["text", "jsonl"], split_on: SplitOn
 
 
 def _encode_all(chunks: Iterable[_Chunk], tokenizer: Tokenizer, json_key: str, workers: int) -> Iterator[_Encoded]:
-    """The tokens of each chunk, in the order of `chunks`."""
+    """Yields the tokens of each chunk, in the order of `chunks`."""
     if workers == 1:
         for chunk in chunks:
             yield _encode(chunk, tokenizer, json_key)
         return
-    # Spawned, not forked: the caller may hold threads and process groups that do not survive a fork.
+    # Spawned, not forked: the caller may have threads and process groups that do not survive a fork.
     pool = ProcessPoolExecutor(
         workers,
         multiprocessing.get_context("spawn"),
@@ -208,7 +208,7 @@ _worker: tuple[Tokenizer, str] | None = None
 
 def _start_worker(tokenizer_json: str, eod_token: str, json_key: str) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
     _worker = tokenizer_from_json(tokenizer_json, eod_token), json_key
 
 
@@ -245,7 +245,7 @@ def _first(texts: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def _check_folder(prefix: Path) -> None:
-    """Finds out before the work and not after it that its result has no place."""
+    """Raises, before any work, if the output cannot be written."""
     folder = prefix.parent
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():

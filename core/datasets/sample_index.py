@@ -1,14 +1,14 @@
-"""Which tokens make sample i: documents shuffled over epochs, packed end to end, cut every `sequence_length` tokens.
+"""Computes which tokens make sample i: shuffles documents over epochs, concatenates them, and cuts samples.
 
 The design and every random draw are Megatron-LM's (its GPTDataset and `build_sample_idx`): the same corpus, seed and
-sizes give the same samples in the same order. What it does in a compiled loop is done here by cumulative sums and
-binary search, in blocks, so that working memory stays small beside the result.
+sizes give the same samples in the same order. Cumulative sums and binary search replace its compiled loop, in blocks,
+so that working memory stays small compared with the result.
 
     document_index [E * N]         documents of E epochs, shuffled together
     sample_index   [samples + 1, 2] where sample i starts: (position in document_index, token in that document)
     shuffle_index  [samples]        a permutation of the samples
 
-Sample i covers the sequence_length + 1 tokens from its start, the last of which is the first of sample i + 1.
+Sample i covers the sequence_length + 1 tokens from its start; the last one is the first of sample i + 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK_DOCUMENTS = 1 << 21
-_SEPARATE_BELOW = 0.80  # of an epoch: a shorter last epoch is shuffled apart, so that earlier ones stay whole
+_SEPARATE_BELOW = 0.80  # a last epoch shorter than this share is shuffled by itself, so that earlier ones stay whole
 
 
 def build_indices(
@@ -31,11 +31,11 @@ def build_indices(
     num_samples: int | None,
     seed: int,
 ) -> dict[str, NDArray[Any]]:
-    """The three indices for documents `[first_document, last_document)`, with at least `num_samples` samples.
+    """Builds the three indices for documents `[first_document, last_document)` and at least `num_samples` samples.
 
     Args:
-        lengths: tokens in each document of the corpus, `[documents]`.
-        num_samples: None for what one epoch holds. The split must hold more than `sequence_length` tokens.
+        lengths: tokens in each document of the corpus, `[documents]`. The split must have more than `sequence_length`.
+        num_samples: None means the samples of one epoch.
     """
     tokens_per_epoch = int(lengths[first_document:last_document].sum(dtype=np.int64))
     num_epochs = 1
@@ -48,7 +48,7 @@ def build_indices(
         if num_samples - samples_before < int(_SEPARATE_BELOW * samples_per_epoch):
             separate_from = samples_before
 
-    draws = np.random.RandomState(seed)  # its stream is frozen by numpy's policy: an order outlives numpy versions
+    draws = np.random.RandomState(seed)  # numpy never changes its stream: an order is the same in all versions
     epochs = [num_epochs] if separate_from is None else [num_epochs - 1, 1]
     documents = np.arange(first_document, last_document, dtype=_index_dtype(last_document))
     document_index = np.concatenate([_shuffled(np.tile(documents, count), draws) for count in epochs])
@@ -67,7 +67,8 @@ def build_indices(
 def locate_samples(
     lengths: NDArray[np.int32], document_index: NDArray[Any], sequence_length: int, num_samples: int
 ) -> NDArray[Any]:
-    """Start of every sample, and of the one after the last, as (position in `document_index`, token) `[n + 1, 2]`."""
+    """Returns the start of every sample and of the one after the last: (position in `document_index`, token)
+    `[n + 1, 2]`."""
     result = np.empty((num_samples + 1, 2), _index_dtype(len(document_index)))
     done = 0
     tokens_before = 0
@@ -75,7 +76,7 @@ def locate_samples(
         ends = np.cumsum(lengths[document_index[block : block + _BLOCK_DOCUMENTS]], dtype=np.int64)
         stop = min(num_samples + 1, -(-(tokens_before + int(ends[-1])) // sequence_length))
         starts = np.arange(done, stop, dtype=np.int64) * sequence_length - tokens_before
-        position = np.searchsorted(ends, starts, side="right")  # right: a document without tokens holds no start
+        position = np.searchsorted(ends, starts, side="right")  # right: no sample starts in a document without tokens
         result[done:stop, 0] = position + block
         result[done:stop, 1] = starts - np.where(position > 0, ends[position - 1], 0)
         done = stop

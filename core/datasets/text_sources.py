@@ -1,8 +1,8 @@
-"""Finds the files of a corpus and streams their documents, never holding more of a file than a document.
+"""Finds the files of a corpus and streams their documents, with at most one document in memory.
 
-A text file is one document, or one a line, or one a paragraph; a JSON-lines file is one a line. Files may be
-compressed (.gz; .zst with the extra `train`). Reading is split in two: :func:`read_records` cuts a file into records
-of raw bytes, and :func:`parse_record` decodes one, so that the second, slower half can run in other processes.
+A text file has one document, one per line, or one per paragraph; a JSON-lines file has one per line. Files may be
+compressed (.gz; .zst with the extra `train`). :func:`read_records` splits a file into records of raw bytes, and
+:func:`parse_record` decodes one, so that the slower decoding can run in other processes.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Record(NamedTuple):
     line: int
     """Number of its first line in the file, from 1."""
     offset: int
-    """Bytes of the file, uncompressed, before it."""
+    """Uncompressed bytes of the file before it."""
 
 
 def find_files(inputs: Iterable[str | os.PathLike[str]], file_format: Format = "auto") -> list[Path]:
-    """The files that are meant by paths, folders and glob patterns, sorted within each, none twice.
+    """Resolves paths, folders and glob patterns to files, sorted within each input, without duplicates.
 
-    Of a folder those are taken, at any depth, whose suffix is known; with an explicit format all but hidden
-    ones; never a corpus or a tokenizer.
+    Takes the files of a folder, at any depth, with a known suffix; with an explicit format all files that are not
+    hidden. Skips corpora and tokenizers.
 
     Raises:
-        DataError: nothing is there, or a file's suffix does not tell its format.
+        DataError: an input matches no file, or a file's suffix is of no known format.
     """
     found: dict[Path, None] = {}
     for item in inputs:
@@ -73,15 +73,17 @@ def find_files(inputs: Iterable[str | os.PathLike[str]], file_format: Format = "
 
 
 def standard_library_sources() -> list[Path]:
-    """The source files of the running Python's standard library, sorted: real text that every machine has.
+    """Returns the source files of the running Python's standard library, sorted: real text that every machine has.
 
-    Left out are installed packages, tests, and what is data rather than text (code pages, topic tables).
+    Skips installed packages, tests, and files of data (code pages, topic tables).
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
     files: list[Path] = []
     for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in skipped]  # installed packages may be many: not entered
+        inside[:] = [
+            name for name in inside if name not in skipped
+        ]  # do not enter installed packages: they may be many
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"{root}: this Python's standard library has no sources; name a corpus of your own")
@@ -89,7 +91,7 @@ def standard_library_sources() -> list[Path]:
 
 
 def resolve_format(path: Path, file_format: Format = "auto") -> Literal["text", "jsonl"]:
-    """The format that was named, or else the one that the suffix tells."""
+    """Returns the given format; for "auto", that of the suffix."""
     if file_format != "auto":
         return file_format
     return _known_format(path) or "text"
@@ -98,11 +100,11 @@ def resolve_format(path: Path, file_format: Format = "auto") -> Literal["text", 
 def read_records(
     path: Path, file_format: Literal["text", "jsonl"], split_on: SplitOn, report: Callable[[int], None]
 ) -> Iterator[Record]:
-    """Cuts a file into records; blank ones are left out.
+    """Splits a file into records; skips blank ones.
 
     Args:
         split_on: what ends a document of a text file.
-        report: called with the bytes that were read from disk since the last call.
+        report: called with the number of bytes read from disk since the last call.
 
     Raises:
         DataError: the file cannot be read or decompressed.
@@ -123,10 +125,10 @@ def read_records(
 
 
 def parse_record(record: Record, name: str, file_format: Literal["text", "jsonl"], json_key: str) -> str:
-    """The text of a record of file `name`.
+    """Returns the text of a record of file `name`.
 
     Raises:
-        DataError: not UTF-8, no JSON, or no text under `json_key`; the message names file and place.
+        DataError: the record is not UTF-8 or JSON, or has no text under `json_key`; the message names file and place.
     """
     content = record.content.removeprefix(_BOM) if record.offset == 0 else record.content
     try:
@@ -186,8 +188,7 @@ def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompresses any number of frames, and notices when the last one is cut short, which the library's own
-    stream reader passes over in silence."""
+    """Decompresses any number of frames. Raises if the last one is truncated, which the library's reader ignores."""
 
     def __init__(self, raw: BinaryIO) -> None:
         try:
@@ -234,7 +235,7 @@ def _known_format(path: Path) -> Literal["text", "jsonl"] | None:
 
 
 def _is_skipped(path: Path) -> bool:
-    """Hidden, or what an earlier preparation left in its input's folder."""
+    """Returns whether a file is hidden, or the output of an earlier preparation."""
     return any(part.startswith(".") for part in path.parts) or path.name.endswith(_LEFT_BY_PREPARE)
 
 

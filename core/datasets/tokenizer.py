@@ -1,8 +1,8 @@
-"""Text to token ids and back, on the `tokenizers` library (extra `train`).
+"""Converts text to token ids and back with the `tokenizers` library (extra `train`).
 
-A tokenizer is kept next to its corpus as ``<prefix>.tokenizer.json``, so that training and generation find vocabulary
-and end-of-document token by themselves. The file is a plain Hugging Face ``tokenizer.json``; which token ends a
-document is, as in Hugging Face's folders, in a ``tokenizer_config.json`` next to it (``eos_token``).
+A tokenizer is stored next to its corpus as ``<prefix>.tokenizer.json``, so that training and generation find the
+vocabulary and the end-of-document token. The file is a plain Hugging Face ``tokenizer.json``; the end-of-document
+token is, as in Hugging Face's folders, the ``eos_token`` of a ``tokenizer_config.json`` next to it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..errors import ConfigError, DataError, MissingExtraError, ShardstackError
 END_OF_DOCUMENT = "<|endoftext|>"
 
 _LARGEST_GAP = 1 << 16
-"""Ids without a token that a vocabulary may have, besides four times its tokens."""
+"""Ids without a token that a vocabulary may have, on top of four times its number of tokens."""
 
-# How published tokenizers call the token that ends a document, where no configuration names it.
+# Names of the end-of-document token in published tokenizers, tried if no configuration names it.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -37,11 +37,11 @@ class Tokenizer:
     Text is data: a document that spells out a special token gets the ids of those characters, never the special id.
 
     Raises:
-        DataError: the end-of-document token cannot be told, or is not in the vocabulary.
+        DataError: nothing says which token ends a document, or it is not in the vocabulary.
     """
 
     def __init__(self, backend: Any, eod_token: str | None = None) -> None:
-        """`backend` is a `tokenizers.Tokenizer`; it is changed to encode whole texts."""
+        """Takes a `tokenizers.Tokenizer`, and changes it to encode whole texts."""
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = True
@@ -50,7 +50,7 @@ class Tokenizer:
         if not ids:
             raise DataError("the tokenizer's vocabulary is empty; give one that has tokens")
         self.vocab_size: int = max(ids.values()) + 1
-        """One more than the largest id: what an embedding needs, also where ids have gaps."""
+        """One more than the largest id: the rows of an embedding, also if ids have gaps."""
         if self.vocab_size > 4 * len(ids) + _LARGEST_GAP:
             raise DataError(
                 f"the tokenizer has {len(ids)} tokens, and ids up to {self.vocab_size - 1}: an embedding would have "
@@ -68,10 +68,10 @@ class Tokenizer:
         self._is_bytes = backend.to_str() == _byte_backend().to_str()
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Token ids `[n]` of a text, without any token added around it.
+        """Returns the token ids `[n]` of a text, without special tokens.
 
         Raises:
-            DataError: the text holds half of a surrogate pair, which is no character.
+            DataError: the text has half of a surrogate pair, which is no character.
         """
         try:
             content = text.encode("utf-8")
@@ -84,12 +84,12 @@ class Tokenizer:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of token ids; special tokens are spelled out, bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of token ids. Spells out special tokens; bytes that are not UTF-8 become U+FFFD."""
         with _failures_as_errors("the tokenizer cannot decode tokens"):
             return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def to_json(self) -> str:
-        """The content of a ``tokenizer.json``."""
+        """Returns the content of a ``tokenizer.json``."""
         return str(self._backend.to_str())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -104,19 +104,19 @@ class Tokenizer:
 
 
 def tokenizer_path(prefix: str | os.PathLike[str]) -> Path:
-    """Where the tokenizer of a corpus is kept."""
+    """Returns the path of a corpus's tokenizer."""
     return Path(f"{os.fspath(prefix)}.tokenizer.json")
 
 
 def build_byte_tokenizer() -> Tokenizer:
-    """Id b is byte b, 0 to 255, and id 256 ends a document: every text round-trips, and nothing is learned."""
+    """Builds a tokenizer whose id b is byte b, 0 to 255, and id 256 ends a document: every text round-trips."""
     return Tokenizer(_byte_backend(), END_OF_DOCUMENT)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE learned from `texts`, which are read once; every text round-trips.
+    """Trains a byte-level BPE on `texts`, reading them once; every text round-trips.
 
-    The vocabulary is smaller than asked where the texts have too few pairs to merge.
+    The vocabulary is smaller than `vocab_size` if the texts have too few pairs to merge.
 
     Raises:
         ConfigError: `vocab_size` has no room for the 256 bytes and the end-of-document token.
@@ -139,14 +139,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer of a Hugging Face ``tokenizer.json``.
+    """Loads a Hugging Face ``tokenizer.json``.
 
     Args:
-        eod_token: the token that ends a document. None: the `eos_token` of the ``tokenizer_config.json`` beside the
-            file, or else the first that it has of those in common use.
+        eod_token: the token that ends a document. None: the `eos_token` of the ``tokenizer_config.json`` next to the
+            file, or else the first commonly used one in the vocabulary.
 
     Raises:
-        DataError: the file is missing or no tokenizer, or its end-of-document token cannot be told.
+        DataError: the file is missing or no tokenizer, or nothing says which token ends a document.
     """
     path = Path(path)
     try:
@@ -158,7 +158,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
 
 
 def tokenizer_from_json(content: str, eod_token: str | None = None, name: str = "tokenizer.json") -> Tokenizer:
-    """The tokenizer whose `to_json` is `content`; `name` is what errors call it."""
+    """Builds the tokenizer whose `to_json` is `content`; errors call it `name`."""
     library = _library()
     with _failures_as_errors(f"{name}: no Hugging Face tokenizer.json"):
         backend = library.Tokenizer.from_str(content)
@@ -171,7 +171,7 @@ def tokenizer_from_json(content: str, eod_token: str | None = None, name: str = 
 
 @contextlib.contextmanager
 def _failures_as_errors(what: str) -> Iterator[None]:
-    """The library raises nothing narrower than Exception, and where it panics not even that."""
+    """Raises DataError for failures of the library, which raises plain Exceptions, or a BaseException in a panic."""
     try:
         yield
     except ShardstackError:
@@ -187,7 +187,7 @@ def _config_path(path: Path) -> Path:
 
 
 def _configured_end(path: Path) -> str | None:
-    """`eos_token` of a Hugging Face tokenizer configuration: a string, or an object that has it as content."""
+    """Reads the `eos_token` of a Hugging Face tokenizer configuration: a string, or an object with it as content."""
     try:
         config = read_json(path)
     except (OSError, BoundsError):
@@ -200,7 +200,7 @@ def _configured_end(path: Path) -> str | None:
 
 @functools.cache
 def _byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in byte-level tokenizers (Radford et al., GPT-2)."""
+    """Maps each byte to the printable character of byte-level tokenizers (Radford et al., GPT-2)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte if byte in printable else 0x100 + others.index(byte)) for byte in range(256)]

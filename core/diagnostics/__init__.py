@@ -1,6 +1,6 @@
-"""What goes wrong with a wrapped model, explained: what was done, what was found, and what to do.
+"""Explains what goes wrong with a wrapped model: what was done, what was found, and what to do.
 
-| what | where it is seen | file |
+| failure | where it is found | file |
 | --- | --- | --- |
 | a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `rewrapping` |
 | ranks that wrap different models | a wrapper's constructor | `structure` |
@@ -8,19 +8,19 @@
 | a plain state dict for a sharded module | `module.load_state_dict` | `plain_state_dicts` |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
 | ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
-| memory that did not suffice | forward, `failures_explained` | `out_of_memory`, `memory_table` |
+| too little memory | forward, `failures_explained` | `out_of_memory`, `memory_table` |
 
-The last three surface wherever the model runs. A wrapper's forward explains them by itself. What comes after it,
-backward, `finalize_model_grads` and the optimizer's step, as well as calls that go past the wrapper, are explained
-inside `failures_explained(model)`, which `core.training.train_step` enters::
+The last three can be raised wherever the model runs. A wrapper's forward explains them. For backward,
+`finalize_model_grads`, the optimizer's step and calls that bypass the wrapper, enter `failures_explained(model)`, as
+`core.training.train_step` does::
 
     with failures_explained(model):
         model(batch).backward()
         finalize_model_grads([model])
         optimizer.step()
 
-Each error is one of `core.errors`, raised from the one that it explains. Ranks out of step are compared by what
-`core.comm.record` keeps of their collectives, which ``SHARDSTACK_RECORD_COLLECTIVES=0`` switches off.
+Each error is one of `core.errors`, raised from the one that it explains. Ranks out of step are compared by their
+records of collectives (`core.comm.record`), which ``SHARDSTACK_RECORD_COLLECTIVES=0`` switches off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .out_of_step import raise_out_of_step
 
 @contextmanager
 def failures_explained(wrapper: nn.Module) -> Iterator[None]:
-    """Explains what fails inside it, in any part of a step of the wrapped model.
+    """Explains errors that are raised inside it, in any part of a step of the wrapped model.
 
     Raises:
         UnitError: a sharded parameter was used outside its unit.
@@ -54,7 +54,7 @@ def failures_explained(wrapper: nn.Module) -> Iterator[None]:
 
 
 def raise_explained(error: Exception, wrapper: nn.Module) -> None:
-    """Raises, from `error`, the error that explains it; returns where there is nothing to explain."""
+    """Raises an error that explains `error`, from it; returns if there is nothing to explain."""
     if isinstance(error, ShardstackError):
         return
     raise_out_of_memory(error, wrapper)
@@ -63,7 +63,7 @@ def raise_explained(error: Exception, wrapper: nn.Module) -> None:
 
 
 def _model_inside(wrapper: nn.Module) -> nn.Module:
-    """The model whose names of parameters users know: without the wrapper, and without `Float16Module`."""
+    """Returns the model whose parameter names users know: without the wrapper and `Float16Module`."""
     module = getattr(wrapper, "module", wrapper)
     found: nn.Module = module.module if isinstance(module, Float16Module) else module
     return found

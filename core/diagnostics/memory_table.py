@@ -1,4 +1,4 @@
-"""Where a rank's memory is, by category, as far as the wrapper and the optimizers that have stepped know."""
+"""Counts a rank's memory by category, from the wrapper's tensors and the optimizers that have stepped."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, WHOLE_GRADIENTS, OPTIMIZER_STATE,
 
 
 class HoldsTensors(Protocol):
-    """A wrapper, as far as this file is concerned."""
+    """The part of a wrapper that this file uses."""
 
     def held_tensors(self) -> Mapping[str, Iterable[Tensor]]:
-        """What the wrapper holds, by category."""
+        """Returns the wrapper's tensors by category."""
 
 
 def memory_by_category(wrapper: HoldsTensors, device_type: str) -> dict[str, int]:
-    """Bytes of this rank's memory on a kind of device, of each of `CATEGORIES`.
+    """Returns the bytes of this rank's memory on a kind of device, for each of `CATEGORIES`.
 
-    A storage counts once, in the first category that names it. The rest is what the process holds beyond that: what
-    torch has allocated on an accelerator, or on the host the resident set, Python itself included.
+    A storage counts once, in the first category that has it. The last category is everything else that the process
+    holds: of torch's allocations on an accelerator, of the resident set on the host, Python itself included.
     """
     table = dict.fromkeys(CATEGORIES, 0)
     seen: set[int] = set()
@@ -64,7 +64,7 @@ def memory_by_category(wrapper: HoldsTensors, device_type: str) -> dict[str, int
 
 
 def held_bytes(device_type: str) -> int:
-    """Bytes that this process holds on a kind of device; 0 on a host that does not say."""
+    """Returns the bytes that this process holds on a kind of device; 0 on a host that does not report them."""
     if device_type == "cuda":
         return int(torch.cuda.memory_allocated())
     try:
@@ -78,7 +78,7 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 
 def table_lines(table: dict[str, int]) -> list[str]:
-    """The table, a line for each category that holds something and one for the sum."""
+    """Formats the table: a line for each category that is not empty, and one for the sum."""
     rows = [(name, readable_bytes(size)) for name, size in table.items() if size]
     rows.append(("together", readable_bytes(sum(table.values()))))
     return [f"  {name:<26} {size:>9}" for name, size in rows]

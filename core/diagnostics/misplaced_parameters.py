@@ -1,7 +1,7 @@
-"""A sharded parameter that is used outside the forward of its unit, where the module holds only this rank's shard.
+"""Names a sharded parameter that is used outside its unit's forward, where the module holds only this rank's shard.
 
-Torch then says "got mixed torch.Tensor and DTensor" and names neither. The parameter is found through the traceback:
-in the line of code that failed, or else among the variables of its frame, by its storage, which views of it share.
+Torch says "got mixed torch.Tensor and DTensor" and names neither. The parameter is found through the traceback: in the
+line of code that failed, or among the variables of its frame, by the storage that its views share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN = str(Path(__file__).parent.parent)
 
 
 def raise_misplaced(error: BaseException, root: nn.Module) -> None:
-    """Raises what a mixture of tensors and DTensors means; returns where `error` is something else.
+    """Explains an error about mixed tensors and DTensors; returns if `error` is another one.
 
     Args:
         root: the model inside its wrapper.
@@ -49,7 +49,7 @@ def raise_misplaced(error: BaseException, root: nn.Module) -> None:
 
 
 def _parameter_in(frames: list[tuple[FrameType, int]], root: nn.Module) -> str | None:
-    """The name of the sharded parameter that the innermost frame names, or holds; None where no frame does."""
+    """Returns the name of the sharded parameter that the innermost possible frame uses; None if no frame uses one."""
     named = dict(root.named_parameters())
     by_identity = {id(parameter): name for name, parameter in named.items()}
     by_storage = {
@@ -68,7 +68,8 @@ def _parameter_in(frames: list[tuple[FrameType, int]], root: nn.Module) -> str |
 
 
 def _values_in_line(frame: FrameType, line: int) -> Iterator[Any]:
-    """What the line reads through modules, as ``self.blocks[0].weight``: parameters are looked up, nothing is run."""
+    """Yields the values that the line reads through modules, such as ``self.blocks[0].weight``, without running
+    code."""
     for path in _PATH.findall(linecache.getline(frame.f_code.co_filename, line)):
         steps = [step.strip("[]") for step in _STEP.findall(path)]
         value = frame.f_locals.get(steps[0])
@@ -103,7 +104,7 @@ def _unit_of(parameter: str, root: nn.Module) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The line of the caller's own code that failed."""
+    """Formats the place in the caller's code that failed."""
     own = [
         (frame, line)
         for frame, line in _frames(error.__traceback__)

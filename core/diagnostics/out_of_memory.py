@@ -1,4 +1,4 @@
-"""Memory that did not suffice: where this rank's bytes are, and which settings would save most of them here."""
+"""Explains a failed allocation: where this rank's memory is, and which settings would save most of it here."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _NUM_SETTINGS = 3
 
 
 class _DeviceMemoryError(MemoryLimitError, torch.OutOfMemoryError):
-    """As what torch raises for an accelerator."""
+    """Also the error that torch raises for an accelerator."""
 
 
 class _HostMemoryError(MemoryLimitError, MemoryError):
-    """As what Python raises for the host."""
+    """Also the error that Python raises for the host."""
 
 
 def raise_out_of_memory(error: BaseException, wrapper: nn.Module) -> None:
-    """Raises the failure of an allocation again, with a table of this rank's memory; else returns.
+    """Explains a failed allocation with a table of this rank's memory; returns if `error` is another one.
 
     Raises:
         MemoryLimitError: from `error`; it is a `torch.OutOfMemoryError` or a `MemoryError` too, for the accelerator's
@@ -52,7 +52,7 @@ def raise_out_of_memory(error: BaseException, wrapper: nn.Module) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be allocated, on the host or on an accelerator."""
+    """Returns whether an error says that memory could not be allocated, on the host or an accelerator."""
     if isinstance(error, ShardstackError):
         return False
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
@@ -77,17 +77,17 @@ def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
 
 
 def asked_bytes(message: str) -> int:
-    """The size of the allocation that failed, out of an allocator's message; 0 where it does not say."""
+    """Reads the bytes that the failed allocation asked for from the allocator's message; 0 if it has none."""
     found = _ASKED.search(message)
     return int(float(found[1]) * _POWERS[found[2].lower()]) if found else 0
 
 
 def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -> Iterator[tuple[str, int]]:
-    """Settings that the model does not have yet, with the bytes that each would spare this rank, estimated.
+    """Yields settings that the model does not use yet, with an estimate of the bytes that each would save this rank.
 
-    What is sharded over `n` ranks leaves a rank ``1 / n``; a gathered model leaves two units at a time, the one that
-    runs and the one that comes next; recomputation leaves the activations of one layer; half a micro-batch leaves
-    half of the activations; and bf16 half of what is computed with.
+    Sharding over `n` ranks keeps ``1 / n`` of a tensor on each rank. Freeing gathered parameters keeps two units at a
+    time, the one that runs and the next one. Recomputation keeps the activations of one layer. Half a micro-batch
+    halves the activations; bf16 halves what is computed with.
     """
     plan, config = wrapper.plan, wrapper.config
     spared = 1.0 - 1.0 / wrapper.process_group.size()
@@ -141,6 +141,6 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
 
 
 def _num_layers(module: nn.Module) -> int:
-    """The length of the model's longest list of modules, which are the layers of a transformer; at least 1."""
+    """Returns the length of the model's longest module list, which holds a transformer's layers; at least 1."""
     lists = (submodule for submodule in module.modules() if isinstance(submodule, (nn.ModuleList, nn.Sequential)))
     return max((len(layers) for layers in lists), default=1) or 1

@@ -1,4 +1,4 @@
-"""Ranks that fell out of step: what a rank that was left waiting knows of itself and of the others.
+"""Explains ranks out of step: compares what a rank that waited in vain and the other ranks have called.
 
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
 operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for, and so
@@ -31,17 +31,17 @@ _NONE_BEHIND = "the network between the ranks, and at each rank (a paused proces
 
 
 def is_failure_of_backend(error: BaseException) -> bool:
-    """Whether an error is what a backend raises when ranks do not meet in a collective."""
+    """Returns whether a backend raises this error when ranks do not meet in a collective."""
     if isinstance(error, ShardstackError) or not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or _BACKEND_FAILED.search(str(error)) is not None
 
 
 def raise_out_of_step(error: BaseException, call: Collective | None = None) -> None:
-    """Raises what the failure of a collective means; returns where `error` is something else.
+    """Explains the failure of a collective; returns if `error` is something else.
 
     Args:
-        call: the collective; without one it was none that this library records.
+        call: the collective; None for one that this library does not record.
 
     Raises:
         OutOfStepError: from `error`.
@@ -59,7 +59,7 @@ def _message_without_record(error: BaseException) -> str:
         after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
         which = f"a collective that was not the wrapper's{after}"
     else:
-        which = "a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record of which"
+        which = "a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record that names it"
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()} failed in {which}."
         f"{_flight_recorder_says(unfinished=False)} Every rank must make the same calls in the same order; look at "
@@ -87,11 +87,11 @@ def _message(error: BaseException, call: Collective) -> str:
 
 
 def _state_of(published: dict[str, Any] | None, call: Collective) -> str:
-    """What a rank has published, in the words of a message that its number precedes."""
+    """Describes what a rank has published, as the part of a message that follows its number."""
     if published is None:
         return "has not answered: it has called nothing in this group, is paused, or has ended"
     calls = [_Published(entry) for entry in published["calls"]]
-    same = next((c for c in calls if c.identity == (call.kind, call.subject, call.occurrence)), None)
+    same = next((c for c in calls if c.identity == (call.kind, call.what, call.occurrence)), None)
     if same is not None:
         return "waited in the same" if same.ended_at is None else "was through with it"
     number = published["num_calls"]
@@ -107,22 +107,22 @@ def _state_of(published: dict[str, Any] | None, call: Collective) -> str:
 
 class _Published:
     def __init__(self, entry: list[Any]) -> None:
-        _, occurrence, kind, subject, num_bytes, _, self.ended_at = entry
-        self.identity = (kind, subject, occurrence)
-        self.name = _words(kind, subject, occurrence, num_bytes)
+        _, occurrence, kind, what, num_bytes, _, self.ended_at = entry
+        self.identity = (kind, what, occurrence)
+        self.name = _words(kind, what, occurrence, num_bytes)
 
 
 def _name(call: Collective) -> str:
-    return _words(call.kind, call.subject, call.occurrence, call.num_bytes)
+    return _words(call.kind, call.what, call.occurrence, call.num_bytes)
 
 
-def _words(kind: str, subject: str, occurrence: int, num_bytes: int) -> str:
+def _words(kind: str, what: str, occurrence: int, num_bytes: int) -> str:
     size = f" ({readable_bytes(num_bytes)})" if num_bytes else ""
-    return f"{kind} {occurrence} of {subject}{size}"
+    return f"{kind} {occurrence} of {what}{size}"
 
 
 def _flight_recorder_says(unfinished: bool) -> str:
-    """Where torch's own record is on this rank: at the first that is unfinished, or at the last; or nothing.
+    """Says where this rank is in torch's flight recorder: at the first unfinished entry, or the last; "" without one.
 
     gloo leaves entries "scheduled" for ever, but retires those that have ended in any way.
     """
@@ -132,7 +132,7 @@ def _flight_recorder_says(unfinished: bool) -> str:
     if last is None:
         return ""
     return (
-        f" Torch's flight recorder stands here at {last.get('profiling_name')}, number "
+        f" Torch's flight recorder is here at {last.get('profiling_name')}, number "
         f"{last.get('collective_seq_id')} of group {' '.join(last.get('process_group', ['?'])[:1])}."
     )
 

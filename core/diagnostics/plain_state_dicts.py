@@ -1,4 +1,4 @@
-"""A plain model's state dict that is given to the `load_state_dict` of a sharded module."""
+"""Rejects a plain model's state dict that is given to the `load_state_dict` of a sharded module."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..errors import CheckpointError
 
 
 def reject_plain_state_dicts(root: nn.Module) -> None:
-    """Makes `load_state_dict` of a sharded model, or of a module in it, say what it cannot take.
+    """Makes `load_state_dict` of a sharded model and its modules raise a clear error for plain tensors.
 
-    Torch would fail for every parameter in terms of mixed tensors, or with ``assign=True`` put the whole tensor in
-    the place of the shard.
+    Torch would raise an error about mixed tensors for every parameter, or with ``assign=True`` replace the shard by
+    the whole tensor.
     """
     for module in root.modules():
         names = [name for name, value in module.named_parameters(recurse=False) if isinstance(value, DTensor)]

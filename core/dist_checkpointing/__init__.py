@@ -1,4 +1,4 @@
-"""Checkpoints and global views of tensors that ranks hold in pieces; knows tensors and meshes, never models."""
+"""Checkpoints and global views of sharded tensors. Knows tensors and meshes, never models."""
 
 from .async_save import AsyncSaver
 from .format.folders import Retention, checkpoint_directory, latest_checkpoint

@@ -1,4 +1,4 @@
-"""Agreement between the ranks of one checkpoint: what fails on one is raised on all, and none waits for it."""
+"""Makes the ranks of one checkpoint agree: an error on one rank is raised on all, and no rank waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class Ranks:
-    """The ranks of a process group, or this process alone where there is no group.
+    """The ranks of a process group, or this process alone if there is no group.
 
     Args:
         group: None means the default group, if there is one.
@@ -39,7 +39,7 @@ class Ranks:
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
-        """The small objects of all ranks, in rank order."""
+        """Returns the small objects of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -47,7 +47,7 @@ class Ranks:
         return gathered
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the group's first rank, on all of them; its error, likewise."""
+        """Calls `make` on the group's first rank, and returns its result, or raises its error, on all ranks."""
         outcome: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -55,7 +55,7 @@ class Ranks:
             except Exception as error:
                 if self.size == 1:
                     raise
-                outcome[1] = _told(error)
+                outcome[1] = _text_of(error)
         if self.size > 1:
             dist.broadcast_object_list(outcome, src=self._first_global_rank(), group=self.group)
         if outcome[1] is not None:
@@ -63,7 +63,7 @@ class Ranks:
         return outcome[0]  # type: ignore[no-any-return]
 
     def decided_by_first(self, value: T, decide: Callable[[list[T]], R]) -> R:
-        """What `decide` makes, on the group's first rank, of the small objects of all ranks; on all of them."""
+        """Calls `decide` on the group's first rank with the small objects of all ranks; returns its result on all."""
         gathered: list[Any] = [value] * self.size
         if self.size > 1:
             into = gathered if self.is_first else None
@@ -82,13 +82,13 @@ class Ranks:
             if self.size == 1:
                 raise
             failed = error
-        told = self.all_gather(None if failed is None else _told(failed))
-        if any(told):
-            raise CheckpointError(joined_by_rank(told)) from failed
+        messages = self.all_gather(None if failed is None else _text_of(failed))
+        if any(messages):
+            raise CheckpointError(joined_by_rank(messages)) from failed
         return result
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """The first rank's `tensor`, in place on all."""
+        """Fills `tensor` in place on all ranks with the first rank's."""
         if self.size > 1:
             dist.broadcast(tensor, src=self._first_global_rank(), group=self.group)
 
@@ -96,10 +96,10 @@ class Ranks:
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
 
-def joined_by_rank(told: list[str | None]) -> str:
+def joined_by_rank(messages: list[str | None]) -> str:
     """Joins the ranks' messages into one: once if all are the same, else by rank."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(messages):
         if text:
             ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1:
@@ -107,5 +107,5 @@ def joined_by_rank(told: list[str | None]) -> str:
     return "; ".join(f"{rank_list(ranks)}: {text}" for text, ranks in ranks_of.items())
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) if isinstance(error, ShardstackError) else f"{type(error).__name__}: {error}"

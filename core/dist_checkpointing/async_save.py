@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background: training waits only until what it will change has been copied."""
+"""Writes checkpoints in the background: training waits only until the tensors that it changes are copied."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from .format.staging import HostStaging
 from .serialization import save
 
 _GROUP_LIMIT = timedelta(hours=6)
-"""How long ranks that have written wait for one that still writes; a rank that ends is noticed at once."""
+"""How long ranks that have written wait for one that still writes. A rank that has ended is noticed at once."""
 
 
 class AsyncSaver:
     """Writes one checkpoint at a time in the background, on a gloo group of its own; collective over all ranks.
 
-    Each rank copies what it will write into host memory, which it keeps, as large as its part of a checkpoint. A
-    thread of it does the rest, as `save` does: what appears, appears at once, and a rank that ends before then leaves
-    the last checkpoint as it was. The first time, and when the state is cut otherwise than the last time, training
-    also waits until the ranks have planned who writes what. Call `wait` before the process group is taken down.
+    Each rank copies what it will write into host memory, which it keeps: as large as its part of a checkpoint. A
+    thread writes it as `save` does: the checkpoint appears in one step, and a rank that ends before leaves the last
+    checkpoint as it was. The first time, and when the layout of the state has changed, training also waits until the
+    ranks have planned who writes what. Call `wait` before the process group is destroyed.
     """
 
     def __init__(self) -> None:
         joined = dist.is_available() and dist.is_initialized()
         self._group = dist.new_group(backend="gloo", timeout=_GROUP_LIMIT) if joined else None
         self._staging = HostStaging()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None  # `save` starts it, `wait` joins and clears it
+        self._error: BaseException | None = None  # set by the thread, raised and cleared by `wait`
 
     def save(
         self,
@@ -44,15 +44,15 @@ class AsyncSaver:
         metadata: Mapping[str, Any],
         keep: Retention | None = None,
     ) -> None:
-        """Begins a checkpoint, and returns when `state` may change; arguments are those of `core`'s `save`.
+        """Begins a checkpoint, and returns when `state` may change; takes the arguments of `save`.
 
-        Waits first for the one before it. What fails from here on is raised by `wait`, on all ranks.
+        Waits first for the previous checkpoint. Errors of this one are raised by `wait`, on all ranks.
 
         Raises:
-            CheckpointError: as `wait` does, for the checkpoint before.
+            CheckpointError: as `wait` does, for the previous checkpoint.
         """
         self.wait()
-        state = dict(state)  # as the values, what is in it may change as soon as this returns
+        state = dict(state)  # the caller may change the mapping as soon as this returns, as it may the values
         self._staging.begin(state, self._agree)
         arguments = {
             "metadata": copy.deepcopy(dict(metadata)) if isinstance(metadata, Mapping) else metadata,
@@ -68,19 +68,19 @@ class AsyncSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows that the checkpoint could not be written; others may know it a moment later."""
+        """Whether this rank knows that the checkpoint could not be written. Other ranks may learn it later."""
         return self._error is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is under way on this rank."""
+        """Whether this rank is writing a checkpoint."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self, limit_s: float | None = None) -> None:
-        """Returns when nothing is being written any more, or after `limit_s` seconds.
+        """Waits until the checkpoint is written, or for `limit_s` seconds.
 
         Raises:
-            CheckpointError: the checkpoint could not be written; once, and on all ranks.
+            CheckpointError: the checkpoint could not be written; raised once, on all ranks.
         """
         if self._thread is not None:
             self._thread.join(limit_s)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in words, from its index alone; and in what two of them differ.
+"""Describes a checkpoint as text from its index alone, and lists the differences of two.
 
 Reads checkpoints of this library, of `torch.distributed.checkpoint` (Megatron-LM's among them) and of Hugging Face.
 """
@@ -40,7 +40,7 @@ class Opened:
 
 
 def open_checkpoint(folder: str | os.PathLike[str]) -> Opened:
-    """The checkpoint in `folder`, or the latest in the folder of a run.
+    """Opens the checkpoint in `folder`, or the latest one of a run's folder.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -56,10 +56,10 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Opened:
 
 
 def describe(opened: Opened, *, expand: bool = False) -> str:
-    """A page about a checkpoint: where it comes from, its metadata, and the tree of its tensors.
+    """Returns a page about a checkpoint: where it comes from, its metadata, and the tree of its tensors.
 
     Args:
-        expand: every layer for itself; else equal ones are shown together.
+        expand: list every layer; else equal ones are one entry.
     """
     index = opened.index
     total, count = sum(map(_num_bytes, index.tensors.values())), len(index.tensors)
@@ -79,11 +79,11 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
 
 
 def differences(one: Opened, other: Opened, *, contents: bool = False) -> list[str]:
-    """In what two checkpoints differ, a line each; none where they are the same.
+    """Lists the differences of two checkpoints, one per line; empty if they are the same.
 
     Args:
-        contents: read the tensors too, box by box, and say how far apart they are. Without it their hashes are
-            compared, where both checkpoints have some.
+        contents: read the tensors too, box by box, and say how far apart they are. Else their hashes are compared, if
+            both checkpoints have them.
     """
     found = [*_metadata_differences(one.index.metadata, other.index.metadata)]
     ours, theirs = one.index.tensors, other.index.tensors
@@ -100,24 +100,24 @@ def differences(one: Opened, other: Opened, *, contents: bool = False) -> list[s
 
 
 def shown(lines: Sequence[str]) -> list[str]:
-    """As many as one reads, and how many more there are."""
+    """Returns the first lines, and the number of the rest."""
     more = len(lines) - _DIFFERENCES_SHOWN
     return [*lines[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _provenance(metadata: Mapping[str, Any]) -> str:
-    """The step and the ranks that wrote it, of a run's checkpoint; else that there is metadata."""
-    told = []
+    """Says at which step a run's checkpoint was written, by which ranks; else that there is metadata."""
+    parts = []
     if isinstance(step := metadata.get("iteration"), int):
-        told.append(f"step {step}")
+        parts.append(f"step {step}")
     if isinstance(samples := metadata.get("consumed_samples"), int):
-        told.append(f"{samples} samples seen")
+        parts.append(f"{samples} samples seen")
     layout = metadata.get("layout")
     if isinstance(layout, dict) and isinstance(ranks := layout.get("ranks"), int):
         degrees = [f"{name} parallel {size}" for name, size in layout.items() if name != "ranks" and size != 1]
         by = f"{ranks} ranks" if ranks != 1 else "1 rank"
-        told.append(f"written by {by}{' (' + ', '.join(degrees) + ')' if degrees else ''}, {_wrapper(metadata)}")
-    return ", ".join(told) or "no run's"
+        parts.append(f"written by {by}{' (' + ', '.join(degrees) + ')' if degrees else ''}, {_wrapper(metadata)}")
+    return ", ".join(parts) or "no run's"
 
 
 def _wrapper(metadata: Mapping[str, Any]) -> str:
@@ -134,7 +134,7 @@ def _wrapper(metadata: Mapping[str, Any]) -> str:
 
 
 def _metadata_lines(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Plain values together, then a paragraph for each table."""
+    """Yields plain values together, then a paragraph for each table."""
     plain = {name: value for name, value in metadata.items() if not isinstance(value, dict)}
     tables = {name: value for name, value in metadata.items() if isinstance(value, dict) and name != "config"}
     config = metadata.get("config")
@@ -167,7 +167,7 @@ class _Node:
             yield from node.entries()
 
     def signature(self) -> Any:
-        """Equal where two hold tensors of the same names, shapes and dtypes."""
+        """Returns a value that is equal for nodes with tensors of the same names, shapes and dtypes."""
         own = None if self.entry is None else (self.entry.shape, self.entry.dtype)
         return own, tuple((name, node.signature()) for name, node in self.below.items())
 
@@ -200,11 +200,11 @@ def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[Ten
 
 
 def _together(below: Mapping[str, _Node], expand: bool) -> Iterator[tuple[str, list[_Node]]]:
-    """Runs of numbered names with the same tensors below."""
+    """Groups runs of numbered names with the same tensors below."""
     run: list[tuple[str, _Node]] = []
     for name, node in [*below.items(), ("", _Node())]:
-        alike = run and name.isdigit() and run[-1][0].isdigit() and node.signature() == run[-1][1].signature()
-        if run and (expand or not alike):
+        is_same = run and name.isdigit() and run[-1][0].isdigit() and node.signature() == run[-1][1].signature()
+        if run and (expand or not is_same):
             label = run[0][0] if len(run) == 1 else f"{run[0][0]}-{run[-1][0]}"
             yield label, [node for _, node in run]
             run = []
@@ -229,12 +229,12 @@ def _metadata_differences(one: Any, other: Any, where: str = "") -> Iterator[str
 
 
 def have_hashes(opened: Opened) -> bool:
-    """Whether contents can be compared without being read."""
+    """Returns whether every tensor has a hash, so that contents can be compared without reading them."""
     return all(entry.content_hash is not None for entry in opened.index.tensors.values())
 
 
 def _apart(name: str, one: Opened, other: Opened) -> list[str]:
-    """How far apart two tensors of one shape are; nothing where they are bitwise the same."""
+    """Says how far apart two tensors of one shape are; empty if they are bitwise equal."""
     entry = one.index.tensors[name]
     readers = [BoxReader(opened.folder, opened.index) for opened in (one, other)]
     differing, largest = 0, 0.0
@@ -254,7 +254,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _boxes(entry: TensorEntry) -> Iterator[tuple[slice, ...]]:
-    """The tensor in runs of rows that do not take much memory."""
+    """Yields the tensor as runs of rows that fit into `_COMPARED_BYTES`."""
     if not entry.shape:
         yield ()
         return
@@ -275,7 +275,7 @@ def _num_bytes(entry: TensorEntry) -> int:
 
 
 def check_comparable(one: Opened, other: Opened) -> None:
-    """Raises CheckpointError where two checkpoints have no name in common."""
+    """Raises CheckpointError if two checkpoints have no name in common."""
     if not one.index.tensors.keys() & other.index.tensors.keys():
         raise CheckpointError(
             f"{one.folder} and {other.folder} have no tensor's name in common; convert one of them to the other's "

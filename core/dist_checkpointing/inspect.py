@@ -1,11 +1,11 @@
-"""Says what a checkpoint holds, and whether its files are what was saved; of two, in what they differ.
+"""Describes a checkpoint, and says whether its files are what was saved; or lists the differences of two.
 
     python -m core.dist_checkpointing.inspect runs/a                        # its latest checkpoint
     python -m core.dist_checkpointing.inspect runs/a runs/b --contents     # and how far apart the tensors are
 
 Every byte is read and compared with the hashes that were saved, unless `--no-verify-checkpoint` is given.
 
-Exit status: 0; 1 where two checkpoints differ; 2 where one cannot be read.
+Exit status: 0; 1 if two checkpoints differ; 2 if one cannot be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .format.verification import another_offered, damage, verified_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="core.dist_checkpointing.inspect", description=(__doc__ or "").split("\n")[0]
     )
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "checkpoint", type=Path, help="a checkpoint, the folder of a run, or a model of Hugging Face's"
     )
     parser.add_argument("other", type=Path, nargs="?", help="another, to compare with")
-    parser.add_argument("--expand", action="store_true", help="every layer for itself, also where they are alike")
+    parser.add_argument("--expand", action="store_true", help="list every layer, equal ones too")
     parser.add_argument("--contents", action="store_true", help="read the tensors too, and say how far apart they are")
     parser.add_argument(
         "--no-verify-checkpoint", action="store_true", help="read the description alone, and not what the files hold"
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verified(opened: Opened) -> str:
-    """Compares a checkpoint's files with its hashes, and says so in a line; raises CheckpointError on damage."""
+    """Compares a checkpoint's files with its hashes; returns a line about it, or raises CheckpointError on damage."""
     if not have_hashes(opened):
         return f"{opened.folder} keeps no hashes, so that its files could not be compared with what was saved\n"
     alone, started = Ranks(), time.perf_counter()

@@ -1,4 +1,4 @@
-"""Megatron-LM's description of sharded tensors, in whose place checkpoints here take DTensors."""
+"""Megatron-LM's names for sharded tensors; each raises an error that says what to use instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module's parameters and buffers as whole-model tensors, and whole-model tensors back into a module, in place."""
+"""Returns a module's parameters and buffers as tensors of the whole model, and loads such tensors in place."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .views.global_view import global_shape, global_view, local_slices, local_te
 
 
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """``module.state_dict()`` as :func:`global_view` sees it, for ``save`` and ``load``; shares storage.
+    """Returns ``module.state_dict()`` with a :func:`global_view` of each tensor, for ``save`` and ``load``.
 
-    A tensor with several names (tied weights) is given once, under the first.
+    The values share storage with the module. A tensor with several names (tied weights) has only the first.
 
     Raises:
-        CheckpointError: the module's state holds something that is no tensor.
+        CheckpointError: the module's state has an entry that is no tensor.
     """
     return {names[0]: whole_view(tensor) for names, tensor in _targets(module)}
 
@@ -41,26 +41,26 @@ def load_model_state_dict(
 ) -> _IncompatibleKeys:
     """Copies a state dict into a module's own storage, under any layout.
 
-    The module's tensors may be plain, cut by tensor parallelism, sharded by FSDP2, or both. A value of the dict is
+    The module's tensors may be plain, split by tensor parallelism, sharded by FSDP2, or both. A value of the dict is
 
-    * a plain tensor: the whole model's, from which each rank takes its piece; or
-    * a DTensor of the whole model, as :func:`model_state_dict` gives it, on any mesh; or
-    * a DTensor laid out just as the module's own, as ``module.state_dict()`` of an FSDP2 module gives it.
+    * a plain tensor of the whole model, from which each rank takes its piece; or
+    * a DTensor of the whole model on any mesh, as :func:`model_state_dict` returns it; or
+    * a DTensor in the layout of the module's own, as ``module.state_dict()`` of an FSDP2 module returns it.
 
     Values are rounded to the module's dtype where both are floating point (an fp32 file into a bf16 model); other
-    differences of dtype are errors. Of tied names one suffices; several must agree. Beyond the dict itself at most
-    one whole tensor is held at a time. A local call if all values are plain, else collective over `process_group`.
+    differences of dtype are errors. One of several tied names suffices; several must agree. Holds at most one whole
+    tensor in addition to the dict. Local if all values are plain, else collective over `process_group`.
 
     Args:
-        strict: names must match exactly. Without it the names in common are loaded; there must be one.
-        broadcast_from_rank0: the group's first rank holds the whole (plain) dict, and sends tensor by tensor; what
-            the others pass, as None, is not read.
+        strict: names must match exactly. If False, the names in common are loaded; there must be at least one.
+        broadcast_from_rank0: the group's first rank has the whole (plain) dict, and sends one tensor at a time. Other
+            ranks may pass None; their dicts are not read.
 
     Returns:
         torch's named tuple ``(missing_keys, unexpected_keys)``; both empty if strict.
 
     Raises:
-        CheckpointError: names all problems together, on all ranks if collective, before anything has been written.
+        CheckpointError: names all problems together, on all ranks if collective, before anything is written.
     """
     is_first_without = broadcast_from_rank0 and state_dict is None and Ranks(process_group).is_first
     if state_dict is None and not broadcast_from_rank0:
@@ -99,7 +99,8 @@ def load_model_state_dict(
 
 
 def _targets(module: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
-    """The module's tensors with their attributes, each with all of its names, in the order of the state dict."""
+    """Returns the module's tensors with their attributes, each with all of its names, in the order of the state
+    dict."""
     by_identity: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
@@ -120,7 +121,7 @@ class _Offer:
 
 
 def _offered_by_first(state_dict: Mapping[str, Any] | None) -> dict[str, _Offer]:
-    if state_dict is None:  # said inside, so that all ranks hear of it and none waits
+    if state_dict is None:  # raised inside the collective, so that all ranks raise it
         raise CheckpointError("broadcast_from_rank0 is set and the group's first rank was given None for a state dict")
     return _describe(state_dict, plain_only=True)
 
@@ -165,13 +166,13 @@ def _mismatch(name: str, offer: _Offer, value: Any, target: torch.Tensor) -> str
     if offer.dtype != target.dtype and not (offer.dtype.is_floating_point and target.dtype.is_floating_point):
         return f"{name} is {dtype_name(offer.dtype)} where the module has {dtype_name(target.dtype)}"
     whole = tuple(global_shape(target))
-    if offer.shape == whole or _laid_out_alike(value, target):
+    if offer.shape == whole or _has_same_layout(value, target):
         return None
     return f"{name} has shape {list(offer.shape)} where the whole model's tensor has {list(whole)}"
 
 
-def _laid_out_alike(value: Any, target: torch.Tensor) -> bool:
-    """Whether `value` is, rank by rank, the piece that the module holds."""
+def _has_same_layout(value: Any, target: torch.Tensor) -> bool:
+    """Returns whether `value` has on every rank the piece that the module has there."""
     return (
         isinstance(value, DTensor)
         and isinstance(target, DTensor)
@@ -183,7 +184,7 @@ def _laid_out_alike(value: Any, target: torch.Tensor) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     if one is other or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return True  # one given twice, or not held by this rank; what is no tensor has been reported
+        return True  # given twice, or not held by this rank; other types were reported before
     return one.shape == other.shape and torch.equal(_held(one), _held(other))
 
 
@@ -201,9 +202,9 @@ def _received(value: torch.Tensor | None, offer: _Offer, ranks: Ranks) -> torch.
 
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
-    """Fills this rank's piece; a DTensor on another mesh is gathered whole, one tensor at a time."""
+    """Fills this rank's piece. Gathers a DTensor on another mesh whole, one tensor at a time."""
     kept = kept_range(target)
-    if kept is None and (_laid_out_alike(value, target) or _laid_out_alike(value, global_view(target))):
+    if kept is None and (_has_same_layout(value, target) or _has_same_layout(value, global_view(target))):
         local_tensor(target).copy_(local_tensor(value))
         return
     if isinstance(value, FlatRange):

@@ -1,11 +1,11 @@
 """Saves tensors from any layout and loads them into any other, on ``torch.distributed.checkpoint``.
 
-A state is a flat mapping from names to tensors: plain ones, which every rank that gives the name holds whole, and
-DTensors, which each rank holds its piece of (:func:`global_view` makes them). What a tensor is called and how large
-the whole of it is decides where its values go; how it was cut when it was written does not.
+A state is a flat mapping from names to tensors: plain tensors, which every rank that gives the name holds whole, and
+DTensors, of which each rank holds its piece (:func:`global_view` makes them). The name and the shape of the whole
+tensor decide where values go; the layout that it was saved in does not matter.
 
-Everything that is no tensor travels as JSON in ``metadata``. What differs from rank to rank is a tensor under a name
-of its own (``rng.rank3``), given by that rank alone.
+Everything else is stored as JSON in ``metadata``. A value of one rank alone is a tensor with a name of its own
+(``rng.rank3``), given by that rank.
 """
 
 from __future__ import annotations
@@ -51,26 +51,25 @@ def save(
     staging: HostStaging | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Writes a checkpoint that appears at once: complete under its name, or not at all.
+    """Writes a checkpoint atomically: it is complete under its name, or not there at all.
 
-    A checkpoint of that name is replaced, at once too; any other folder of that name is left alone and refused. When
-    the checkpoint is complete, the file ``latest`` in the same folder names it. With it a hash of each whole tensor is
-    kept, which does not depend on how the tensor is cut. One process at a time writes in a folder: see `folder_lock`.
-    Collective over `process_group`.
+    Replaces a checkpoint of that name, also atomically; refuses any other folder of that name. Once the checkpoint is
+    complete, the file ``latest`` in the same folder names it. It stores a hash of each whole tensor, which does not
+    depend on the layout. One process at a time writes in a folder, see `folder_lock`. Collective over `process_group`.
 
     Args:
-        state: by name, tensors on any device. Of a tensor that several ranks hold, one writes it.
-        directory: made, with its parents. All ranks must see the same file system.
+        state: tensors by name, on any device. A tensor that several ranks hold is written by one of them.
+        directory: created with its parents. All ranks must see the same file system.
         metadata: text keys and JSON values; tuples become lists. The first rank's is written.
-        keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, what
-            each rank wrote is read back and compared; where `metadata` says ``"finite": False``, or a number of
-            ``"skipped_steps"`` above 0, the newest checkpoint that does not say so stays too.
-        staging: takes copies of what this rank writes before it writes; `AsyncSaver` needs them.
-        process_group: whose ranks write together; None is the default group, or this process alone.
+        keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, each
+            rank reads back and compares what it wrote. If `metadata` says ``"finite": False``, or ``"skipped_steps"``
+            above 0, the newest checkpoint that does not say so stays too.
+        staging: memory for copies that are taken before this rank writes; `AsyncSaver` needs it.
+        process_group: the ranks that write together; None means the default group, or this process alone.
 
     Raises:
-        CheckpointError: on all ranks, whichever failed, also because another process writes in the folder; what was
-            there before is still there.
+        CheckpointError: on all ranks if any failed, also if another process writes in the folder. Earlier checkpoints
+            are unchanged.
     """
     ranks, folder = Ranks(process_group), _folder(directory)
     ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", _unsavable(state, metadata)))
@@ -99,26 +98,26 @@ def load(
 ) -> dict[str, Any]:
     """Fills the tensors of `state` in place from a checkpoint that any layout and world size wrote.
 
-    Names, shapes, dtypes and files are checked on all ranks before the first value is written. What was loaded is
-    compared with the hashes that were saved. Also reads what ``torch.distributed.checkpoint.save`` wrote, without
-    unpickling anything but tensors; it has no hashes. Collective.
+    Checks names, shapes, dtypes and files on all ranks before the first value is written, and compares loaded tensors
+    with the saved hashes. Also reads checkpoints of ``torch.distributed.checkpoint.save``, which have no hashes,
+    unpickling nothing but tensors. Collective.
 
     Args:
-        state: by name, plain tensors and DTensors; parameters are filled too.
+        state: plain tensors, DTensors and parameters by name.
         strict: every name of `state` must be in the checkpoint, and every name of the checkpoint in the `state` of
-            some rank. Without it the names in common are loaded; there must be at least one.
-        verify: False compares only tensors that are put together from other pieces than they were saved in.
-        cast: fill a floating tensor whose dtype is not the checkpoint's too, by way of one of that dtype; all such
-            tensors are held twice until they are loaded.
-        optional: names of the checkpoint that begin with this need not be in `state`, also where `strict`.
-        report: is given one line, on every rank: what was compared with hashes, and how long that took.
+            some rank. If False, the names in common are loaded; there must be at least one.
+        verify: if False, compare only tensors that are assembled from other pieces than they were saved in.
+        cast: also fill floating tensors of another dtype than the checkpoint's, through a tensor of that dtype; all
+            such tensors are held twice until they are loaded.
+        optional: names of the checkpoint with this prefix need not be in `state`, even if `strict`.
+        report: called once on every rank with a line that says what was compared with hashes, and how long it took.
 
     Returns:
-        The metadata that was saved; empty for a checkpoint of torch's own.
+        The metadata that was saved; empty for a checkpoint of torch's.
 
     Raises:
-        CheckpointError: on all ranks. Names all missing, unexpected and mismatched tensors together; or all that are
-            not what was saved, and the damaged files: then tensors have been overwritten.
+        CheckpointError: on all ranks. Names all missing, unexpected and mismatched tensors; or, after tensors were
+            overwritten, all tensors that differ from what was saved, and the damaged files.
     """
     ranks, folder = Ranks(process_group), _folder(directory)
     found = folders.existing_folder(folder)
@@ -130,17 +129,17 @@ def load(
     problems = _mismatches(state, index)
     stored = index.tensors.keys() | index.others
     absent = [f"missing in the checkpoint: {name}" for name in state if name not in index.tensors]
-    told = ranks.all_gather(
+    answers = ranks.all_gather(
         (problems + absent if strict else problems, stored - state.keys(), len(absent) == len(state))
     )
     if strict:
-        unasked = set.intersection(*(names for _, names, _ in told))
+        unasked = set.intersection(*(names for _, names, _ in answers))
         unasked = {name for name in unasked if optional is None or not name.startswith(optional)}
         problems = [f"not asked for, but in the checkpoint: {name}" for name in sorted(unasked)]
     else:
         problems = []
-    problems = list(dict.fromkeys([problem for of_rank, _, _ in told for problem in of_rank] + problems))
-    if not problems and all(nothing for _, _, nothing in told):
+    problems = list(dict.fromkeys([problem for of_rank, _, _ in answers for problem in of_rank] + problems))
+    if not problems and all(nothing for _, _, nothing in answers):
         problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
     _refuse(f"{folder} is a checkpoint of another model or layout", problems)
     wanted = {name: tensor for name, tensor in state.items() if name in index.tensors}
@@ -167,7 +166,7 @@ def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | N
 
 
 def load_metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The metadata of a complete checkpoint, without its tensors and without other ranks.
+    """Returns the metadata of a complete checkpoint; reads no tensors and needs no other ranks.
 
     Raises:
         CheckpointError: as :func:`load` does, on this rank.
@@ -183,7 +182,8 @@ def _verify(
     all_: bool,
     ranks: Ranks,
 ) -> str:
-    """Compares what was loaded with the hashes of the index, what was cut anew on some rank or everything; says so."""
+    """Compares loaded tensors with the hashes of the index: all, or those in another layout on some rank; reports
+    it."""
     started = time.perf_counter()
     hashed = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
     names = set().union(*ranks.all_gather(set(state) if all_ else resharded)) & hashed
@@ -206,21 +206,21 @@ def _detached(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _run_dcp(run: Callable[..., Any], state: dict[str, Any], ranks: Ranks, what: str, **storage: Any) -> None:
-    """torch's own coordination, whose exception is a BaseException that holds what every rank met."""
+    """Runs torch's coordination, and raises the errors of every rank, which it wraps in a BaseException, as one."""
     alone = ranks.size == 1 and ranks.group is None
     try:
         with warnings.catch_warnings() if alone else nullcontext():
             if alone:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is no mistake
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is allowed
             run(state, process_group=ranks.group, no_dist=alone, **storage)
     except CheckpointException as failure:
         own = failure.failures.get(ranks.rank)
         if own is not None and not isinstance(own[0], Exception):
             raise own[0] from failure  # an interrupt stays an interrupt
-        told: list[str | None] = [None] * ranks.size
+        messages: list[str | None] = [None] * ranks.size
         for rank, (error, _) in failure.failures.items():
-            told[rank] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{what}: {joined_by_rank(told)}") from failure
+            messages[rank] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{what}: {joined_by_rank(messages)}") from failure
 
 
 def _refuse(what: str, problems: list[str]) -> None:
@@ -256,7 +256,7 @@ def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def _of_stored_dtype(tensor: torch.Tensor, index: CheckpointIndex, name: str) -> torch.Tensor | None:
-    """An empty one of the dtype that the checkpoint has instead; None where there is nothing to cast."""
+    """Returns an empty tensor of the checkpoint's dtype; None if nothing has to be cast."""
     entry = index.tensors.get(name)
     if entry is None or entry.dtype == tensor.dtype or isinstance(tensor, FlatRange):
         return None

@@ -1,4 +1,4 @@
-"""Data parallelism: one contract, several wrappers, and the numbers do not change between them."""
+"""Data parallelism: one interface, several wrappers, and the numbers do not change between them."""
 
 from ..absent_names import absent_names
 from .data_parallel_base import _BaseDataParallel

@@ -41,13 +41,13 @@ _FOREIGN = ForeignFields(
 class DistributedDataParallelConfig:
     """Settings of a data-parallel wrapper; field names are Megatron-LM's.
 
-    Of Megatron-LM's other fields those that would change a number are refused by name unless they have their defaults;
-    others are ignored with a warning. A wrapper that cannot honour a field raises, or warns once where ignoring it
+    Megatron-LM's other fields are refused by name if they would change a number and do not have their defaults; the
+    rest is ignored with a warning. A wrapper that does not support a field raises, or warns once if ignoring it
     changes no number.
 
     Raises:
-        ParallelConfigError: settings that contradict each other; the message names both.
-        GradSyncError: patterns for local accumulation in fp32 where all of it is in fp32.
+        ParallelConfigError: settings contradict each other; the message names both.
+        GradSyncError: patterns for local accumulation in fp32 are given, and all gradients accumulate in fp32.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -57,10 +57,10 @@ class DistributedDataParallelConfig:
     """Reduce a bucket of gradients while the backward of earlier layers still runs."""
 
     overlap_param_gather: bool = False
-    """Gather parameters while the forward of earlier layers still runs; ignored where they are replicated."""
+    """Gather parameters while the forward of earlier layers still runs; ignored if they are replicated."""
 
     use_distributed_optimizer: bool = False
-    """Shard the optimizer state; alone it means the strategy ``optim``."""
+    """Shard the optimizer state; by itself it means the strategy ``optim``."""
 
     num_distributed_optimizer_instances: int = 1
     """Shard within ``dp / instances`` ranks and replicate across instances (hybrid sharding) when above one."""
@@ -69,36 +69,36 @@ class DistributedDataParallelConfig:
     """Raise, naming rank, step and parameter, when a gradient is not finite."""
 
     check_for_large_grads: bool = False
-    """Raise likewise when a gradient's norm is ten times the largest of its first hundred steps."""
+    """Raise, likewise, when a gradient's norm is ten times the largest of its first hundred steps."""
 
     bucket_size: int | None = None
-    """Elements, not bytes, at which a bucket, the subject of one collective, is full.
+    """Elements, not bytes, at which a bucket is full; one collective reduces one bucket.
 
-    None means ``max(40_000_000, 1_000_000 * dp)`` where buckets leave during backward (``overlap_grad_reduce``, or
+    None means ``max(40_000_000, 1_000_000 * dp)`` if buckets are reduced during backward (``overlap_grad_reduce``, or
     the strategy ``optim_grads``), and else one bucket for each dtype.
     """
 
     num_buckets: int | None = None
-    """Number of buckets of about equal size, instead of ``bucket_size``; fewer where single parameters are larger."""
+    """Number of buckets of about equal size, instead of ``bucket_size``; fewer if single parameters are larger."""
 
     pad_buckets_for_high_nccl_busbw: bool = False
-    """Make bucket lengths divide by 2^16 elements, with which NCCL's rings reach their full bandwidth."""
+    """Pad buckets to multiples of 2^16 elements, with which NCCL's rings reach their full bandwidth."""
 
     average_in_collective: bool = False
-    """Let the collective divide (``ReduceOp.AVG``); by default each rank scales the part of the sum that it keeps."""
+    """Let the collective divide (``ReduceOp.AVG``); by default each rank scales its part of the sum."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
-    """Send gradients in their own low precision, but add those of all ranks in fp32, rounding once."""
+    """Send gradients in their low precision, but add those of all ranks in fp32, rounding once."""
 
     param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
-    """Parameters, by patterns of `fnmatch` or ``all``, whose gradients add up over micro-batches in fp32, though all
-    are reduced in their own low precision: fp32 memory for these, and no byte more on the wire."""
+    """Parameters, by patterns of `fnmatch` or ``all``, whose gradients accumulate over micro-batches in fp32, while
+    all are reduced in their low precision: costs fp32 memory for these parameters, and no traffic."""
 
     reduce_every_micro_batch: bool = False
-    """Reduce each micro-batch, inside ``no_sync`` too, so that whole gradients never add up.
+    """Reduce each micro-batch, inside ``no_sync`` too, so that whole gradients are never accumulated.
 
-    Under ``optim_grads`` and ``optim_grads_params``. Least memory, and as many reductions as there are micro-batches.
-    Sums of more than two ranks' or micro-batches' gradients are then rounded in another order.
+    For ``optim_grads`` and ``optim_grads_params``. Needs least memory, and one reduction per micro-batch. Sums of
+    gradients of more than two ranks or micro-batches are then rounded in another order.
     """
 
     data_parallel_sharding_strategy: str = "no_shard"
@@ -154,7 +154,7 @@ class DistributedDataParallelConfig:
 
     @property
     def sharding_strategy(self) -> str:
-        """The strategy, after ``use_distributed_optimizer`` is applied, which alone means ``optim``."""
+        """The strategy, after ``use_distributed_optimizer`` is applied, which by itself means ``optim``."""
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"
         return self.data_parallel_sharding_strategy

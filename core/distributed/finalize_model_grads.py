@@ -1,4 +1,4 @@
-"""The one place where gradients are finished and scaled, once a step."""
+"""Finishes and scales gradients, once per step."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ def finalize_model_grads(
 ) -> None:
     """Finishes the gradients of a step, after which the optimizer may read them (Megatron-LM's function of this name).
 
-    In order: every chunk finishes its data-parallel reduction; gradients of parameters that all tensor-parallel ranks
-    hold whole but used on different tokens (norms under sequence parallelism) are summed over those ranks; and, with
-    a token count, everything is divided by the number of tokens of all ranks.
+    In order: every chunk finishes its data-parallel reduction; gradients of parameters that are replicated over
+    tensor-parallel ranks but used on different tokens (norms under sequence parallelism) are summed over those ranks;
+    with a token count, all gradients are divided by the number of tokens of all ranks.
 
     Args:
         model: the wrapped model, in the list that Megatron's interfaces take.
-        num_tokens: this rank's count of the step's loss-carrying tokens, for ``config.calculate_per_token_loss``. It
-            is summed over data and context parallel ranks here and not changed.
-        pg_collection: process groups; its `tp` serves as `tp_group`, and replicas are those of the wrapper.
-        force_all_reduce: leave whole gradients on every rank, where the wrapper keeps whole ones.
-        tp_group: the ranks that hold the other parts of the model's matrices; by default those of
-            `core.parallel_state`, or the one group that the model's layers were given.
+        num_tokens: this rank's number of unmasked tokens in the step, for ``config.calculate_per_token_loss``. It is
+            summed over data and context parallel ranks here, and the argument is not changed.
+        pg_collection: process groups; its `tp` is used as `tp_group`, and replicas are those of the wrapper.
+        force_all_reduce: leave whole gradients on every rank, if the wrapper keeps whole ones.
+        tp_group: the tensor-parallel ranks; by default those of `core.parallel_state`, or the one group of the model's
+            layers.
 
     Raises:
-        ParallelConfigError: parameters whose gradients are partial sums over tensor-parallel ranks, and nothing says
-            which ranks.
-        ConfigError: a token count without ``calculate_per_token_loss``, or the reverse.
-        ShardstackError: it was called already in this step, or a backward came late or did not end.
+        ParallelConfigError: gradients are partial sums over tensor-parallel ranks, and the group is unknown.
+        ConfigError: a token count is given without ``calculate_per_token_loss``, or the reverse.
+        ShardstackError: it was already called in this step, or a backward ran late or did not end.
     """
     for chunk in model:
         if chunk.sums_gradients != (num_tokens is not None):
@@ -64,7 +63,7 @@ def finalize_model_grads(
 
 
 def _one_over_global_tokens(num_tokens: torch.Tensor | float, group: dist.ProcessGroup) -> torch.Tensor:
-    # Summed in double, because fp32 counts exactly only up to 16.7 million; never read, so that no GPU is waited for.
+    # Sum in double, because fp32 counts exactly only up to 16.7 million. Do not read it: that would synchronize a GPU.
     here = device.current_device()
     if isinstance(num_tokens, torch.Tensor):
         total = num_tokens.to(here, torch.float64, copy=True)
@@ -102,7 +101,7 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given:
 def _tensor_parallel_group(
     model: Sequence[_BaseDataParallel], given: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """What was given, else that of the layers, else that of `core.parallel_state`, else None."""
+    """Returns the given group, else that of the layers, else that of `core.parallel_state`, else None."""
     if given is not None:
         return given
     groups = {group for chunk in model for module in chunk.modules() if (group := getattr(module, "tp_group", None))}

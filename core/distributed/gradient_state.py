@@ -1,4 +1,4 @@
-"""Where a wrapper's gradients are in a step, and the order of calls that this allows."""
+"""The phase of a wrapper's gradients in a step, and the calls that each phase allows."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from ..errors import ShardstackError
 
 
 class Phase(Enum):
-    """What the gradients of a wrapper hold."""
+    """The contents of a wrapper's gradients."""
 
     ZEROED = "zeroed"
     """Nothing: no backward has run since they were zeroed."""
 
     ACCUMULATING = "accumulating"
-    """Those of this rank's micro-batches; some may have been reduced already."""
+    """Gradients of this rank's micro-batches; some may be reduced already."""
 
     REDUCED = "reduced"
-    """The global ones, by `finish_grad_sync`."""
+    """Global gradients, after `finish_grad_sync`."""
 
     FINALIZED = "finalized"
-    """The global ones, summed over sequence-parallel ranks and divided by the tokens, by `finalize_model_grads`."""
+    """Global gradients, summed over sequence-parallel ranks and divided by tokens, after `finalize_model_grads`."""
 
     UNSCALED = "unscaled"
-    """Used: an optimizer with a loss scale has divided them by it, in place."""
+    """Used: an optimizer has divided them by its loss scale, in place."""
 
     LATE = "late"
-    """Useless: a backward added to them after they were reduced."""
+    """Invalid: a backward added to them after they were reduced."""
 
     BROKEN = "broken"
-    """Useless: a backward raised on its way."""
+    """Invalid: a backward raised an error."""
 
 
 class GradientState:
@@ -39,28 +39,28 @@ class GradientState:
                                      |           |
                                      +---> late <+            a backward before which they were not zeroed
 
-    The wrapper reports what happens; `finish_grad_sync`, `finalize_model_grads` and the optimizer's step ask before
-    they act. Used by the thread that trains, and by autograd's for `note_backward`.
+    The wrapper reports events; `finish_grad_sync`, `finalize_model_grads` and the optimizer's step check the phase
+    before they act. Used by the training thread, and by autograd's thread for `note_backward`.
     """
 
     def __init__(self) -> None:
-        self.phase = Phase.ZEROED
+        self.phase = Phase.ZEROED  # set by the `note_` methods alone
 
     @property
     def is_reduced(self) -> bool:
-        """Whether gradients are the global ones."""
+        """Whether gradients are global."""
         return self.phase in (Phase.REDUCED, Phase.FINALIZED)
 
     def note_zeroed(self) -> None:
-        """Gradients are zero or None; a failure before this no longer counts."""
+        """Records that gradients are zero or None, which ends every other phase, a failure included."""
         self.phase = Phase.ZEROED
 
     def note_backward(self, *, may_add: bool) -> None:
-        """A backward of this step has begun.
+        """Records that a backward of this step has begun.
 
         Args:
-            may_add: gradients that were reduced may be added to, as those of a plain module: what is reduced next is
-                then the sum of both.
+            may_add: a backward may add to reduced gradients, as in a plain module; the next reduction is then of the
+                sum.
         """
         if self.phase is Phase.ZEROED or (self.is_reduced and may_add):
             self.phase = Phase.ACCUMULATING
@@ -68,27 +68,27 @@ class GradientState:
             self.phase = Phase.LATE
 
     def note_unscaled(self) -> None:
-        """An optimizer has divided them by its loss scale, so that none may step by them again."""
+        """Records that an optimizer has divided gradients by its loss scale, so that no step may use them again."""
         self.phase = Phase.UNSCALED
 
     def note_broken(self) -> None:
-        """A backward raised, and left gradients of some parameters only."""
+        """Records that a backward raised, and left gradients of some parameters only."""
         self.phase = Phase.BROKEN
 
     def note_reduced(self) -> None:
-        """Gradients are the global ones, but for what `finalize_model_grads` does beyond reducing."""
+        """Records that gradients are reduced; `finalize_model_grads` may still sum and scale them."""
         if self.phase in (Phase.ZEROED, Phase.ACCUMULATING):
             self.phase = Phase.REDUCED
 
     def note_finalized(self) -> None:
-        """The optimizer may read them."""
+        """Records that gradients are final: the optimizer may read them."""
         self.phase = Phase.FINALIZED
 
     def check_may_reduce(self) -> None:
-        """Raises unless `finish_grad_sync` would leave the gradients of the step.
+        """Raises unless `finish_grad_sync` would give the gradients of the step.
 
         Raises:
-            ShardstackError: a backward came late, or did not end.
+            ShardstackError: a backward ran late, or did not end.
         """
         if self.phase is Phase.LATE:
             raise ShardstackError(
@@ -97,7 +97,7 @@ class GradientState:
             )
         if self.phase is Phase.BROKEN:
             raise ShardstackError(
-                "a backward of this step raised on its way, so that some gradients are missing; call zero_grad_buffer "
+                "a backward of this step raised an error, so that some gradients are missing; call zero_grad_buffer "
                 "and repeat the step"
             )
 
@@ -105,7 +105,7 @@ class GradientState:
         """Raises unless `finalize_model_grads` may run.
 
         Raises:
-            ShardstackError: it ran already: it would divide, or sum over sequence-parallel ranks, a second time.
+            ShardstackError: it ran already, and would divide or sum over sequence-parallel ranks a second time.
         """
         if self.phase in (Phase.FINALIZED, Phase.UNSCALED):
             raise ShardstackError(
@@ -117,7 +117,7 @@ class GradientState:
         """Raises unless an optimizer may read the gradients.
 
         Raises:
-            ShardstackError: they are not global yet, or useless.
+            ShardstackError: they are not global yet, or invalid.
         """
         self.check_may_reduce()
         if self.phase is Phase.UNSCALED:

@@ -1,4 +1,4 @@
-"""The process groups of a wrapper, found once: all replicas, and in a hybrid how they are divided in two ways."""
+"""Finds the process groups of a wrapper, once: all replicas, and for hybrid sharding the groups of both axes."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from ..errors import ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 
 Ranks = dist.ProcessGroup | DeviceMesh
-"""What a wrapper works over: a group, or a mesh of one axis or, for hybrid sharding, of ``(replicate, shard)``."""
+"""The ranks of a wrapper: a group, or a mesh of one axis or, for hybrid sharding, of ``(replicate, shard)``."""
 
 
 @dataclass(frozen=True)
 class DataParallelGroups:
-    """The ranks that hold replicas of a model, and in a hybrid the two ways in which they are divided."""
+    """The ranks with replicas of a model, and for hybrid sharding the groups of both axes."""
 
     whole: dist.ProcessGroup
-    """All of them: data parallel times context parallel."""
+    """All ranks: data parallel times context parallel."""
 
     shard: dist.ProcessGroup
-    """Those of this optimizer instance, among which parameters, gradients or optimizer state are cut."""
+    """The ranks of this optimizer instance, which shard parameters, gradients or optimizer state."""
 
     replicate: dist.ProcessGroup | None = None
-    """Those that hold the same shard in each optimizer instance; None where there is one instance."""
+    """The ranks with the same shard, one per optimizer instance; None with one instance."""
 
     given_mesh: DeviceMesh | None = None
-    """The mesh that these are of, where there is one already; `mesh` makes it otherwise."""
+    """The mesh that the groups come from, if any; else `mesh` makes one."""
 
     @property
     def mesh(self) -> DeviceMesh:
-        """``(shard,)``, or in a hybrid ``(replicate, shard)``."""
+        """The mesh ``(shard,)``, or for hybrid sharding ``(replicate, shard)``."""
         if self.given_mesh is not None:
             return self.given_mesh
         return DeviceMesh.from_group(self.whole, device.device_type(), mesh_dim_names=("dp_cp",))
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that hold the same shard."""
+        """Number of ranks with the same shard."""
         return 1 if self.replicate is None else self.replicate.size()
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> DataParallelGroups:
-        """Those of a mesh of one axis, or of ``(replicate, shard)``."""
+        """Returns the groups of a mesh of one axis, or of ``(replicate, shard)``."""
         replicate = mesh.get_group(0) if mesh.ndim == 2 else None
         return cls(whole_group(mesh), mesh.get_group(-1), replicate, given_mesh=mesh)
 
@@ -56,16 +56,16 @@ def find_groups(
     process_group: Ranks | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> DataParallelGroups:
-    """The groups of what a wrapper was given; where that is nothing, those of `core.parallel_state`.
+    """Returns the groups given to a wrapper; by default those of `core.parallel_state`.
 
     Args:
-        caller: what the user called, for messages.
-        num_instances: optimizer instances, as ``num_distributed_optimizer_instances`` asks for them.
-        pg_collection: its `dp_cp`, or `dp` where that alone was set, serves as `process_group`.
+        caller: name of the function that the user called, for messages.
+        num_instances: optimizer instances, ``num_distributed_optimizer_instances``.
+        pg_collection: its `dp_cp`, or else its `dp`, is used as `process_group`.
 
     Raises:
-        ParallelConfigError: `process_group` and `pg_collection` are both given, or are not what they have to be; or
-            the number of instances is not that of the groups, or does not divide the ranks.
+        ParallelConfigError: `process_group` and `pg_collection` are both given or of the wrong type; or the number of
+            instances does not match the groups, or does not divide the ranks.
     """
     if pg_collection is not None:
         process_group = _group_of_collection(caller, num_instances, process_group, pg_collection)
@@ -89,7 +89,7 @@ def find_groups(
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of a mesh of one axis or several."""
+    """Returns the group of all ranks of a mesh of one axis or several."""
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 

@@ -1,4 +1,4 @@
-"""The path of `core.adapters.nemo` in NeMo Automodel, where these functions are in ``distributed.parallelizer``."""
+"""Re-exports `core.adapters.nemo` under NeMo Automodel's path, ``distributed.parallelizer``."""
 
 from __future__ import annotations
 

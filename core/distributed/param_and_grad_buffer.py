@@ -1,4 +1,4 @@
-"""Megatron-LM's path of the buffers, which are in `buffers`."""
+"""Re-exports the buffers under Megatron-LM's path."""
 
 from __future__ import annotations
 

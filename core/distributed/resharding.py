@@ -1,4 +1,4 @@
-"""Which units free their gathered parameters between forward and backward."""
+"""Decides which units free their gathered parameters between forward and backward."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fnmatch import fnmatchcase
 from ..errors import ParallelConfigError
 
 Reshard = bool | int
-"""False: parameters stay gathered. True: back to this rank's shard. A number: to shards over that many ranks."""
+"""False: parameters stay gathered. True: only this rank's shard is kept. A number: a shard over that many ranks."""
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Reshard]]:
-    """Pairs of a shell pattern for module names and a value, from ``"PATTERN=VALUE"``.
+    """Parses ``"PATTERN=VALUE"`` into pairs of a shell pattern for module names and a value.
 
     Raises:
-        ParallelConfigError: an entry that is not of this form.
+        ParallelConfigError: an entry is not of this form.
     """
     return [_parse_override(entry) for entry in overrides]
 
@@ -33,15 +33,15 @@ def _parse_override(entry: str) -> tuple[str, Reshard]:
 
 
 def reshard_of(name: str, default: Reshard, overrides: Sequence[tuple[str, Reshard]]) -> Reshard:
-    """The value for the module `name`: that of the last pattern which matches, else `default`."""
+    """Returns the value for the module `name`: that of the last matching pattern, else `default`."""
     return next((value for pattern, value in reversed(overrides) if fnmatchcase(name, pattern)), default)
 
 
 def check_reshard(value: Reshard, shard_size: int) -> Reshard:
-    """`value`, as FSDP2 takes it among `shard_size` ranks: 1 is False and `shard_size` is True.
+    """Returns `value` normalised for FSDP2 on `shard_size` ranks: 1 is False and `shard_size` is True.
 
     Raises:
-        ParallelConfigError: a number that does not divide `shard_size`; the message lists those that do.
+        ParallelConfigError: a number does not divide `shard_size`; the message lists those that do.
     """
     if isinstance(value, bool):
         return value

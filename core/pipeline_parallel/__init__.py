@@ -1,4 +1,4 @@
-"""The micro-batches of a step, for models of one pipeline stage."""
+"""Runs the micro-batches of a step, for models of one pipeline stage."""
 
 from ..absent_names import absent_names
 from .schedules import forward_backward_no_pipelining, get_forward_backward_func

@@ -1,4 +1,4 @@
-"""Forward and backward of a step's micro-batches, as Megatron-LM's training loops call it."""
+"""Runs forward and backward of a step's micro-batches, with the interface of Megatron-LM's training loops."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..process_groups_config import ProcessGroupCollection
 from ..utils import get_model_config
 
 ForwardStep = Callable[..., tuple[torch.Tensor, Callable[..., Any]]]
-"""Called with the data's iterator and the model: the model's output, and the function that makes a loss of it."""
+"""Called with the data's iterator and the model; returns the model's output, and a function from output to loss."""
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
-    """:func:`forward_backward_no_pipelining`, the schedule of one pipeline stage.
+    """Returns :func:`forward_backward_no_pipelining`, the schedule of one pipeline stage.
 
     Args:
         pp_size: pipeline stages; default is the size of the group of `core.parallel_state`.
-        vp_size: stages of a rank, when interleaved; None alone.
+        vp_size: stages of a rank, when interleaved; only None is allowed.
 
     Raises:
-        ParallelConfigError: several stages.
+        ParallelConfigError: there are several stages.
     """
     stages = parallel_state.get_pipeline_model_parallel_world_size() if pp_size is None else pp_size
     caller = "get_forward_backward_func"
@@ -57,26 +57,26 @@ def forward_backward_no_pipelining(
     """Runs the micro-batches of a step, all but the last inside `no_sync`, and finishes the gradients.
 
     The loss function returns (loss, report), a mean over tokens; or (sum of losses, number of tokens, report), which
-    is divided here unless the config has `calculate_per_token_loss`. Of the model's config it reads
-    `calculate_per_token_loss`, and what a loop has set there: `grad_scale_func`, called with each loss;
+    is divided here unless the config has `calculate_per_token_loss`. From the model's config it reads
+    `calculate_per_token_loss`, and functions that a training loop may set: `grad_scale_func`, called with each loss;
     `no_sync_func`, by default the wrapper's `no_sync`; and `finalize_model_grads_func`, called at the end.
 
     Args:
         forward_step_func: called as ``forward_step_func(data_iterator, model)``.
-        data_iterator: its data; alone in a list, or itself.
-        model: the wrapped model; alone in a list, or itself.
-        num_microbatches: of this step.
+        data_iterator: its data, or a list of one.
+        model: the wrapped model, or a list of one.
+        num_microbatches: micro-batches of this step.
         seq_length, micro_batch_size, decoder_seq_length, first_val_step, adjust_tensor_shapes_fn, p2p_communicator:
-            Megatron-LM's, for what pipeline stages send each other; not read.
-        forward_only: no backward, as in an evaluation.
-        collect_non_loss_data: the loss function is called with ``non_loss_data=True``, and what it returns is kept.
-        pg_collection, force_all_reduce: given to `finalize_model_grads_func`.
+            Megatron-LM's, for messages between pipeline stages; not read.
+        forward_only: run no backward, as in an evaluation.
+        collect_non_loss_data: call the loss function with ``non_loss_data=True``, and return its results.
+        pg_collection, force_all_reduce: passed to `finalize_model_grads_func`.
 
     Returns:
         The report of each micro-batch.
 
     Raises:
-        ConfigError: several models or iterators, or no micro-batch.
+        ConfigError: there are several models or iterators, or no micro-batch.
     """
     chunk = _alone("model", model)
     data = _alone("data_iterator", data_iterator)
@@ -112,7 +112,7 @@ def forward_backward_no_pipelining(
 def _loss(
     outputs: tuple[Any, ...], config: Any, num_microbatches: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """The loss whose gradients add up to the step's, the number of tokens if it was given, and the report."""
+    """Returns the loss whose gradients add up to the step's, the number of tokens if it was given, and the report."""
     if len(outputs) == 3:
         loss, tokens, report = outputs
         tokens = torch.as_tensor(tokens)

@@ -1,4 +1,5 @@
-"""Matrices cut over tensor-parallel ranks: layers, mappings between regions, loss, random streams, initial values."""
+"""Splits matrices over tensor-parallel ranks: layers, mappings between regions, loss, random streams, initial
+values."""
 
 from ..absent_names import absent_names
 from .attributes import (

@@ -1,4 +1,4 @@
-"""Storage for what a model has on the meta device, with ties and custom attributes kept."""
+"""Allocates a model's tensors that are on the meta device; keeps ties and custom attributes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 def allocate_meta_tensors(
     model: nn.Module, device: torch.device | str, parameter_device: torch.device | str | None = None
 ) -> list[torch.Tensor]:
-    """Replaces parameters and buffers on the meta device by empty ones, and returns these; others are left alone.
+    """Replaces parameters and buffers on the meta device by empty ones; returns the new ones.
 
-    A sharded parameter (FSDP2) gets storage for its shard. torch's `to_empty` would throw away all values, part
-    modules that share a plain parameter, and drop the attributes that parameters carry. Parameters go to
-    `parameter_device`, if given, as where shards are kept on the host.
+    A sharded parameter (FSDP2) gets storage for its shard. torch's `to_empty` would also discard existing values,
+    untie shared plain parameters, and drop attributes of parameters. `parameter_device`, if given, is the device of
+    parameters, for example the host of offloaded shards.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():

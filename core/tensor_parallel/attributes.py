@@ -1,4 +1,4 @@
-"""Megatron-LM's marks on a parameter: how it was cut over tensor-parallel ranks."""
+"""Megatron-LM's attributes of a parameter: how it is split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_str
 
 
 def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Marks a tensor as cut along `dim` (or, not `is_parallel`, as held whole by every rank).
+    """Marks a tensor as split along `dim`; without `is_parallel`, as replicated on every rank.
 
     Raises:
-        ConfigError: it has a mark already.
+        ConfigError: it is marked already.
     """
     marked = [name for name in _DEFAULTS if hasattr(tensor, name)]
     if marked:
@@ -25,19 +25,19 @@ def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool
 
 
 def has_tensor_parallel_attributes(tensor: torch.Tensor) -> bool:
-    """Whether it has the marks, as every parameter of the layers of `core.tensor_parallel` does."""
+    """Returns whether a tensor has the attributes, as every parameter of the layers of `core.tensor_parallel` does."""
     return hasattr(tensor, "partition_dim")
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
-    """Marks a tensor without marks as held whole by every rank."""
+    """Marks a tensor without attributes as replicated on every rank."""
     for name, default in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, default)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
-    """Copies the marks that the source has."""
+    """Copies the attributes that the source has."""
     for name in _DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
@@ -46,9 +46,9 @@ def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, sour
 def param_is_not_tensor_parallel_duplicate(
     param: torch.Tensor, tp_group: Group = None, expert_tp_group: Group = None
 ) -> bool:
-    """Whether this rank is the one that counts the parameter, in a norm over all tensor-parallel ranks.
+    """Returns whether this rank counts the parameter in a norm over all tensor-parallel ranks.
 
-    True for a part that no other rank has, and on the group's first rank for what all have whole.
+    True for a split parameter, and on the group's first rank for a replicated one.
 
     Args:
         tp_group: default is the tensor-parallel group of `core.parallel_state`.

@@ -1,4 +1,4 @@
-"""The product of a column-parallel layer, whose backward computes while it communicates."""
+"""The matrix product of a column-parallel layer, whose backward overlaps computation and communication."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def column_parallel_linear(
     group: Group,
     sequence_parallel: bool,
 ) -> torch.Tensor:
-    """`x A^T + b` with this rank's rows of `A` `[n / tp, k]`: `[s, b, k]`, the same on all ranks, to `[s, b, n / tp]`.
+    """Computes `x A^T + b` with this rank's rows of `A` `[n / tp, k]`: from a replicated `[s, b, k]` to `[s, b, n /
+    tp]`.
 
-    With `sequence_parallel` each rank gives its `[s / tp, b, k]`. Alone, it is torch's own linear function.
+    With `sequence_parallel` the input is this rank's `[s / tp, b, k]`. With one rank it is torch's linear function.
     """
     if group_size(group) == 1:
         return linear(input_, weight, bias)
@@ -36,10 +37,10 @@ def column_parallel_linear(
 
 
 class _ColumnParallelLinear(torch.autograd.Function):
-    """Forward: gather the sequence (if it is cut), multiply.
+    """Forward: gather the sequence (if it is split), multiply.
 
-    Backward, in this order: start gathering the sequence again, which is not kept; compute the input gradient;
-    start to add it over ranks; compute the weight and bias gradients meanwhile; wait.
+    Backward, in this order: start gathering the sequence again, because it was not saved; compute the input gradient;
+    start its sum over ranks; compute the weight and bias gradients; wait for the sum.
     """
 
     @staticmethod

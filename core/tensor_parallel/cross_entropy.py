@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary whose logits are cut over tensor-parallel ranks."""
+"""Cross entropy over a vocabulary whose logits are split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .vocab import check_ids
 IGNORE_INDEX = -100
 """A target that is no token: its loss and its gradient are zero. The value is torch's."""
 
-# Elements of fp32 scratch at a time: what a CPU's cache holds over all passes, and what keeps a GPU's launches few.
+# Elements of fp32 scratch at a time: on a CPU few enough for its cache, on a GPU enough to keep launches few.
 _CHUNK_ELEMENTS = 2**20
 _GPU_CHUNK_ELEMENTS = 2**25
 
@@ -23,21 +23,20 @@ _GPU_CHUNK_ELEMENTS = 2**25
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, tp_group: Group = None
 ) -> torch.Tensor:
-    """The loss of each token, in fp32, from logits `[..., v / tp]` and targets `[...]` that all ranks share.
+    """Returns the loss of each token, in fp32, from logits `[..., v / tp]` and targets `[...]` that all ranks share.
 
     With `label_smoothing` e the target is 1 - e of its token and e / (v - 1) of every other (Szegedy et al., 2016),
     over the whole vocabulary of v. (Megatron-LM's formula at one rank; with several, it smooths over each rank's part
     by itself, so that their losses differ.)
 
-    Across ranks goes one all-gather of two numbers a token, with smoothing three: the log-sum-exp of this rank's
-    logits, the logit of the target, and the logits' sum. Kept for the backward are the logits as they came, no softmax
-    and no copy in fp32, which torch's own loss would keep; it is computed again there, in fp32, a chunk of tokens at a
-    time.
+    Communicates in one all-gather of two numbers per token, with smoothing three: the log-sum-exp of this rank's
+    logits, the logit of the target, and the logits' sum. Saves only the given logits for backward; the softmax, of
+    which torch's loss saves an fp32 copy, is computed again in fp32, a chunk of tokens at a time.
 
     Raises:
-        DataError: a target is neither a token nor -100, which torch ignores too. On a GPU looking would stall it:
-            there the loss of such a target is the log-sum-exp alone.
-        ConfigError: a `label_smoothing` outside 0 to below 1, or a process group in its place.
+        DataError: a target is neither a token nor -100, which torch ignores too. Not checked on a GPU, where the check
+            would synchronize: the loss of such a target is the log-sum-exp there.
+        ConfigError: `label_smoothing` is outside 0 to below 1, or a process group is given in its place.
     """
     if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing < 1.0:
         raise ConfigError(
@@ -61,7 +60,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local = target - group_rank(group) * vocab  # [n], this rank's column where it has one
         here = (local >= 0) & (local < vocab) & (target != IGNORE_INDEX)
         column = local.masked_fill(~here, 0).unsqueeze(1)  # [n, 1]
-        # What a token's probability is less than 1 by when it is the target, and 1 / v of what all have.
+        # The probability taken from the target, divided over the other tokens of the vocabulary.
         whole = vocab * group_size(group)
         smoothing = label_smoothing * whole / (whole - 1) if label_smoothing else 0.0
         mine = torch.empty(1, 3 if smoothing else 2, tokens, dtype=torch.float32, device=logits.device)

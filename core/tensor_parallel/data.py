@@ -1,4 +1,4 @@
-"""A batch that one tensor-parallel rank has read, for all of its group."""
+"""Broadcasts a batch that one tensor-parallel rank has read to its group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _MAX_DIMS = 5
 def broadcast_data(
     keys: Sequence[Key], data: Mapping[Key, torch.Tensor], datatype: torch.dtype, tp_group: Group = None
 ) -> dict[Key, torch.Tensor]:
-    """The tensors `data[key]` of the group's first rank, on every rank of it, on this process's device.
+    """Broadcasts the tensors `data[key]` of the group's first rank; returns them on every rank, on its device.
 
     Two broadcasts: of the shapes, and of all elements together. Other ranks' `data` is not read and may be empty.
 
     Args:
-        keys: which tensors; the same on every rank.
-        data: by key; all of `datatype`, of up to five dimensions.
-        datatype: of all of them.
+        keys: keys of the tensors; the same on every rank.
+        data: tensors by key; all of `datatype`, with up to five dimensions.
+        datatype: dtype of all tensors.
         tp_group: default is the tensor-parallel group of `core.parallel_state`.
 
     Raises:
-        DataError: on the first rank, before anything is sent: a tensor that is missing, of another dtype, or of more
+        DataError: on the first rank, before anything is sent: a tensor is missing, of another dtype, or has more
             dimensions.
     """
     group = resolve_group(tp_group)

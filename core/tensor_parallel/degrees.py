@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group have to divide."""
+"""Checks sizes that the ranks of a tensor-parallel group have to divide."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .groups import Group, group_size
 
 
 def check_degree(config: ModelParallelConfig, group: Group) -> None:
-    """Raises a ParallelConfigError unless the group has as many ranks as the config says."""
+    """Raises ParallelConfigError unless the group has as many ranks as the config says."""
     asked, found = config.tensor_model_parallel_size, group_size(group)
     if asked == found:
         return
@@ -23,7 +23,8 @@ def check_degree(config: ModelParallelConfig, group: Group) -> None:
 
 
 def per_rank(size: int, group: Group, what: str) -> int:
-    """A rank's part of `size`; raises a ParallelConfigError, which calls it `what`, where ranks do not divide it."""
+    """Returns a rank's part of `size`; raises ParallelConfigError, which names it `what`, if ranks do not divide
+    it."""
     ranks = group_size(group)
     if size % ranks:
         raise ParallelConfigError(

@@ -22,7 +22,8 @@ class Pending(Protocol):
 def gather_first_dim(
     tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> tuple[torch.Tensor, Pending | None]:
-    """`[n, ...]` of every rank as one `[tp * n, ...]`; with `async_op`, filled once the work is waited for."""
+    """Gathers `[n, ...]` of every rank into one `[tp * n, ...]`; with `async_op`, valid once the work is waited
+    for."""
     whole = tensor.new_empty(tensor.shape[0] * group_size(group), *tensor.shape[1:])
     return whole, all_gather_single(whole, tensor.contiguous(), group, async_op)
 
@@ -30,10 +31,10 @@ def gather_first_dim(
 def reduce_scatter_first_dim(
     tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> tuple[torch.Tensor, Pending | None]:
-    """This rank's `[n / tp, ...]` of the sum of every rank's `[n, ...]`; `async_op` as in :func:`gather_first_dim`.
+    """Reduces `[n, ...]` over ranks to this rank's `[n / tp, ...]`; `async_op` as in :func:`gather_first_dim`.
 
-    gloo's own reduce-scatter is an all-reduce inside, which sends everything twice. There each rank sends its parts
-    to those they belong to, who add them in the order of ranks.
+    gloo implements reduce-scatter as an all-reduce, which sends twice the bytes. There each rank sends parts to their
+    owners, which add them in rank order.
 
     Raises:
         ParallelConfigError: the ranks do not divide dim 0.
@@ -53,7 +54,7 @@ def reduce_scatter_first_dim(
 
 
 class _Adding:
-    """A sum over ranks, once their parts `[ranks, ...]` are here."""
+    """Sums the parts of all ranks, `[ranks, ...]`, once they have arrived."""
 
     def __init__(self, arriving: Pending | None, parts: torch.Tensor, total: torch.Tensor) -> None:
         self.arriving, self.parts, self.total = arriving, parts, total

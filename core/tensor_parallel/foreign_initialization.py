@@ -1,8 +1,8 @@
-"""Initial values of modules from elsewhere, by their own `reset_parameters`, one module's whole tensors at a time.
+"""Initializes modules of other projects by their `reset_parameters`, one module's whole tensors at a time.
 
-Such a module draws from torch's global generator in an order of its own. Here each draws under a seed of its name, on
-the CPU and on whole tensors, of which every rank keeps its part: the values depend neither on the number of ranks nor
-on how parameters were cut, but they are not those that the constructors would have drawn one after the other.
+Such a module draws from torch's global generator in its own order. Here each module draws under a seed from its name,
+on the CPU and on whole tensors, and every rank keeps its part. The values depend neither on the number of ranks nor on
+how parameters are split; they differ from those that the constructors would have drawn one after the other.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _OVERWRITING = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "ex
 
 @dataclass
 class ForeignModule:
-    """A module without `initializers`, and what is to be filled in it."""
+    """A module without `initializers`, and its tensors to fill."""
 
     name: str
-    """In the model that owns the seed, with a dot at its end."""
+    """Its name in the model that owns the seed, with a dot at the end."""
     module: nn.Module
     hook: Callable[..., Any] | None
-    """`_init_weights(module)` of the nearest module around that has one, as Hugging Face's models do."""
+    """`_init_weights(module)` of the nearest enclosing module that has one, as in Hugging Face's models."""
     wanted: dict[str, torch.Tensor] = field(default_factory=dict)
     """Its own parameters and buffers by local name."""
 
     def resets(self) -> list[Callable[[], Any]]:
-        """What fills its tensors, in the order in which construction would call it."""
+        """Returns the functions that fill its tensors, in the order of construction."""
         found = [getattr(self.module, name, None) for name in RESET_METHODS]
         resets: list[Callable[[], Any]] = [method for method in found if callable(method)][:1]
         if self.hook is not None:
@@ -52,7 +52,7 @@ class ForeignModule:
 
 
 def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:
-    """The module's `_init_weights`, if it takes a module to initialise."""
+    """Returns the module's `_init_weights`, if it takes a module to initialise."""
     hook = getattr(module, "_init_weights", None)
     if not callable(hook):
         return None
@@ -61,16 +61,16 @@ def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def reset(foreign: ForeignModule, seed: int) -> None:
-    """Runs a module's own initialisation and keeps this rank's parts of what it filled.
+    """Runs a module's own initialisation and copies this rank's parts of the tensors that it filled.
 
-    What it does not fill is left alone: the module around it may. Tensors of modules below that it writes are written
-    too, each whole for a moment, with the values that all ranks agree on.
+    Leaves other tensors to the enclosing module. Tensors of submodules that it writes are written too: each is made
+    whole for a moment, with the same values on all ranks.
 
     Raises:
         ConfigError: it writes into a slice of a sharded parameter of another module.
     """
     resets = foreign.resets()
-    attempts = [resets[-1:], resets] if len(resets) > 1 else [resets]  # a hook mostly needs no reset before it
+    attempts = [resets[-1:], resets] if len(resets) > 1 else [resets]  # most hooks need no reset before them
     filled: dict[str, torch.Tensor] = {}
     for attempt in attempts:
         if attempt and (len(filled) < len(foreign.wanted) or not foreign.wanted):
@@ -98,14 +98,14 @@ def _filled_by(foreign: ForeignModule, resets: list[Callable[[], Any]], seed: in
 
 @contextmanager
 def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor]]:
-    """For a while the module has whole tensors on the CPU; yields those that are wanted, blank."""
+    """Gives the module whole, blank tensors on the CPU while it is entered; yields those to fill."""
     module = foreign.module
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     blank: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         if parameter is not None:
             dtype = parameter.dtype
-            if parameter.is_floating_point():  # drawn alike in every precision, and rounded
+            if parameter.is_floating_point():  # draw the same values in every precision, and round
                 dtype = torch.promote_types(dtype, torch.float32)
             whole = nn.Parameter(_blank(whole_shape(parameter, resolve_group(None)), dtype), requires_grad=False)
             vars(whole).update(vars(parameter))
@@ -126,22 +126,22 @@ def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor
 
 
 def _blank(shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Filled with what no initialisation leaves, so that what is not filled shows."""
+    """Returns a tensor with values that no initialisation leaves, so that unfilled ones are found."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full(shape, torch.nan, dtype=dtype, device="cpu")
     return torch.full(shape, dtype is torch.bool or torch.iinfo(dtype).max, dtype=dtype, device="cpu")
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A sample is enough: whoever fills a tensor fills its ends."""
+    """Returns bytes of both ends of a tensor: an initialisation that fills it changes these."""
     flat = tensor.detach().reshape(-1)
     return torch.cat([flat[:64], flat[-64:]]).contiguous().view(torch.uint8)
 
 
 class _WritesWhole(TorchDispatchMode):
-    """Lets an initialisation write sharded parameters of modules below its own: each is made whole, and cut again.
+    """Lets an initialisation write sharded parameters of submodules: makes each whole, and shards it again.
 
-    DTensor itself would draw on every rank the values of another part, or of the same.
+    DTensor itself would draw the wrong values for a rank's part.
     """
 
     def __init__(self, name: str) -> None:
@@ -184,7 +184,7 @@ class _WritesWhole(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[DTensor]:
-    """The sharded tensors that an operation writes into."""
+    """Returns the sharded tensors that an operation writes into."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     leaves = tree_leaves([given.get(name) for name in written])

@@ -1,12 +1,12 @@
-"""Initial values by name: the same for any world size, cut, sharding, or start on the meta device.
+"""Initializes parameters by name: to the same values for any world size, layout, sharding, or start on meta.
 
-Every parameter is drawn as the whole model's tensor, by a generator of its own whose seed is a hash of one number
-and the parameter's name; each rank keeps its part. One full tensor exists at a time. Nothing else makes sharded
-starts equal: torch's CPU generator knows no offsets into a sharded tensor.
+Every parameter is drawn as the whole model's tensor, by its own generator, whose seed is a hash of one number and the
+parameter's name; each rank copies its part. One full tensor exists at a time. Drawing shards directly would not give
+equal values: torch's CPU generator has no offsets into a sharded tensor.
 
-A layer says how its parameters are filled (:class:`ParameterOwner`), constructs them empty, and ends its constructor
-with :func:`initialize_unless_deferred`. A model that contains layers defers them and initialises once, at its end,
-with one seed that it keeps for the case that it was built on meta:
+A layer registers functions that fill its parameters (:class:`ParameterOwner`), constructs them empty, and ends its
+constructor with :func:`initialize_unless_deferred`. A model of layers defers them and initialises all at its end, with
+one seed that it keeps in case it was built on meta:
 
     with deferred_initialization():
         ...                                                   # build the layers
@@ -37,32 +37,32 @@ from .partition import copy_partition, whole_shape
 
 Initializer = Callable[..., Any]
 """Fills a tensor of the whole model's shape, fp32 on the CPU, in place: ``init_method(tensor)``, as in Megatron-LM and
-`torch.nn.init`. What it draws comes from torch's default generator, which is seeded for the call and set back after
-it; or, where it has an argument ``generator``, from the generator that it is given by that name."""
+`torch.nn.init`. It draws from torch's default generator, which is seeded for the call and restored after it; or, if it
+has an argument ``generator``, from the generator passed as that."""
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
-# Wrappers that add a module, and so a part to every name below it, without changing what the parameters are.
+# Parts of names that come from wrappers and are not counted as part of a parameter's name.
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class ParameterOwner(nn.Module):
-    """A module that owns parameters: how each is filled, and the marks that must stay on it.
+    """A module with parameters: stores how each is filled, and the attributes that it must keep.
 
-    Megatron's marks on a parameter (`tensor_model_parallel`, `partition_dim`, `partition_stride`,
-    `sequence_parallel`) say how it was cut and how its gradient is finished. torch drops them wherever it replaces
-    the parameter object (`to_empty`, `deepcopy`, `load_state_dict(assign=True)`): they are kept here and set again.
+    Megatron's attributes of a parameter (`tensor_model_parallel`, `partition_dim`, `partition_stride`,
+    `sequence_parallel`) say how it is split and how its gradient is finished. torch drops them when it replaces the
+    parameter object (`to_empty`, `deepcopy`, `load_state_dict(assign=True)`): they are stored here and set again.
 
     Args:
-        tp_group: the ranks that hold the other parts, now and for good; default is the tensor-parallel group of
-            `core.parallel_state`, or none where that is not initialised.
+        tp_group: the ranks that share the parameters, for the module's lifetime; default is the tensor-parallel group
+            of `core.parallel_state`, or None if that is not initialised.
     """
 
     def __init__(self, tp_group: Group = None) -> None:
         super().__init__()
         self.tp_group = resolve_group(tp_group)
-        self.initializers: dict[str, Initializer] = {}
-        self.parameter_marks: dict[str, dict[str, Any]] = {}
+        self.initializers: dict[str, Initializer] = {}  # by parameter name; `add_parameter` adds
+        self.parameter_marks: dict[str, dict[str, Any]] = {}  # attributes by parameter name; `add_parameter` adds
 
     def add_parameter(
         self,
@@ -77,12 +77,11 @@ class ParameterOwner(nn.Module):
         """Registers an empty parameter, on torch's default device.
 
         Args:
-            shape: of this rank's part.
-            initializer: fills the whole of it.
-            partition_dim: the dim along which tensor-parallel ranks hold consecutive parts; None where each holds
-                the whole.
-            sequence_parallel: every rank holds the whole but sees a part of the sequence, so that its gradients
-                are partial sums over the tensor-parallel group.
+            shape: shape of this rank's part.
+            initializer: fills the whole model's tensor.
+            partition_dim: the dim that is split over tensor-parallel ranks; None if it is replicated.
+            sequence_parallel: it is replicated but used on a part of the sequence, so that its gradients are partial
+                sums over the tensor-parallel group.
         """
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.register_parameter(name, parameter)
@@ -97,7 +96,7 @@ class ParameterOwner(nn.Module):
         return parameter
 
     def restore_parameter_marks(self) -> None:
-        """Sets the marks on the parameters that are registered now."""
+        """Sets the stored attributes on the current parameters."""
         for name, marks in self.parameter_marks.items():
             parameter = self._parameters.get(name)
             if parameter is not None:
@@ -113,7 +112,7 @@ class ParameterOwner(nn.Module):
         self.restore_parameter_marks()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterOwner:
-        memo[id(self.tp_group)] = self.tp_group  # a copy talks to the same ranks
+        memo[id(self.tp_group)] = self.tp_group  # process groups are shared, not copied
         clone = self.__class__.__new__(self.__class__)
         memo[id(self)] = clone
         vars(clone).update(copy.deepcopy(vars(self), memo))
@@ -122,7 +121,7 @@ class ParameterOwner(nn.Module):
 
 
 def draw_init_seed() -> int:
-    """One draw from torch's default CPU generator, so that `torch.manual_seed` decides every initial value.
+    """Draws a seed from torch's default CPU generator, so that `torch.manual_seed` decides every initial value.
 
     Ranks of one model must have been seeded with the same seed.
     """
@@ -131,7 +130,7 @@ def draw_init_seed() -> int:
 
 @contextmanager
 def deferred_initialization() -> Iterator[None]:
-    """Layers constructed inside leave their parameters as allocated: their owner initialises all of them at once."""
+    """Makes layers constructed inside leave their parameters empty: their owner initialises all of them together."""
     token = _deferred.set(True)
     try:
         yield
@@ -140,10 +139,10 @@ def deferred_initialization() -> Iterator[None]:
 
 
 def initialize_unless_deferred(module: nn.Module, config: ModelParallelConfig) -> None:
-    """The last line of a layer's constructor: initialises it, unless its owner will, or there is nothing to fill.
+    """Initialises a layer at the end of its constructor, unless its owner will or there is nothing to fill.
 
-    Nothing is filled, and no seed drawn, inside :func:`deferred_initialization`, where `perform_initialization` is
-    False, and on the meta device.
+    Does nothing, and draws no seed, inside :func:`deferred_initialization`, with `perform_initialization` False, and
+    on the meta device.
     """
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     if not _deferred.get() and config.perform_initialization and not on_meta:
@@ -154,20 +153,20 @@ def initialize_unless_deferred(module: nn.Module, config: ModelParallelConfig) -
 def initialize_parameters(
     module: nn.Module, seed: int, *, prefix: str = "", only: Iterable[torch.Tensor] | None = None
 ) -> None:
-    """Fills every parameter of `module` and of what it contains, by name.
+    """Fills every parameter of `module` and its submodules, by name.
 
-    A parameter that is registered under two names is filled once, under the first. DTensors (FSDP2) are filled as
-    they are sharded, uneven shards included. A module that has an `init_seed` is filled from that, by its names
-    below itself, as when it was built directly.
+    A parameter with two names is filled once, under the first. Shards of DTensors (FSDP2), uneven ones included, are
+    filled in place. A module with an `init_seed` is filled from that seed, by names relative to itself, as when it was
+    built directly.
 
     A module of another library, without `initializers`, fills its tensors by its own `reset_parameters`, or by
-    `_init_weights(module)` of the nearest module around it that has one (as in Hugging Face's models), under a seed
-    of its name, modules before those around them: see :mod:`.foreign_initialization`. Then values agree at every
-    world size, but are not those of direct construction, whose draws follow each other.
+    `_init_weights(module)` of the nearest enclosing module that has one (as in Hugging Face's models), under a seed
+    from its name, inner modules first: see :mod:`.foreign_initialization`. Values are then equal at every world size,
+    but differ from direct construction, which draws them one after the other.
 
     Args:
         seed: from :func:`draw_init_seed`; the same on every rank.
-        prefix: what precedes the names of `module` in the model that owns the seed, with its dot.
+        prefix: prefix of `module`'s names in the model that owns the seed, with its dot.
         only: the parameters and buffers to fill; by default all parameters and no buffer.
 
     Raises:
@@ -190,7 +189,7 @@ def initialize_parameters(
         for name, parameter in place.wanted.items():
             if name in initializers:
                 _fill(parameter, initializers[name], _seed_of(place.seed, place.prefix + name), group)
-    for own, own_seed in reversed(foreign):  # a module before those around it, which may overwrite what it did
+    for own, own_seed in reversed(foreign):  # inner modules first: enclosing ones may overwrite their values
         reset(own, own_seed)
     for (place, name, tensor), version in zip(_tensors(places), versions, strict=True):
         if _version(tensor) == version:
@@ -199,7 +198,7 @@ def initialize_parameters(
 
 @dataclass
 class _Place:
-    """A module, where its names begin, and which of its own tensors are to be filled."""
+    """A module, the prefix of its names, and its own tensors to fill."""
 
     module: nn.Module
     prefix: str
@@ -210,7 +209,7 @@ class _Place:
 
 
 def _places(root: nn.Module, seed: int, prefix: str, wanted: set[int]) -> list[_Place]:
-    """Every module, before those that it contains; a tensor that several hold belongs to the first."""
+    """Returns every module before its submodules; a shared tensor belongs to the first one that has it."""
     places: list[_Place] = []
     by_path: dict[str, _Place] = {}
     taken: set[int] = set()
@@ -252,7 +251,7 @@ def _tensors(places: list[_Place]) -> list[tuple[_Place, str, torch.Tensor]]:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Grows with every write in place, to a sharded tensor as such or to this rank's part of it."""
+    """Returns a count that grows with every in-place write, to a sharded tensor or to this rank's part of it."""
     return tensor._version + local_part(tensor)._version
 
 
@@ -271,7 +270,8 @@ def _nothing_fills(place: _Place, name: str) -> str:
 
 
 def _seed_of(seed: int, name: str) -> int:
-    """64 bits that Python's salted `hash` would not give twice. (torch's CPU generator uses the lower 32.)"""
+    """Returns a 64-bit hash, equal in every process unlike Python's `hash`. torch's CPU generator uses the lower
+    32."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 

@@ -1,11 +1,11 @@
-"""Linear layers cut over tensor-parallel ranks (Shoeybi et al., 2019).
+"""Linear layers split over tensor-parallel ranks (Shoeybi et al., 2019).
 
-A column-parallel layer followed by a row-parallel one needs one all-reduce in the forward and one in the backward.
-With sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and what is
-between the pairs holds a part of the sequence only.
+A column-parallel layer followed by a row-parallel one needs one all-reduce in forward and one in backward. With
+sequence parallelism each becomes an all-gather and a reduce-scatter (Korthikanti et al., 2022), and layers between
+such pairs have only a part of the sequence.
 
-Activations are `[s, b, h]`. A rank alone in its group computes with torch's own functions, without a detour. Where a
-data-parallel wrapper has a place for a weight's gradient, it is computed there (`weight_gradients`).
+Activations are `[s, b, h]`. With one rank in the group the layers call torch's own functions. If a data-parallel
+wrapper lends memory for a weight's gradient, it is computed there (`weight_gradients`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ColumnParallelLinear(ParameterOwner):
-    """`y = x A^T + b`, whose output features are cut: each rank has `A` `[output_size / tp, input_size]`.
+    """`y = x A^T + b` with split output features: each rank has `A` `[output_size / tp, input_size]`.
 
     The backward overlaps the input gradient's all-reduce (or reduce-scatter) with the weight gradient's product.
 
     Args:
-        input_size: features of the input, which every rank holds whole, or with `config.sequence_parallel` for its
-            part of the sequence.
+        input_size: features of the input, which is replicated, or with `config.sequence_parallel` split along the
+            sequence.
         output_size: features of the output over all ranks.
         init_method: fills the whole `[output_size, input_size]` weight; biases start at zero.
-        gather_output: give every rank all output features instead of its own.
-        skip_bias_add: return the bias beside the output, for a caller who fuses the addition.
-        skip_weight_param_allocation: own no weight; each forward is given one.
+        gather_output: return all output features on every rank instead of its own.
+        skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
+        skip_weight_param_allocation: own no weight; pass one to each forward.
         tp_group: default is that of `core.parallel_state`.
         name: a label, which nothing reads.
         stride, keep_master_weight_for_test, embedding_activation_buffer, grad_output_buffer, is_expert,
@@ -52,8 +52,7 @@ class ColumnParallelLinear(ParameterOwner):
         tp_comm_buffer_name: Megatron-LM's; ignored.
 
     Raises:
-        ParallelConfigError: tp does not divide `output_size`, or is not the group's size; or an argument that is
-            refused.
+        ParallelConfigError: tp does not divide `output_size`, or is not the group's size; or an argument is refused.
     """
 
     weight: nn.Parameter | None
@@ -118,10 +117,10 @@ class ColumnParallelLinear(ParameterOwner):
 
         Args:
             weight: `[output_size / tp, input_size]`, used instead of the layer's own.
-            runtime_gather_output: in place of `gather_output`, this once.
+            runtime_gather_output: replaces `gather_output` in this call.
 
         Raises:
-            ConfigError: there is neither, or its shape is another.
+            ConfigError: there is no weight, or it has another shape.
         """
         weight = self.weight if weight is None else weight
         if weight is None:
@@ -144,24 +143,24 @@ class ColumnParallelLinear(ParameterOwner):
 
 
 class RowParallelLinear(ParameterOwner):
-    """`y = x A^T + b`, whose input features are cut: each rank has `A` `[output_size, input_size / tp]`.
+    """`y = x A^T + b` with split input features: each rank has `A` `[output_size, input_size / tp]`.
 
-    Ranks' products are added by an all-reduce, or with `config.sequence_parallel` by a reduce-scatter over the
-    sequence; the bias, which every rank holds whole, is added after that.
+    The ranks' products are summed by an all-reduce, or with `config.sequence_parallel` by a reduce-scatter over the
+    sequence; the replicated bias is added after that.
 
     Args:
         input_size: features of the input over all ranks.
         output_size: features of the output.
         init_method: fills the whole `[output_size, input_size]` weight; biases start at zero.
-        input_is_parallel: the input is already cut, as a column-parallel layer leaves it.
-        skip_bias_add: return the bias beside the output, for a caller who fuses the addition.
+        input_is_parallel: the input is already split, as the output of a column-parallel layer.
+        skip_bias_add: return the bias next to the output, for a caller that fuses the addition.
         tp_group: default is that of `core.parallel_state`.
         name: a label, which nothing reads.
         stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name: as in `ColumnParallelLinear`.
 
     Raises:
-        ParallelConfigError: tp does not divide `input_size`, or is not the group's size; a whole input is asked for
-            together with sequence parallelism, whose inputs are parts of the sequence; or an argument that is refused.
+        ParallelConfigError: tp does not divide `input_size`, or is not the group's size; a whole input is combined
+            with sequence parallelism, whose inputs are parts of the sequence; or an argument is refused.
     """
 
     weight: nn.Parameter

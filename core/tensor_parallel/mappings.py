@@ -1,4 +1,4 @@
-"""How activations cross tensor-parallel ranks: each mapping's forward and backward are one conjugate pair.
+"""Mappings of activations between tensor-parallel ranks: forward and backward of each are a conjugate pair.
 
     mapping                                        forward                     backward
     copy_to_tensor_model_parallel_region           identity                    all-reduce
@@ -10,11 +10,11 @@
     reduce_scatter_to_sequence_parallel_region     reduce-scatter dim 0        all-gather dim 0
 
 Names and pairs are Megatron-LM's (Shoeybi et al., 2019; the sequence-parallel ones Korthikanti et al., 2022). A
-backward is the conjugate mapping itself, so that gradients of gradients are right too. Nothing writes into the
-tensor that it was given: autograd may hand the same gradient to two consumers.
+backward calls the conjugate mapping, so that gradients of gradients are right too. No mapping writes into its input:
+autograd may pass the same gradient to two consumers.
 
-`group=None` means the tensor-parallel group of `core.parallel_state`. Where there is none, or one rank is alone in
-it, every mapping returns its input.
+`group=None` means the tensor-parallel group of `core.parallel_state`. Without a group, or with one rank in it, every
+mapping returns its input.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def gather_from_sequence_parallel_region(
     """Forward: `[s / tp, ...]` to `[s, ...]`. Backward: reduce-scatter, or this rank's part.
 
     Args:
-        tensor_parallel_output_grad: the ranks go on to compute different parts, so that their gradients are
-            partial sums and are added. False where they all compute the same thing with the gathered sequence.
-        output_split_sizes: Megatron-LM's, for parts of different lengths; takes None alone.
+        tensor_parallel_output_grad: the ranks compute different parts with the gathered sequence, so that their
+            gradients are partial sums and are added. False if they all compute the same.
+        output_split_sizes: Megatron-LM's, for parts of different lengths; only None is allowed.
         use_global_buffer: Megatron-LM's; ignored, as no memory is kept between calls.
 
     Raises:
-        ParallelConfigError: parts of different lengths are asked for.
+        ParallelConfigError: parts of different lengths are requested.
     """
     _check_foreign("gather_from_sequence_parallel_region", use_global_buffer, output_split_sizes=output_split_sizes)
     group = resolve_group(group)
@@ -100,12 +100,12 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Forward: partial sums `[s, ...]` to this rank's part of their total, `[s / tp, ...]`. Backward: all-gather.
+    """Forward: partial sums `[s, ...]` to this rank's part of their sum, `[s / tp, ...]`. Backward: all-gather.
 
     `input_split_sizes` and `use_global_buffer` are as in :func:`gather_from_sequence_parallel_region`.
 
     Raises:
-        ParallelConfigError: tp does not divide the sequence, or parts of different lengths are asked for.
+        ParallelConfigError: tp does not divide the sequence, or parts of different lengths are requested.
     """
     _check_foreign(
         "reduce_scatter_to_sequence_parallel_region", use_global_buffer, input_split_sizes=input_split_sizes

@@ -1,4 +1,4 @@
-"""Cuts a whole tensor into the part that one tensor-parallel rank has."""
+"""Copies one tensor-parallel rank's part of a whole tensor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .groups import Group, group_rank, group_size
 
 
 def whole_shape(parameter: torch.Tensor, group: Group) -> list[int]:
-    """The shape before tensor parallelism (by the parameter's marks) and before any sharding."""
-    shape = list(parameter.shape)  # a DTensor's own shape is already that before its sharding
+    """Returns the whole model's shape of a parameter, before tensor parallelism (by its attributes) and sharding."""
+    shape = list(parameter.shape)  # a DTensor's shape is that before sharding
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= group_size(group)  # type: ignore[attr-defined]
     return shape
@@ -25,9 +25,9 @@ def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -
 
 
 def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
-    """The same where `whole` is already what one tensor-parallel rank holds: only a DTensor is cut."""
+    """Fills this rank's shard of a DTensor, or a plain parameter, from one tensor-parallel rank's tensor `whole`."""
     if isinstance(parameter, DTensor):
-        # Without a source rank every rank cuts its own copy.
+        # Without a source rank every rank shards its own copy.
         own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(own.to_local())
     else:
@@ -46,7 +46,7 @@ def rank_slice(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def check_divides(tensor: torch.Tensor, dim: int, size: int) -> None:
-    """Raises ParallelConfigError where `size` ranks do not divide a dimension, the last one or the first."""
+    """Raises ParallelConfigError if `size` ranks do not divide a dimension, the last one or the first."""
     length = tensor.shape[dim]
     if length % size:
         what, fix = "last dim", "choose a size that it divides"

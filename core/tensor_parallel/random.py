@@ -1,19 +1,18 @@
-"""Which random numbers ranks of a model share, and recomputation that draws the same ones again.
+"""Random streams that ranks of a model share or keep apart, and recomputation that draws the same numbers again.
 
-Activations that every tensor-parallel rank holds whole need the same dropout mask on all of them: they draw from
-torch's default stream, which :func:`model_parallel_manual_seed` seeds alike on all. Activations of which each rank
-holds a part need different masks: they draw inside ``get_rng_tracker().fork()``, from a stream of the rank's own.
-The rule and its seeds (`seed`, and `seed + 2718 +` the tensor-parallel rank) are Megatron-LM's
-(`model_parallel_cuda_manual_seed` in `megatron/core/tensor_parallel/random.py`); so is that data-parallel replicas
-share both streams.
+Activations replicated over tensor-parallel ranks need one dropout mask: they draw from torch's default stream, which
+:func:`model_parallel_manual_seed` seeds equally on all ranks. Activations split over ranks need different masks: they
+draw inside ``get_rng_tracker().fork()``, from a stream of each rank. The rule and its seeds (`seed`, and `seed + 2718
++` the tensor-parallel rank) are Megatron-LM's (`model_parallel_cuda_manual_seed` in
+`megatron/core/tensor_parallel/random.py`). As there, data-parallel replicas share both streams.
 
 Context parallelism differs from Megatron-LM on purpose. There no seed contains the context-parallel rank (tensor- and
 expert-parallel ranks enter it, and `_set_random_seed` adds 100 x the pipeline stage), so that all parts of a sequence
-get one mask: what is dropped at a place of one is dropped at the same place of every other, and dropout is no longer
-independent between tokens. Here the rule for parts holds for parts of a sequence too, as for those of sequence
-parallelism: no two context-parallel ranks share a mask. Activations that are whole among tensor-parallel ranks, but
-part of a sequence, draw inside ``fork(CONTEXT_PARALLEL_RNG)``. With one context-parallel rank, and on the first of
-several in ``fork()``, the seeds are Megatron-LM's.
+get one mask: an element dropped in one part is dropped at the same place of every other part, and dropout is no longer
+independent between tokens. Here parts of a sequence are treated as in sequence parallelism: no two context-parallel
+ranks share a mask. Activations replicated over tensor-parallel ranks, but split along the sequence, draw inside
+``fork(CONTEXT_PARALLEL_RNG)``. With one context-parallel rank, and on the first of several in ``fork()``, the seeds
+are Megatron-LM's.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ class RNGStatesTracker:
         self._states = {}
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """The state of every stream by name, as byte tensors on the CPU; drawing later does not change them."""
+        """Returns the state of every stream by name, as byte tensors on the CPU; drawing later does not change
+        them."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
@@ -70,10 +70,10 @@ class RNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Inside it torch's default stream continues the stream `name`; afterwards, on exceptions too, its own.
+        """Makes torch's default stream continue the stream `name`; restores it on exit, after exceptions too.
 
-        Before any stream was added, and where no other rank has a part of the same activations, nothing tells shared
-        from unshared: the default stream serves both, and a model needs no more than `torch.manual_seed`.
+        Does nothing if no stream was added and no other rank has a part of the same activations: the default stream
+        then serves all, and a model needs only `torch.manual_seed`.
 
         Raises:
             ParallelStateError: there is no stream of that name.
@@ -102,14 +102,14 @@ _tracker = RNGStatesTracker()
 
 
 def get_rng_tracker() -> RNGStatesTracker:
-    """The tracker of this process."""
+    """Returns the tracker of this process."""
     return _tracker
 
 
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> RNGStatesTracker:
-    """:func:`get_rng_tracker` by Megatron-LM's name; other kinds of trackers are ignored with a warning."""
+    """Calls :func:`get_rng_tracker`; Megatron-LM's name. Other kinds of trackers are ignored with a warning."""
     _ignore_other_trackers("get_cuda_rng_tracker", use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     return _tracker
 
@@ -125,12 +125,12 @@ def _ignore_other_trackers(caller: str, use_te: bool, inference: bool, use_cudag
 
 
 def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None:
-    """Gives the default stream one seed on all ranks of a model, and each rank's own stream another.
+    """Seeds the default stream equally on all ranks of a model, and each rank's own stream differently.
 
-    Under context parallelism there is a third, alike on tensor-parallel ranks and different on context-parallel ones.
+    Context parallelism adds a third, equal on tensor-parallel ranks and different on context-parallel ones.
 
     Args:
-        tp_rank: this rank's number in its tensor-parallel group, where `core.parallel_state` does not hold it.
+        tp_rank: this rank's number in its tensor-parallel group, if `core.parallel_state` is not initialised.
     """
     if tp_rank is None:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -153,13 +153,13 @@ def model_parallel_cuda_manual_seed(
     etp_rank: int | None = None,
     force_reset_rng: bool = False,
 ) -> None:
-    """:func:`model_parallel_manual_seed` by Megatron-LM's name, on this process's device.
+    """Calls :func:`model_parallel_manual_seed`; Megatron-LM's name. Seeds the device of this process.
 
     Args:
         seed, tp_rank: as there.
         te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: other kinds of trackers, ignored.
-        ep_rank, etp_rank: of experts, which have no stream, as models here have none.
-        force_reset_rng: streams are reset in any case.
+        ep_rank, etp_rank: ignored, as models here have no experts.
+        force_reset_rng: ignored: streams are always reset.
     """
     caller = "model_parallel_cuda_manual_seed"
     _ignore_other_trackers(caller, te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
@@ -168,23 +168,23 @@ def model_parallel_cuda_manual_seed(
 
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Entered around the forward, and around its recomputation."""
+"""Context managers for the forward and for its recomputation."""
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """`function(*args)`, whose activations are not kept but computed again in the backward.
+    """Calls `function(*args)` without saving its activations, which backward computes again (Chen et al., 2016).
 
-    Recomputation draws the random numbers of the forward, from the default stream and from tracked ones, and leaves
-    all streams where they were (Chen et al., 2016; torch's non-reentrant checkpoint underneath).
+    Recomputation draws the random numbers of the forward, from the default stream and the tracked ones, and restores
+    all streams. It uses torch's non-reentrant checkpoint.
 
     Args:
-        function: what to run.
-        distribute_saved_activations: Megatron-LM's, for keeping a part of the input on each tensor-parallel rank.
-            True is ignored with a warning: every rank keeps the whole, and no number changes.
-        args: of the function.
+        function: the function to call.
+        distribute_saved_activations: Megatron-LM's, to save a part of the input on each tensor-parallel rank. True is
+            ignored with a warning: every rank saves the whole input, and no number changes.
+        args: arguments of the function.
 
     Raises:
-        ConfigError: no bool in the second place, where Megatron-LM has one.
+        ConfigError: the second argument is no bool, which Megatron-LM has there.
     """
     if not isinstance(distribute_saved_activations, bool):
         raise ConfigError(
@@ -202,12 +202,12 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 def recompute(
     function: Callable[..., Any], *args: Any, context_fn: Callable[[], Contexts] | None = None, **kwargs: Any
 ) -> Any:
-    """:func:`checkpoint` of `function(*args, **kwargs)`.
+    """Calls `function(*args, **kwargs)` as :func:`checkpoint` does.
 
     Args:
-        context_fn: as torch's, for what is to be kept all the same (`create_selective_checkpoint_contexts`).
+        context_fn: torch's argument, to save some activations (`create_selective_checkpoint_contexts`).
     """
-    # torch.compile takes no contexts of ours; a model without tracked streams does not need them.
+    # torch.compile does not support our contexts; a model without tracked streams does not need them.
     if _tracker.get_states():
         context_fn = functools.partial(_with_tracked_states, context_fn)
     contexts: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
@@ -220,12 +220,12 @@ def _with_tracked_states(inner: Callable[[], Contexts] | None) -> Contexts:
 
 
 class _TrackedStates:
-    """The tracked streams of an earlier moment, within it. Entered anew by each backward through a kept graph."""
+    """Restores the tracked streams of the forward while it is entered. Entered by each backward through the graph."""
 
     def __init__(self, states: dict[str, torch.Tensor], inner: AbstractContextManager[Any]) -> None:
         self._states = states
         self._inner = inner
-        self._outer: list[dict[str, torch.Tensor]] = []
+        self._outer: list[dict[str, torch.Tensor]] = []  # streams to restore: pushed on entering, popped on leaving
 
     def __enter__(self) -> None:
         self._outer.append(_tracker.get_states())

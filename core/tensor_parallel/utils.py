@@ -1,4 +1,4 @@
-"""Cutting tensors and vocabularies into equal parts: Megatron-LM's helpers."""
+"""Splits tensors and vocabularies into equal parts: Megatron-LM's helpers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .groups import Group, group_rank, group_size, resolve_group
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[torch.Tensor]:
-    """`[..., n]` as `num_partitions` views `[..., n / num_partitions]`, or contiguous copies.
+    """Splits `[..., n]` into `num_partitions` views `[..., n / num_partitions]`, or contiguous copies.
 
     Raises:
         ParallelConfigError: the partitions do not divide the last dim.
@@ -29,7 +29,7 @@ def split_tensor_along_last_dim(
 def split_tensor_into_1d_equal_chunks(
     tensor: torch.Tensor, new_buffer: bool = False, tp_group: Group = None
 ) -> torch.Tensor:
-    """This rank's equal part of a tensor's elements, flat: a view, or with `new_buffer` a copy.
+    """Returns this rank's equal part of a tensor's elements, flat: a view, or with `new_buffer` a copy.
 
     Raises:
         ParallelConfigError: the ranks do not divide the number of elements.
@@ -43,25 +43,25 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Group = None) -> torch.Tensor:
-    """The parts of :func:`split_tensor_into_1d_equal_chunks`, of all ranks, flat."""
+    """Gathers the parts of :func:`split_tensor_into_1d_equal_chunks` of all ranks into one flat tensor."""
     group = resolve_group(tp_group)
     return tensor if group is None or group_size(group) == 1 else gather_first_dim(tensor, group)[0]
 
 
 class VocabUtility:
-    """Which token ids a rank has, ``[first, last)``, of a vocabulary cut into equal parts."""
+    """Computes a rank's token ids, ``[first, last)``, in a vocabulary split into equal parts."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """The range of a rank whose part has `per_partition_vocab_size` entries."""
+        """Returns the range of a rank whose part has `per_partition_vocab_size` entries."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """The same from the size of the whole.
+        """Returns a rank's range from the size of the whole vocabulary.
 
         Raises:
             ParallelConfigError: `world_size` does not divide it.

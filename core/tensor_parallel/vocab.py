@@ -1,4 +1,4 @@
-"""The size of a vocabulary as the model holds it, and the check that token ids lie in it."""
+"""Pads the size of a vocabulary, and checks that token ids are in it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ..errors import ConfigError, DataError
 
 
 def pad_vocab_size(vocab_size: int, multiple: int = 128) -> int:
-    """The smallest multiple of `multiple` that holds `vocab_size` tokens.
+    """Returns the smallest multiple of `multiple` that holds `vocab_size` tokens.
 
-    It depends on no degree of parallelism, so that one checkpoint fits them all: 128 is divided by every
-    tensor-parallel size that is a power of two up to it, and keeps the logits' matrix aligned for GPU kernels.
+    It does not depend on the degrees of parallelism, so that one checkpoint fits all of them. 128 is a multiple of
+    every power of two up to it as a tensor-parallel size, and keeps the logits' matrix aligned for GPU kernels.
 
     Raises:
         ConfigError: either number is below one.
@@ -22,16 +22,16 @@ def pad_vocab_size(vocab_size: int, multiple: int = 128) -> int:
 
 
 def check_ids(ids: torch.Tensor, vocab_size: int, what: str, *, allowed: int | None = None) -> None:
-    """Looks for ids outside the vocabulary where looking costs next to nothing: in tensors on the CPU.
+    """Checks that ids are in the vocabulary, for tensors on the CPU, where the check costs almost nothing.
 
     Args:
-        what: the ids are called in the message.
-        allowed: one value outside the vocabulary that has a meaning.
+        what: name of the ids in the message.
+        allowed: one value outside of the vocabulary that is allowed.
 
     Raises:
-        DataError: an id below zero or beyond the vocabulary, which the message names.
+        DataError: an id is below zero or beyond the vocabulary; the message names it.
     """
-    # Subclasses (fake tensors, DTensors) and traced tensors hold no values to look at.
+    # Subclasses (fake tensors, DTensors) and traced tensors have no values to check.
     if type(ids) is not torch.Tensor or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))

@@ -1,4 +1,4 @@
-"""An embedding whose rows are cut over tensor-parallel ranks (Shoeybi et al., 2019)."""
+"""An embedding whose rows are split over tensor-parallel ranks (Shoeybi et al., 2019)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .weight_gradients import embedding
 
 
 class VocabParallelEmbedding(ParameterOwner):
-    """A table cut into the rows of consecutive tokens, each rank's `[num_embeddings / tp, embedding_dim]`.
+    """A table split by rows of consecutive tokens, `[num_embeddings / tp, embedding_dim]` on each rank.
 
     Args:
         num_embeddings: rows over all ranks; see :func:`~core.tensor_parallel.pad_vocab_size`.
         init_method: fills the whole table.
-        reduce_scatter_embeddings: give each rank its part of the sequence, `[s / tp, b, h]`, instead of `[b, s, h]`.
+        reduce_scatter_embeddings: return this rank's part of the sequence, `[s / tp, b, h]`, instead of `[b, s, h]`.
         tp_group: default is that of `core.parallel_state`.
 
     Raises:
         ParallelConfigError: tp does not divide `num_embeddings`, or is not the group's size.
 
     Attributes:
-        adds_gradient_rows: a wrapper that accumulates in ``weight.grad`` lets only the rows in use be added to it.
+        adds_gradient_rows: add only the rows in use to ``weight.grad``; set by a wrapper that accumulates there.
     """
 
     weight: nn.Parameter
@@ -58,8 +58,8 @@ class VocabParallelEmbedding(ParameterOwner):
         """Ids `[b, s]` to `[b, s, h]`, or to `[s / tp, b, h]` with `reduce_scatter_embeddings`.
 
         Raises:
-            DataError: an id outside the vocabulary. On a GPU looking would stall it: there torch's kernel asserts,
-                and under tensor parallelism the token's embedding is zero.
+            DataError: an id is outside of the vocabulary. Not checked on a GPU, where the check would synchronize:
+                torch's kernel asserts there, and under tensor parallelism the token's embedding is zero.
         """
         check_ids(input_, self.num_embeddings, "token")
         if group_size(self.tp_group) == 1:
@@ -68,7 +68,7 @@ class VocabParallelEmbedding(ParameterOwner):
         elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
         local = (input_ - self.vocab_start_index).masked_fill_(elsewhere, 0)
         output = embedding(local, self.weight, self.adds_gradient_rows).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if self.reduce_scatter_embeddings:  # the sequence goes first, to be cut
+        if self.reduce_scatter_embeddings:  # [s, b, h], to split dim 0
             return reduce_scatter_to_sequence_parallel_region(output.transpose(0, 1).contiguous(), self.tp_group)
         return reduce_from_tensor_model_parallel_region(output, self.tp_group)
 

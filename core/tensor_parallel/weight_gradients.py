@@ -1,12 +1,11 @@
-"""Products and look-ups whose weight gradient is computed where a data-parallel wrapper keeps it.
+"""Matrix products and look-ups that compute a weight's gradient in a data-parallel wrapper's buffer.
 
-Otherwise a gradient as large as its weight is allocated, filled and then copied to where it belongs. A wrapper that
-has an empty place for it sets ``weight.lend_gradient_memory``, which a backward calls for memory to compute it in.
-What goes back to autograd is an ordinary gradient all the same, so that weights used several times, recomputation,
-hooks and whatever else happens to gradients need no case of their own: autograd adds what there is to add, and then
-the wrapper finds the gradient in its place already, or puts it there. Where the place holds the sum of earlier
-micro-batches, the new gradient needs memory of its own: a product that is added to the sum while it is computed
-rounds otherwise. The arithmetic is that of torch's own functions, and no bit changes.
+Otherwise a gradient as large as its weight is allocated, filled and then copied. A wrapper with empty memory for it
+sets ``weight.lend_gradient_memory``, which a backward calls for memory to compute in. Autograd still gets an ordinary
+gradient, so that weights used several times, recomputation and hooks need no special cases: autograd adds gradients as
+usual, and the wrapper then finds the result in its buffer, or copies it there. If the buffer has the sum of earlier
+micro-batches, the new gradient needs other memory, because a product accumulated into the sum rounds differently. The
+arithmetic is that of torch's own functions, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import torch.nn.functional as F
 from .._torch_compat import accumulates_into_leaf
 
 Lender = Callable[[], torch.Tensor | None]
-"""Gives memory of the weight's shape and dtype, whatever it contains, until the weight's gradient is in; or None."""
+"""Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored; or None."""
 
 
 def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's linear function: `[..., k]` to `[..., n]` by a weight `[n, k]`."""
+    """Computes torch's linear function: `[..., k]` to `[..., n]` by a weight `[n, k]`."""
     if _has_lender(weight) and not torch.is_autocast_enabled(input_.device.type):
-        # Where torch has to copy the input, the bias is no part of its product, which rounds differently.
+        # If torch has to copy the input, it adds the bias after the product, which rounds differently.
         joins = input_.dim() == 2 or input_.is_contiguous()
         output: torch.Tensor = _Linear.apply(input_, bias if joins else None, weight)
         return output if joins or bias is None else output.add_(bias)
@@ -34,13 +33,13 @@ def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, adds_rows: bool = False) -> torch.Tensor:
-    """torch's look-up of rows: ids `[...]` to `[..., h]`.
+    """Looks up rows as torch does: ids `[...]` to `[..., h]`.
 
-    On CPU a wrapper that lends memory is given a sparse gradient: the rows that were looked up, each summed in the
-    order of torch's dense one, most of which would be zeros. (On a GPU one would have to wait for their number.)
+    On CPU a wrapper that lends memory gets a sparse gradient: only the rows in use, each summed in the order of
+    torch's dense gradient, which would be mostly zeros. On a GPU the number of rows would need a synchronization.
 
     Args:
-        adds_rows: where ``weight.grad`` holds a dense sum already, add such rows to it; it stays dense.
+        adds_rows: if ``weight.grad`` is a dense sum already, add the rows to it; it stays dense.
     """
     if weight.device.type == "cpu" and (_has_lender(weight) or (adds_rows and _may_be_added_to(weight))):
         output: torch.Tensor = _Embedding.apply(ids, weight)
@@ -49,17 +48,18 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, adds_rows: bool = False) 
 
 
 def lender_of(weight: torch.Tensor) -> Lender | None:
-    """What a function keeps of its weight for the backward, where recomputation gives it one without attributes."""
-    if weight._backward_hooks:  # they see each gradient, and may keep it
+    """Returns the weight's lender for backward to save, because recomputation may pass a weight without attributes."""
+    if weight._backward_hooks:  # hooks may keep a gradient
         return None
     lender: Lender | None = getattr(weight, "lend_gradient_memory", None)
     return lender
 
 
 def borrow_gradient_memory(ctx: Any, lender: Lender | None) -> torch.Tensor | None:
-    """Memory for the gradient of the weight, the last tensor that `ctx`'s function was applied to, if there is any.
+    """Returns lent memory for the gradient of the weight, the last argument of `ctx`'s function; None if there is
+    none.
 
-    Keep no reference to it: autograd would think that the gradient is somebody else's, and copy it.
+    Keep no reference to it: autograd copies a gradient that has other references.
     """
     return lender() if lender is not None and _is_accumulated(ctx) else None
 
@@ -77,7 +77,8 @@ def _is_trained(weight: torch.Tensor) -> bool:
 
 
 def _is_accumulated(ctx: Any) -> bool:
-    """Whether the wrapper is given the gradient: not if `torch.autograd.grad` asks for it, or a gradient of it."""
+    """Returns whether the gradient is accumulated: not under `torch.autograd.grad`, nor for a gradient of
+    gradients."""
     return not torch.is_grad_enabled() and accumulates_into_leaf(ctx.next_functions[-1][0])
 
 
@@ -91,7 +92,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """The weight's gradient arrives behind the bias's, as from torch's own function."""
+    """torch's linear function; the weight's gradient follows the bias's, as from torch's own."""
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, bias: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,13 @@
     initialize          process group, parallel groups and seeds
     data                corpus, tokenizer and loaders
     frozen_parameters   parameters that are not trained (adapters: core.transformer.lora)
-    train_step          what one optimizer step is, and one validation
-    state               what changes with every step
-    checkpointing/      the state of a run on disk and back; pretrained: weights alone
+    train_step          one optimizer step, and one validation
+    state               everything that changes with a step
+    checkpointing/      saves and loads the state of a run; pretrained: weights only
     loop                the steps of a run, with skipped_steps and stop_request (signals)
-    log/                what is written of a run
-    memory_profile      memory over one step, by what it is for
-    launch/             starting ranks on one machine, and how a program of several ranks fails
+    log/                writes the log of a run
+    memory_profile      measures memory over one step by category
+    launch/             starts ranks on one machine, and reports failures of several ranks
 
 ``examples/gpt/pretrain_gpt.py`` shows the order in which a run uses them.
 """

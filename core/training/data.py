@@ -1,4 +1,4 @@
-"""The data of a run: its corpus, the tokenizer that belongs to it, and loaders that know where the run is."""
+"""Opens the data of a run: its corpus, the corpus's tokenizer, and loaders that continue where the run is."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from .train_step import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """Datasets of a run and what they say about its model."""
+    """Datasets of a run, and the vocabulary that its model needs."""
 
     train: GPTDataset
     valid: GPTDataset | None
-    """None where the run validates nothing."""
+    """None if the run validates nothing."""
     tokenizer: Tokenizer | None
-    """None for a corpus that says only the size of its vocabulary."""
+    """None if only the size of the vocabulary is known."""
     vocab_size: int
     """Rows of the embedding: the vocabulary, padded."""
     sample_order: Mapping[str, Any] = field(default_factory=dict)
-    """What decides which training sample comes when, as JSON values, with a fingerprint of the outcome, ``order``."""
+    """Inputs of the order of training samples as JSON values, and a fingerprint of the order, ``order``."""
 
 
 def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunData:
     """Opens the corpus at `data_path` and finds, or builds and caches, the order of its samples.
 
     Raises:
-        DataError: a corpus that is missing, damaged, too small, or has tokens beyond the vocabulary.
-        ConfigError: nothing says how large the vocabulary is, or two things say it differently.
+        DataError: the corpus is missing, damaged, too small, or has tokens beyond the vocabulary.
+        ConfigError: the size of the vocabulary is unknown, or two settings contradict each other.
     """
     corpus = IndexedDataset(data_path)
     if len(corpus) == 0:
@@ -73,12 +73,12 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
 
 
 def training_batches(data: RunData, config: PretrainConfig, consumed_samples: int) -> Iterator[Batch]:
-    """This rank's micro-batches after the first `consumed_samples` samples of the run."""
+    """Yields this rank's micro-batches after the first `consumed_samples` samples of the run."""
     return iter(_loader(data.train, config, consumed_samples))
 
 
 def validation_batches(dataset: GPTDataset, config: PretrainConfig) -> Iterator[Batch]:
-    """This rank's micro-batches of a validation: the same samples each time, so that its losses compare."""
+    """Yields this rank's micro-batches of a validation: the same samples each time, so that losses are comparable."""
     return iter(_loader(dataset, config, 0))
 
 
@@ -99,7 +99,7 @@ def _loader(dataset: GPTDataset, config: PretrainConfig, consumed_samples: int) 
 
 
 def _can_validate(config: PretrainConfig, corpus: IndexedDataset) -> bool:
-    """Whether there is a document to validate on; warns where one was asked for and rounding left none."""
+    """Returns whether there is a document to validate on; warns if rounding left none of the requested share."""
     first, last = document_range(len(corpus), "valid", config.data.split)
     asked = parse_shares(config.data.split)[1] > 0 and config.run.eval_iters > 0
     if asked and first == last:
@@ -119,7 +119,7 @@ def _sample_order(train: GPTDataset, global_batch_size: int) -> dict[str, Any]:
         "split": settings.split,
         "seq_length": settings.sequence_length,
         "global_batch_size": global_batch_size,
-        # The folder is left out: mounts differ between machines.
+        # Without the folder: mounts differ between machines.
         "corpus": f"{corpus.bin_path.name} ({corpus.bin_path.stat().st_size} bytes)",
         "order": train.order_fingerprint(),
     }

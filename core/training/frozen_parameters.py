@@ -1,4 +1,4 @@
-"""Which parameters of a model a run leaves as they are."""
+"""Freezes parameters of a model by patterns of their names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Excludes parameters from training, before the model is wrapped; returns their names.
 
     Args:
-        patterns: shell patterns of parameter names, as ``decoder.layers.0.*``.
+        patterns: shell patterns of parameter names, such as ``decoder.layers.0.*``.
 
     Raises:
-        ConfigError: a pattern that no parameter's name matches, or patterns that leave nothing to train.
+        ConfigError: a pattern matches no parameter, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""Sets a run up, in order: settings checked, process group, parallel groups, seeds."""
+"""Sets up a run, in order: checks settings, joins the process group, builds parallel groups, seeds."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .config import PretrainConfig, validate
 from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
 
 _SEEDS_OF_A_REPLICA = 10
-"""By which the seeds of data-parallel replicas differ under ``data_parallel_random_init``; Megatron-LM's."""
+"""Difference of the seeds of data-parallel replicas under ``data_parallel_random_init``; Megatron-LM's."""
 
 
 def initialize(config: PretrainConfig) -> None:
     """Joins the process group, builds the parallel groups, and seeds every generator.
 
-    A rank computes with one thread unless ``OMP_NUM_THREADS`` says otherwise, and ranks other than the first show no
-    warnings, which are the same on all ranks; the first shows each as one line.
+    A rank computes with one thread unless ``OMP_NUM_THREADS`` is set. Only the first rank shows warnings, which are
+    the same on all ranks, each as one line.
 
     Raises:
-        ConfigError: settings that do not fit together, to the number of ranks, or to the environment; before anything
-            is made.
+        ConfigError: settings contradict each other, the number of ranks, or the environment; raised before anything is
+            created.
     """
     validate(config, dist.get_world_size() if dist.is_initialized() else environment_world_size())
     if not dist.is_initialized():
@@ -60,12 +60,12 @@ def initialize(config: PretrainConfig) -> None:
 
 
 def check_output_folders(config: PretrainConfig) -> None:
-    """Finds out before the training that a folder cannot be written; what did not exist does not exist afterwards.
+    """Raises before the training if a folder cannot be written; leaves no folder behind.
 
     Raises:
         ConfigError: on the first rank, which is the one that writes.
     """
-    dist.barrier()  # others may still be looking at what is there
+    dist.barrier()  # other ranks may still read the folders
     for flag, folder in (("--save", config.checkpoint.folder), ("--tensorboard-dir", config.run.tensorboard_dir)):
         if folder is None or dist.get_rank() != 0:
             continue
@@ -84,9 +84,9 @@ def check_output_folders(config: PretrainConfig) -> None:
 
 @contextmanager
 def run_folder_held(folder: Path | None) -> Iterator[None]:
-    """Holds the lock of a run's folder, which the first rank takes for all; collective where it is entered.
+    """Holds the lock of a run's folder, which the first rank takes for all. Entering it is collective.
 
-    A folder that is made for it is removed again where the run ended before it wrote anything.
+    Creates the folder, and removes it again if the run ends before it writes anything.
 
     Raises:
         CheckpointError: on all ranks: another run holds it.
@@ -108,7 +108,7 @@ def run_folder_held(folder: Path | None) -> Iterator[None]:
 
 
 def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
-    """Refuses a model whose weights alone no memory of this rank holds, before it is built.
+    """Refuses a model whose weights alone exceed the memory of this rank, before it is built.
 
     Raises:
         ConfigError: names both sizes.
@@ -128,12 +128,12 @@ def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
 
 
 def _one_line_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """What is said and not where from: a run's user did not write the code."""
+    """Formats a warning without its place in the code, which a run's user did not write."""
     return f"warning: {message}\n"
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch, its tensor-parallel streams, numpy and Python; the ranks of one model call it with one seed."""
+    """Seeds torch, the tensor-parallel streams, numpy and Python; the ranks of one model pass the same seed."""
     random.seed(seed)
     np.random.seed(seed)
     model_parallel_manual_seed(seed)

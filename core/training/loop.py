@@ -1,4 +1,4 @@
-"""The iterations of a run: step, log, validate, save; and an orderly end when a signal asks for one."""
+"""Runs the iterations of a run: step, log, validate, save; ends in order when a signal requests it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from .stop_request import StopRequest
 from .train_step import evaluate, train_step
 
 PROFILED_ITERATION = 3
-"""Of a run, whose memory is measured on request: the optimizer has its state and the wrapper its buffers by then."""
+"""The iteration whose memory is measured on request: the optimizer has its state and the wrapper its buffers by
+then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """The outcome of a run."""
 
     iteration: int
     validation_loss: float | None
-    """Nats a token, after the last iteration; None where it was not reached or the run validates nothing."""
+    """Nats per token after the last iteration; None if it was not reached or the run validates nothing."""
     checkpoint: Path | None
-    """The last checkpoint that was written; None where there is none."""
+    """The last checkpoint that was written; None if there is none."""
     stopped_by: str
     """Name of the signal that ended the run before its last iteration; empty if none did."""
 
@@ -41,13 +42,14 @@ class Outcome:
 def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
     """Trains from `state.iteration` to `train_iters`; all ranks call it together.
 
-    SIGTERM and Ctrl-C on any rank end it on all after the step in progress, with a checkpoint if there is a folder.
+    SIGTERM and Ctrl-C on any rank end it on all ranks after the current step, with a checkpoint if there is a folder.
     When this returns, the last checkpoint is complete, also with `async_save`.
 
     Raises:
-        ConfigError: memory is to be profiled and there is no folder. DataError: no samples are left. CheckpointError:
-            a checkpoint cannot be written; with `async_save` it is raised after the next step.
-            OptimizerError: gradients stay infinite or NaN.
+        ConfigError: memory is to be profiled and there is no folder.
+        DataError: no samples are left.
+        CheckpointError: a checkpoint cannot be written; with `async_save` it is raised after the next step.
+        OptimizerError: gradients stay infinite or NaN.
     """
     if config.run.profile_memory and config.checkpoint.folder is None:
         raise ConfigError("--profile-memory writes into the run's folder, and there is none; add --save FOLDER")
@@ -75,7 +77,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         CheckpointWriter(config, folder) as writer,
     ):
         batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
-        skips = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
+        skipped = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         log.model(state.model, num_microbatches)
@@ -107,9 +109,9 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             )
 
             if result.stop:
-                writer.finish()  # if that is why, all ranks raise here
-            skips.note(state.iteration, result.updated)
-            state.skipped_steps = skips.in_a_row
+                writer.finish()  # raises on all ranks if the failed checkpoint is the reason
+            skipped.note(state.iteration, result.updated)
+            state.skipped_steps = skipped.in_a_row
             is_last = state.iteration == last
             stop = result.stop and not is_last
             if data.valid is not None and (
@@ -120,7 +122,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 log.validation(state.iteration, validation_loss)
             if folder is not None and (is_last or stop or _is_due(state.iteration, config.checkpoint.save_interval)):
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")
-            watch.read()  # validating and saving is no training time
+            watch.read()  # exclude the time of validation and saving
     return Outcome(
         iteration=state.iteration,
         validation_loss=validation_loss if state.iteration == last else None,

@@ -1,9 +1,9 @@
-"""Memory over one step, by what it is for: measured at every allocation, drawn as a picture.
+"""Measures memory over one step by category, at every allocation, and draws it.
 
-Torch's profiler reports each allocation and release, on the CPU and on a GPU, with its address. Hooks note at
-many moments of the step which addresses hold what the wrapper and the optimizer know (`held_tensors`). A piece of
-memory belongs, for its whole life, to what it was last noted as; what is not noted are activations, gradients of
-activations and scratch. Nothing here talks to another rank.
+Torch's profiler reports each allocation and release, on the CPU and on a GPU, with its address. Hooks record at many
+moments of the step which addresses have tensors of the wrapper and the optimizer (`held_tensors`). A block of memory
+belongs to the category that was recorded for it last. Blocks without a record are activations, their gradients and
+scratch. No communication.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ..optimizer import MegatronOptimizer
 PICTURE_FILE, SERIES_FILE = "memory.png", "memory.json"
 
 CATEGORIES = ("parameters", "gathered parameters", "gradients", "optimizer state", "activations and other")
-"""From the bottom of the picture to its top. Parameters are this rank's shards, or whole where nothing is cut."""
+"""From the bottom of the picture to its top. Parameters are this rank's shards, or whole without sharding."""
 
 MAX_POINTS = 2000
-"""Of a series; of moments that are closer together the one with the most memory is kept."""
+"""Most points of a series; of moments that are closer together, the one with the most memory is kept."""
 
 _REST = len(CATEGORIES) - 1
 _ORIGINS = {"FSDP::all_gather": 1, "FSDP::post_backward_reduce": 2}
-"""Ranges that FSDP2 marks in a profile, and the category of what is allocated in them."""
+"""Ranges that FSDP2 marks in a profile, and the category of allocations in them."""
 
 _MARK = "shardstack: memory"
 _COLORS = ("#3b76c9", "#8fb8ec", "#d9822b", "#8256c4", "#9aa5b1")
@@ -49,13 +49,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Bytes of each category that this rank held at moments of a step."""
+    """Bytes of each category on this rank at moments of a step."""
 
     device: str
     times_s: tuple[float, ...]
-    """Since the step began."""
+    """Seconds since the step began."""
     held: tuple[tuple[int, ...], ...]
-    """For each moment the bytes of each of `CATEGORIES`."""
+    """Bytes of each of `CATEGORIES`, per moment."""
 
     @property
     def peak(self) -> int:
@@ -64,11 +64,11 @@ class MemoryTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory of any moment."""
+        """Bytes of all categories at the peak."""
         return sum(self.held[self.peak])
 
     def thinned(self, num_points: int = MAX_POINTS) -> MemoryTimeline:
-        """At most so many moments, each the fullest of its neighbourhood."""
+        """Returns at most `num_points` moments, each the one with the most memory of its neighbourhood."""
         if len(self.held) <= num_points:
             return self
         cuts = [len(self.held) * i // num_points for i in range(num_points + 1)]
@@ -78,7 +78,7 @@ class MemoryTimeline:
         return MemoryTimeline(self.device, tuple(self.times_s[i] for i in kept), tuple(self.held[i] for i in kept))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; the series is thinned, the peak is in it."""
+        """Returns JSON values; the series is thinned and contains the peak."""
         series = self.thinned()
         return {
             "device": self.device,
@@ -93,12 +93,12 @@ class MemoryTimeline:
 def measure_step(
     model: _BaseDataParallel, optimizer: MegatronOptimizer, step: Callable[[], Result]
 ) -> tuple[Result, MemoryTimeline]:
-    """Runs `step` and measures it; it takes longer than others do.
+    """Runs `step` and measures its memory; the step takes longer than usual.
 
-    On the CPU, where torch keeps no account, what lives before the step and is not noted, such as data that
-    a loader holds, is counted only if the step releases it.
+    On the CPU torch does not count memory. There, blocks from before the step without a record, such as a loader's
+    data, are counted only if the step releases them.
     """
-    # Read when the profiler is first used, which else announces on stderr that it starts and stops.
+    # Read when the profiler is first used; without it the profiler prints to stderr that it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     kind = device.device_type()
     notes = _Notes(model, optimizer)
@@ -115,7 +115,7 @@ def measure_step(
 
 
 def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> None:
-    """Writes picture and series of a step into a run's folder.
+    """Writes the picture and the series of a step into a run's folder.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -126,7 +126,7 @@ def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> No
 
 
 def draw(timeline: MemoryTimeline, picture: Path, title: str) -> None:
-    """Draws the categories on top of each other over the time of the step."""
+    """Draws the categories as stacked areas over the time of the step."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -148,30 +148,30 @@ def draw(timeline: MemoryTimeline, picture: Path, title: str) -> None:
 
 @dataclass(frozen=True)
 class _Note:
-    """What was known at one moment."""
+    """A record of the tensors at one moment."""
 
     held: dict[int, tuple[int, int]]
-    """By address, the category and the bytes of a storage."""
+    """Category and bytes of each storage, by address."""
     is_complete: bool
-    """Everything that wrapper and optimizer hold, or only what changed."""
+    """Whether it has all tensors of wrapper and optimizer, or only one that changed."""
 
 
 class _Notes:
-    """Which addresses hold what, noted at many moments; a marker in the profile says when each was."""
+    """Records of the tensors at many moments; a marker in the profile gives the time of each."""
 
     def __init__(self, model: _BaseDataParallel, optimizer: MegatronOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self.taken: list[_Note] = []
+        self.taken: list[_Note] = []  # in the order of the markers; `take` and the hooks of `watch` append
 
     def take(self, *unused: Any) -> None:
-        """Notes what wrapper and optimizer hold now."""
+        """Records the current tensors of wrapper and optimizer."""
         with record_function(_MARK):
             held = self._model.held_tensors()
             kinds = [*(held[name] for name in CATEGORIES[:3]), _optimizer_tensors(self._optimizer)]
             self.taken.append(_Note(_addresses(enumerate(kinds)), is_complete=True))
 
     def watch(self) -> Iterator[Any]:
-        """Hooks on every module, and on every gradient where it arrives; all of them look and change nothing."""
+        """Installs hooks, which change nothing, on every module and every gradient; removes them on exit."""
         for module in self._model.module.modules():
             yield module.register_forward_pre_hook(self.take)
             yield module.register_forward_hook(self._after_forward)
@@ -183,7 +183,7 @@ class _Notes:
         self.take()
         for tensor in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self.take)  # when backward reaches the module
+                tensor.register_hook(self.take)  # called when backward reaches the module
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -194,7 +194,7 @@ class _Notes:
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
     for state in optimizer.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
-    for group in optimizer.param_groups:  # fp32 masters; views of parameters are known as these
+    for group in optimizer.param_groups:  # fp32 masters; views of parameters were recorded as parameters before
         yield from group["params"]
 
 
@@ -204,13 +204,13 @@ def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple
         for tensor in tensors:
             local = local_part(tensor)
             storage = local.untyped_storage()
-            if storage.nbytes() and local.device.type == device.device_type():  # offloaded tensors lie elsewhere
+            if storage.nbytes() and local.device.type == device.device_type():  # not offloaded
                 found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
     return found
 
 
 def _flat(events: Iterable[Any]) -> Iterator[Any]:
-    """All events of a tree; without recursion, because modules nest deeply."""
+    """Yields all events of a tree, without recursion, because modules are nested deeply."""
     waiting = list(events)
     while waiting:
         event = waiting.pop()
@@ -220,7 +220,7 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
 
 @dataclass
 class _Piece:
-    """Memory from its allocation to its release."""
+    """A block of memory from its allocation to its release."""
 
     address: int
     nbytes: int
@@ -261,7 +261,7 @@ def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: 
 
 
 def _pieces(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start: int, end: int) -> list[_Piece]:
-    """Every piece of memory that lived in the step; what was there before it begins with it."""
+    """Returns all blocks alive during the step. Blocks allocated earlier count from the step's start."""
     alive = {address: _Piece(address, nbytes, start, end, kind) for address, (kind, nbytes) in at_start.held.items()}
     pieces = list(alive.values())
     for time, address, nbytes, category in changes:
@@ -278,7 +278,7 @@ def _pieces(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start
 
 
 def _sort_into_categories(pieces: Iterable[_Piece], noted: Iterable[tuple[int, _Note]]) -> None:
-    """Gives each piece the category of the last note that finds its address while it lives."""
+    """Gives each block the category of the last record of its address during its life."""
     known: dict[int, list[tuple[int, int]]] = {}
     for time, note in noted:
         for address, (category, _) in note.held.items():
@@ -291,7 +291,7 @@ def _sort_into_categories(pieces: Iterable[_Piece], noted: Iterable[tuple[int, _
 
 
 def _category_by_origin(event: Any) -> int:
-    """What memory is for that FSDP2 allocates for a collective and may have freed before anybody notes it."""
+    """Returns the category of memory that FSDP2 allocates for a collective and may free before a record is made."""
     while (event := event.parent) is not None:
         for name, category in _ORIGINS.items():
             if event.name.startswith(name):
@@ -300,10 +300,10 @@ def _category_by_origin(event: Any) -> int:
 
 
 def _end_what_is_missed(pieces: Iterable[_Piece], noted: Sequence[tuple[int, _Note]]) -> None:
-    """Ends pieces whose release was not reported at the first moment at which nothing holds them any more.
+    """Ends blocks whose release was not reported at the first moment without a tensor in them.
 
-    On the CPU torch reports the release only of what was allocated while the profiler ran, and not from the threads of
-    a process group, which may be the last to hold what they sent.
+    On the CPU torch reports releases only of blocks allocated while the profiler ran, and not from the threads of a
+    process group, which may hold the last reference to a tensor that they sent.
     """
     complete = [(time, note.held) for time, note in noted if note.is_complete]
     for piece in pieces:

@@ -1,6 +1,6 @@
-"""Weights alone, for a run to start from or for a program to use: of a run's checkpoint, of Hugging Face, of Megatron.
+"""Loads and saves weights without a run's state: of a run's checkpoint, of Hugging Face, of Megatron-LM.
 
-Each rank reads what it holds of each tensor, under any wrapper.
+Each rank reads only its part of each tensor, under any wrapper.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ NO_HASHES = "{} keeps no hashes, so that what was read could not be compared wit
 def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) -> str:
     """Starts a run from the weights in `folder`, in place; all ranks call it.
 
-    Its optimizer stays new, and so do LoRA adapters.
+    The optimizer and LoRA adapters keep their new state.
 
     Args:
-        folder: of a run, one of its checkpoints, a model of Hugging Face's, or a checkpoint of Megatron-LM's.
-        verify: compare what is read of a run with the hashes that were saved.
+        folder: a run's folder, one of its checkpoints, a model of Hugging Face's, or a checkpoint of Megatron-LM's.
+        verify: compare tensors of a run with the hashes that were saved.
 
     Returns:
-        A line that says what was compared with hashes, and how long that took.
+        A line that says what was compared with hashes, and how long it took.
 
     Raises:
-        CheckpointError: none of these, damaged, of another model, or with LoRA adapters.
+        CheckpointError: the folder is none of these, damaged, of another model, or has LoRA adapters.
     """
     optimizer = state.optimizer.state_tensors()
     masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
     model = unwrap_model(state.model)
-    # Masters in fp32 take the place of the parameters that are rounded from them, as in a checkpoint.
+    # Load fp32 masters instead of the parameters that are rounded from them, as in a checkpoint.
     targets = {name: masters.get(name, tensor) for name, tensor in base_state_dict(model).items()}
     line = NO_HASHES.format(folder)
     if is_hugging_face(folder):
@@ -88,7 +88,7 @@ def load_run_weights(
     """Fills `targets`, a model's tensors by name, from a checkpoint of a run of the same model.
 
     Args:
-        verify, report: as those of :func:`core.dist_checkpointing.load`.
+        verify, report: as in :func:`core.dist_checkpointing.load`.
     """
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)
@@ -109,7 +109,7 @@ def load_run_weights(
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether this is a model of Hugging Face's; the folder of a run has a ``config.json`` too."""
+    """Returns whether a folder is a model of Hugging Face's; a run's folder has a ``config.json`` too."""
     try:
         return "model_type" in read_hf_config(folder)
     except CheckpointError:
@@ -119,12 +119,12 @@ def is_hugging_face(folder: Path) -> bool:
 def load_run_model(
     checkpoint: Path, *, verify: bool = True, report: Callable[[str], None] | None = None
 ) -> tuple[PretrainConfig, GPTModel]:
-    """The model of a checkpoint, whole in this process however many ranks trained it, and its run's settings.
+    """Loads a checkpoint's model, whole in this process, and its run's settings.
 
-    LoRA adapters are merged into the weights that they are added to.
+    LoRA adapters are merged into the weights.
 
     Args:
-        verify, report: as those of :func:`core.dist_checkpointing.load`.
+        verify, report: as in :func:`core.dist_checkpointing.load`.
     """
     metadata = load_metadata(checkpoint)
     check_is_run(metadata, checkpoint)
@@ -158,7 +158,7 @@ def load_run_model(
 
 
 def _check_description(checkpoint: Path, config: PretrainConfig, build: Callable[[], GPTModel]) -> None:
-    """Refuses a checkpoint whose settings make another model than it holds, before memory is taken for that model."""
+    """Refuses a checkpoint whose settings describe another model than its tensors, before allocating that model."""
     stored = read_index(existing_folder(checkpoint)).tensors
     try:
         fits = config.model.num_layers <= len(stored)
@@ -175,7 +175,7 @@ def _check_description(checkpoint: Path, config: PretrainConfig, build: Callable
 
 
 def load_run_tokenizer(checkpoint: Path) -> Tokenizer:
-    """The tokenizer that the run kept next to its checkpoints."""
+    """Loads the tokenizer that the run saved next to its checkpoints."""
     path = checkpoint.parent / TOKENIZER_FILE
     if not path.exists():
         raise DataError(f"{path} does not exist: the run had no tokenizer; put the corpus's tokenizer.json there")
@@ -202,7 +202,7 @@ def run_to_hugging_face(
         The checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint, or a model that the layout cannot express.
+        CheckpointError: there is no checkpoint, or the layout cannot express its model.
     """
     checkpoint = find_checkpoint(root)
     _, model = load_run_model(checkpoint, verify=verify, report=report)
@@ -219,13 +219,13 @@ def run_to_hugging_face(
 
 
 def run_from_hugging_face(folder: Path, root: Path) -> tuple[Path, Architecture]:
-    """Writes a model of Hugging Face's as a checkpoint of weights alone, in fp32, with its tokenizer if it has one.
+    """Writes a model of Hugging Face's as a checkpoint with weights only, in fp32, and its tokenizer if it has one.
 
     Returns:
-        The checkpoint, and what the model computes.
+        The checkpoint, and the model's architecture.
 
     Raises:
-        CheckpointError: another kind of model, or a folder that is in use.
+        CheckpointError: the model is of an unknown kind, or the folder is in use.
     """
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise CheckpointError(f"{root} exists and is not empty; choose another folder, or move it away")
@@ -251,7 +251,7 @@ def _unwritable_as_error(folder: Path) -> Iterator[None]:
 
 
 def save_weights(model: GPTModel, config: PretrainConfig, root: Path) -> None:
-    """Writes ``root/iter_0000000`` with the weights alone of a model that this process holds whole."""
+    """Writes ``root/iter_0000000`` with only the weights of a model that is whole in this process."""
     tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
     metadata = {
         "iteration": 0,
@@ -268,7 +268,7 @@ def save_weights(model: GPTModel, config: PretrainConfig, root: Path) -> None:
 
 
 def flags_of(architecture: Architecture) -> list[str]:
-    """The flags of `pretrain_gpt.py` that make a run of this model."""
+    """Returns the flags of `pretrain_gpt.py` for a run of this model."""
     settings = _settings_of(architecture)
     flags: list[str] = []
     for name in (*TRANSFORMER_FIELDS, "position_embedding_type", "max_position_embeddings"):
@@ -285,7 +285,7 @@ def flags_of(architecture: Architecture) -> list[str]:
 
 
 def _settings_of(architecture: Architecture) -> dict[str, Any]:
-    """A run that could have made the model; what is about training alone has no meaning."""
+    """Returns settings of a run that could have made the model; those about training only are arbitrary."""
     length = architecture.max_sequence_length
     return {
         **architecture.transformer,

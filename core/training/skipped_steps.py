@@ -1,4 +1,4 @@
-"""Steps that are skipped because a gradient is not finite, where no loss scale falls until it is."""
+"""Counts steps that are skipped because a gradient is not finite, when no dynamic loss scale adapts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import warnings
 from ..errors import OptimizerError
 
 LIMIT = 10
-"""Skipped steps in a row that end a run: nothing changes in between but the data."""
+"""Skipped steps in a row that end a run: only the data changes in between."""
 
 
 class SkippedSteps:
-    """Warns of the first skipped step, and ends the run at a row of `LIMIT`; all ranks skip the same steps.
+    """Warns about the first skipped step, and ends the run after `LIMIT` in a row; all ranks skip the same steps.
 
     Args:
-        scale_adapts: with a dynamic loss scale an overflow is normal, and nothing is said.
+        scale_adapts: the loss scale is dynamic, so that overflows are normal: do nothing.
     """
 
     def __init__(self, *, scale_adapts: bool) -> None:
         self._scale_adapts = scale_adapts
         self.in_a_row = 0
-        """Skipped steps up to the last one, where the loss scale does not adapt."""
-        self._warned = False
+        """Skipped steps in a row, up to the last one. `note` counts them, and resets it at a step that was made."""
+        self._warned = False  # `note` sets it, so that only the first skipped step of a run is a warning
 
     def note(self, iteration: int, updated: bool) -> None:
-        """Takes notice of one step.
+        """Counts one step.
 
         Raises:
             OptimizerError: the limit is reached.

@@ -1,4 +1,4 @@
-"""What moves on with every iteration of a run, and is all that a checkpoint has to keep."""
+"""The state of a run: everything that changes with an iteration, and that a checkpoint has to store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .config import PretrainConfig
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """A run at one of its iterations."""
+    """The state of a run after an iteration."""
 
     model: _BaseDataParallel
     optimizer: MegatronOptimizer
@@ -23,19 +23,19 @@ class TrainingState:
     iteration: int = 0
     """Steps made, skipped ones included."""
     consumed_samples: int = 0
-    """Samples of the training split that these steps took, over all ranks."""
+    """Samples of the training split in these steps, over all ranks."""
     skipped_steps: int = 0
-    """Steps in a row, up to this one, that were skipped because a gradient was infinite or NaN, where no loss scale
-    adapts to that; a run that goes on from a checkpoint counts anew."""
+    """Steps in a row, up to this one, that were skipped because a gradient was infinite or NaN, without a dynamic loss
+    scale. `loop` sets it; a resumed run starts at 0."""
     sample_order: Mapping[str, Any] = field(default_factory=dict)
-    """What decides which sample comes when, as JSON values; a checkpoint keeps it, to compare on loading."""
+    """Inputs and fingerprint of the order of samples (`RunData.sample_order`); a checkpoint stores it to compare."""
 
 
 def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of a run, counted in iterations.
+    """Builds the schedule of a run, counted in iterations.
 
     Raises:
-        ConfigError: lengths that do not fit into each other.
+        ConfigError: its lengths contradict each other.
     """
     settings, weight_decay = config.scheduler, config.optimizer.weight_decay
     decay_iters = settings.lr_decay_iters or config.run.train_iters
@@ -46,7 +46,7 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr_warmup_init,
-        max_lr=config.optimizer.lr or 0.0,  # no optimizer is built without
+        max_lr=config.optimizer.lr or 0.0,  # the optimizer requires it
         min_lr=config.optimizer.min_lr or 0.0,
         lr_warmup_steps=warmup_iters,
         lr_decay_steps=decay_iters,

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request that a run answers between two steps, when it can save."""
+"""Turns SIGTERM and Ctrl-C into a request that a run reads between two steps, when it can save."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from types import FrameType
 from typing import Any
 
 REPEAT_AFTER_S = 0.5
-"""A launcher may pass on a Ctrl-C that the terminal has sent already: only a later one is a second request. As long as
-the `ECHO_S` of `launch.signals`, or its second signal would be taken for an echo."""
+"""A launcher may pass on a Ctrl-C that the terminal has already sent: only a signal after this time is a second
+request. Equal to `launch.signals.ECHO_S`; a longer time would take the launcher's second signal for an echo."""
 
 
 class StopRequest:
-    """Notes SIGTERM and SIGINT while it is entered; a second signal some seconds later interrupts at once.
+    """Records SIGTERM and SIGINT while it is entered; a second, later signal interrupts at once.
 
-    `requested` is this rank's own knowledge: ranks must agree on it before one of them acts.
+    `requested` is known on this rank only: ranks must agree on it before one of them acts.
     """
 
     def __init__(self) -> None:
-        self.requested = False
-        self.signal_name = ""
-        self._first_at = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self.requested = False  # the first signal sets it; never cleared
+        self.signal_name = ""  # name of the first signal
+        self._first_at = 0.0  # time of the first signal; valid once `requested`
+        self._before: dict[signal.Signals, Any] = {}  # handlers to restore; set on entering, used on leaving
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,6 +43,6 @@ class StopRequest:
 
 
 def ignore_stop_signals(_: int = 0) -> None:
-    """For processes that read data: they end with their rank, not with the signal that asks the rank to save."""
+    """Ignores stop signals in data workers, which end with their rank, not with the signal that makes it save."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

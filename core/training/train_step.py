@@ -1,4 +1,4 @@
-"""One optimizer step over its micro-batches, and one validation: the order of operations, visible in one place."""
+"""One optimizer step over its micro-batches, and one validation: the order of operations in one place."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
 
 Batch = Mapping[str, torch.Tensor]
-"""Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` where documents are packed.
+"""Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` if documents are packed.
 
-Context-parallel ranks are given the same whole sequences, and each takes its chunks.
+Context-parallel ranks get the same whole sequences, and each takes its chunks.
 """
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, equal on all ranks."""
+    """The result of one step, equal on all ranks."""
 
     loss: float
-    """Mean loss in nats a token: of all tokens with `calculate_per_token_loss`, else the mean of micro-batches'."""
+    """Mean loss in nats per token: over all tokens with `calculate_per_token_loss`, else the mean over
+    micro-batches."""
 
     updated: bool
-    """False where gradients overflowed and the step was skipped."""
+    """False if gradients overflowed and the step was skipped."""
 
     grad_norm: float | None
     """Global norm of the gradient before clipping."""
 
     num_zeros: int | None
-    """Zeros in the gradient, where the optimizer counts them."""
+    """Zeros in the gradient; None if the optimizer does not count them."""
 
     stop: bool
-    """Some rank was asked to stop."""
+    """Whether any rank was asked to stop."""
 
 
 def train_step(
@@ -54,14 +55,14 @@ def train_step(
 ) -> StepResult:
     """Makes one optimizer step in Megatron-LM's order; all ranks call it together.
 
-    Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks; context-parallel
-    ranks divide by the tokens of their sequences together, so that each token weighs the same on every rank. With
-    `calculate_per_token_loss` losses are summed instead, and `finalize_model_grads` divides by the number of tokens
-    of all micro-batches and ranks.
+    Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks. Context-parallel
+    ranks divide by the number of tokens in their whole sequences, so that tokens have equal weights on all ranks. With
+    `calculate_per_token_loss` losses are summed, and `finalize_model_grads` divides by the number of tokens of all
+    micro-batches and ranks.
 
     Args:
         batches: this rank's micro-batches; `num_microbatches` of them are taken.
-        stop_requested: what this rank knows; the ranks agree on it with the sum that they make anyway.
+        stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
     """
     per_token = model.sums_gradients
     loss_sum = torch.zeros((), dtype=torch.float64, device=device.current_device())
@@ -87,7 +88,7 @@ def train_step(
         totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
         _sum_over_replicas(totals)
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
-            # Ranks of one model see different signals too; the data-parallel sum above does not reach across them.
+            # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
             all_reduce_by_backend(totals[2:], what="the wish to stop", op=dist.ReduceOp.MAX)
     total_loss, total_weight, stops = totals.tolist()
     return StepResult(total_loss / max(total_weight, 1.0), updated, grad_norm, num_zeros, stops > 0)
@@ -95,7 +96,7 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: int) -> float:
-    """Mean loss in nats a token over all tokens of `num_batches` micro-batches of every rank, without dropout."""
+    """Returns the mean loss in nats per token over `num_batches` micro-batches of every rank, without dropout."""
     totals = torch.zeros(2, dtype=torch.float64, device=device.current_device())
     was_training = model.training
     model.eval()
@@ -115,12 +116,13 @@ def _sum_over_replicas(totals: torch.Tensor) -> None:
 
 
 def _tokens_a_rank(batch: Batch) -> torch.Tensor:
-    """The tokens of whole sequences that carry a loss, on average over the ranks that have a part of them."""
+    """Returns the number of unmasked tokens of whole sequences, divided by the context-parallel ranks that share
+    them."""
     return batch["loss_mask"].sum().clamp(min=1) / parallel_state.get_context_parallel_world_size()
 
 
 def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of the losses that count, and how many do; both 0-dim, on the device."""
+    """Returns the sum of unmasked losses and their number; both 0-dim, on the device."""
     packed = {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
     losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **packed)  # [b, s / cp]
     mask = batch["loss_mask"]
@@ -128,7 +130,7 @@ def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, 
 
 
 def _to_device(batch: Batch) -> Batch:
-    """This rank's chunks; on the device, but for what the host reads."""
+    """Returns this rank's chunks on the device, and `document_starts`, which the host reads, on the CPU."""
     here, host = device.current_device(), torch.device("cpu")
     places = {name: host if name == "document_starts" else here for name in batch}
     return {name: own_chunks(tensor).to(places[name], non_blocking=True) for name, tensor in batch.items()}

@@ -1,4 +1,4 @@
-"""Transformer layers, pre-norm, tensor and sequence parallel, under the names of Megatron-LM's local layer spec."""
+"""Pre-norm transformer layers with tensor and sequence parallelism, named as in Megatron-LM's local layer spec."""
 
 from ..absent_names import absent_names
 from .context_parallel import own_chunks, own_positions

@@ -20,10 +20,10 @@ ACTIVATIONS: dict[Activation, ActivationFunction] = {"gelu": F.gelu, "gelu_tanh"
 
 
 def name_of_activation(function: ActivationFunction) -> Activation | ActivationFunction:
-    """The name of a function that has one, so that checkpoints and configs can hold it; else the function."""
+    """Returns the name of a known function, which configs and checkpoints can store; else the function."""
     return next((name for name, known in ACTIVATIONS.items() if known is function), function)
 
 
 def activation_function(activation: Activation | ActivationFunction) -> ActivationFunction:
-    """The function of a name, or the function given."""
+    """Returns the function of a name; returns a function as it is."""
     return activation if callable(activation) else ACTIVATIONS[activation]

@@ -27,37 +27,37 @@ from .transformer_config import TransformerConfig
 
 @dataclass
 class SelfAttentionSubmodules:
-    """What self-attention is made of."""
+    """The modules of self-attention."""
 
     linear_qkv: ModuleSpec | Builder = ColumnParallelLinear
     core_attention: ModuleSpec | Builder = DotProductAttention
     linear_proj: ModuleSpec | Builder = RowParallelLinear
     q_layernorm: ModuleSpec | Builder | None = None
-    """Norm of each head's query. None or `IdentityOp`: as the config's `qk_layernorm` says."""
+    """Norm of each head's query. None or `IdentityOp` means the config's `qk_layernorm`."""
     k_layernorm: ModuleSpec | Builder | None = None
-    """The same of its key."""
+    """Norm of each head's key, likewise."""
 
 
 class SelfAttention(MegatronModule):
-    """Causal multi-head or grouped-query attention, with its heads cut over tensor-parallel ranks.
+    """Causal multi-head or grouped-query attention, with heads split over tensor-parallel ranks.
 
-    The rows of the fused projection's weight are laid out by query group, `[q ... q k v]` of one after those of
-    another, so that a cut between groups keeps together what belongs together. Where there are fewer groups than
-    ranks, the cut goes through groups: the weight is cut evenly all the same, and its product is gathered, of which
-    each rank takes its heads with their group's key and value (as Megatron-LM does).
+    The rows of the fused projection's weight are ordered by query group, `[q ... q k v]` for each group in turn, so
+    that a split between groups keeps every query with its key and value. With fewer groups than ranks the weight is
+    still split evenly, through groups; the product is gathered, and each rank takes its heads and their group's key
+    and value from it (as Megatron-LM does).
 
     Args:
         submodules: other classes, constructed as these are.
         layer_number: from 1; given to the core of attention.
-        attn_mask_type: None or causal, which mean the same.
+        attn_mask_type: None or causal, which are the same.
         cp_comm_type: Megatron-LM's; ignored.
-        pg_collection: the groups of `core.parallel_state`.
+        pg_collection: must be the groups of `core.parallel_state`.
         pp_layer_offset: Megatron-LM's; ignored, as there is one pipeline stage.
         name: a label, which nothing reads.
 
     Raises:
-        ConfigError: a size that the config leaves at 0.
-        ParallelConfigError: another mask, or other groups.
+        ConfigError: the config leaves a size at 0.
+        ParallelConfigError: another mask or other groups are given.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class SelfAttention(MegatronModule):
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`.
 
         Args:
-            attention_mask, pieces: as `DotProductAttention` takes them.
+            attention_mask, pieces: as in `DotProductAttention`.
             rotary_pos_emb: rotates queries and keys.
         """
         query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)
@@ -131,9 +131,10 @@ class SelfAttention(MegatronModule):
     def _query_key_value(
         self, hidden_states: torch.Tensor, rotation: Rotation | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query `[s, b, heads / tp, d]`, key and value `[s, b, groups / tp, d]`: views where nothing changed them.
+        """Returns query `[s, b, heads / tp, d]`, key and value `[s, b, groups / tp, d]`: views if nothing changed
+        them.
 
-        Where ranks share a group, each has its key and value whole.
+        Ranks that share a group each have its whole key and value.
         """
         per_group = self.heads_per_group
         projected = self.linear_qkv(hidden_states)[0]  # [s, b, (heads + 2 groups) / tp * d]
@@ -141,7 +142,7 @@ class SelfAttention(MegatronModule):
             projected = self._own_heads(projected)
         mixed = projected.unflatten(-1, (-1, per_group + 2, self.config.kv_channels))
         if self.q_layernorm is None or self.k_layernorm is None:
-            turning, value = mixed.split([per_group + 1, 1], dim=3)  # queries and their key turn alike, in one go
+            turning, value = mixed.split([per_group + 1, 1], dim=3)  # rotate queries and their key together
             if rotation is not None:
                 turning = apply_rotary_pos_emb(turning, rotation)
             query, key = turning.split([per_group, 1], dim=3)
@@ -153,10 +154,10 @@ class SelfAttention(MegatronModule):
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
 
     def _own_heads(self, projected: torch.Tensor) -> torch.Tensor:
-        """This rank's heads and their group's key and value, `[s, b, (q ... q k v) * d]`, of which it has a slice."""
+        """Returns this rank's heads with their group's key and value, `[s, b, (q ... q k v) * d]`, from its slice."""
         tp_group, channels = self.linear_qkv.tp_group, self.config.kv_channels
         group, part = divmod(group_rank(tp_group), self.ranks_per_group)
-        # The slices come together along the first dim; in the backward the gradients of all who used one are added.
+        # Gather the slices along the first dim; backward adds the gradients of all ranks that used one.
         whole = gather_from_sequence_parallel_region(projected.movedim(-1, 0), group=tp_group)
         of_group = whole.unflatten(0, (self.config.num_query_groups, -1))[group]  # [(q ... q k v) * d, s, b]
         queries = self.heads_per_group * channels
@@ -165,7 +166,7 @@ class SelfAttention(MegatronModule):
 
 
 def packing(pieces: Sequence[Piece] | None) -> dict[str, Sequence[Piece]]:
-    """`pieces` as a keyword where there are any, for modules of a spec that know no packed documents."""
+    """Returns `pieces` as a keyword argument if there are any: modules of a spec may not support packed documents."""
     return {} if pieces is None else {"pieces": pieces}
 
 

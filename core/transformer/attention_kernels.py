@@ -1,9 +1,9 @@
-"""Fused attention kernels that also give the log-sum-exp of the scores, forward and backward.
+"""Calls torch's fused attention kernels that also return the log-sum-exp of the scores, forward and backward.
 
 With it the attentions of one query to two sets of keys combine into the attention to both (:func:`combine`), and the
-backward of each set needs only the combined output and log-sum-exp (Dao et al., 2022; Liu et al., 2023). This is the
-one place that decides which of torch's kernels computes them. All tensors are `[b, n, s, d]`, with strides free but
-for a contiguous last dim; keys and values may have fewer heads than queries, each shared by consecutive ones.
+backward of each set needs only the combined output and log-sum-exp (Dao et al., 2022; Liu et al., 2023). Only this
+file chooses among torch's kernels. All tensors are `[b, n, s, d]` with any strides and a contiguous last dim; keys and
+values may have fewer heads than queries, each shared by consecutive ones.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Attended:
-    """What queries found in one set of keys."""
+    """The attention of queries to one set of keys."""
 
     output: torch.Tensor
     """`[b, n, s, d]`, in the dtype of the queries."""
     logsumexp: torch.Tensor
-    """`[b, n, s]`: log of the sum over the keys of exp(score), fp32 at least."""
+    """`[b, n, s]`: log of the sum over keys of exp(score), in fp32 or wider."""
     random: tuple[torch.Tensor, ...] = ()
-    """Which weights were dropped, as the backward wants to be told."""
+    """The random state that tells the backward kernel which weights were dropped."""
 
 
 def has_kernel(query: torch.Tensor, dropout: float) -> bool:
-    """Whether a fused kernel does this: on CPU without dropout, on CUDA up to fp32 and 256 channels a head."""
+    """Returns whether there is a fused kernel: on CPU without dropout, on CUDA up to fp32 and 256 channels per
+    head."""
     if query.device.type == "cpu":
         return dropout == 0.0 and query.is_floating_point()
     return query.is_cuda and query.dtype in (*_LOW_PRECISION, torch.float32) and query.shape[-1] <= 256
@@ -46,7 +47,7 @@ def has_kernel(query: torch.Tensor, dropout: float) -> bool:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
 ) -> Attended:
-    """Attention to all keys, or with `causal`, of as many keys as queries, to those up to each query's own."""
+    """Computes attention to all keys; with `causal`, to keys up to each query's own, with as many keys as queries."""
     if not query.is_cuda:
         output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
         return Attended(output, logsumexp)
@@ -76,11 +77,11 @@ def attend_backward(
     causal: bool,
     dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value by way of these keys.
+    """Computes the gradients of query, key and value for one set of keys.
 
     Args:
-        grad: of the combined output.
-        attended: the combined output and log-sum-exp, with what :func:`attend` said of these keys' `random`.
+        grad: gradient of the combined output.
+        attended: the combined output and log-sum-exp, with `random` of :func:`attend` for these keys.
     """
     output, logsumexp = attended.output, attended.logsumexp
     if not query.is_cuda:
@@ -111,7 +112,7 @@ def attend_backward(
 
 
 def combine(first: Attended, second: Attended) -> Attended:
-    """What the same queries find in both sets of keys together; `random` of neither."""
+    """Combines the attentions of the same queries to two sets of keys; drops `random`."""
     logsumexp = torch.logaddexp(first.logsumexp, second.logsumexp)
     output = torch.zeros_like(first.output, dtype=logsumexp.dtype)
     for part in (first, second):
@@ -120,7 +121,7 @@ def combine(first: Attended, second: Attended) -> Attended:
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """With channels of zeros behind, which change no score and no output."""
+    """Pads channels with zeros, which change no score and no output."""
     missing = -tensor.shape[-1] % _ALIGNED_CHANNELS
     return F.pad(tensor, (0, missing)) if missing else tensor
 
@@ -132,5 +133,5 @@ def _expanded(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _summed(grad: torch.Tensor, groups: int) -> torch.Tensor:
-    """The gradient of what `_expanded` repeated."""
+    """Sums a gradient over the heads that `_expanded` repeated."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)

@@ -1,8 +1,8 @@
-"""Sequences cut over context-parallel ranks: each computes with its chunks, and attention sees the others' keys.
+"""Splits sequences over context-parallel ranks: each computes with its chunks, and attention sees all ranks' keys.
 
-Keys and values are all-gathered in the forward and once more in the backward, so that between the two a rank keeps
-its own alone; their gradients are reduce-scattered. What a chunk's queries find among themselves is computed while
-the others' keys are on their way. No mask and no scores are ever in memory.
+Keys and values are all-gathered in forward and again in backward, so that a rank saves only its own; their gradients
+are reduce-scattered. The attention of a chunk's queries to its own keys is computed during the gather. No mask and no
+scores are ever in memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .document_masks import Piece, chunk_places, chunks_of_rank
 
 
 def own_chunks(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """What this rank holds of something that every context-parallel rank has of the whole sequence.
+    """Returns this rank's chunks of a tensor that every context-parallel rank has for the whole sequence.
 
     Args:
-        tensor: with the sequence along `dim`, as `[b, s]` to `[b, s / cp]`.
+        tensor: has the sequence along `dim`: `[b, s]` becomes `[b, s / cp]`.
 
     Raises:
-        DataError: the sequence does not divide into two chunks a rank.
+        DataError: the sequence does not divide into two chunks per rank.
     """
     size = parallel_state.get_context_parallel_world_size()
     if size == 1:
@@ -45,7 +45,7 @@ def own_chunks(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 def own_positions(length: int, device: torch.device) -> torch.Tensor:
-    """The positions in the whole sequence, `[s / cp]`, of the `length` tokens that this rank holds."""
+    """Returns the positions in the whole sequence, `[s / cp]`, of this rank's `length` tokens."""
     size = parallel_state.get_context_parallel_world_size()
     return own_chunks(torch.arange(length * size, device=device), 0)
 
@@ -58,12 +58,12 @@ def attend_in_pieces(
     dropout: float = 0.0,
     group: Group = None,
 ) -> torch.Tensor:
-    """Attention of this rank's queries to the keys of all ranks, as `pieces` say who sees whom.
+    """Computes attention of this rank's queries to the keys of all ranks, restricted by `pieces`.
 
     Args:
         query: `[s / cp, b, heads, d]`.
         key, value: `[s / cp, b, groups, d]`.
-        dropout: drawn from the stream that is torch's default one during the call.
+        dropout: probability; drawn from torch's default stream.
         group: the context-parallel ranks; None is one rank, with the whole sequence.
 
     Returns:
@@ -74,7 +74,8 @@ def attend_in_pieces(
 
 
 def gather_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Chunks `[s / cp, ...]` of all ranks in the order of the sequence, `[s, ...]`. Its backward reduce-scatters."""
+    """Gathers the chunks `[s / cp, ...]` of all ranks in the order of the sequence, `[s, ...]`; backward
+    reduce-scatters."""
     return tensor if group_size(group) == 1 else _GatherSequence.apply(tensor, group)
 
 
@@ -123,14 +124,15 @@ class _PiecewiseAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gather, and half of the pieces' own keys meanwhile; the keys before them; reduce-scatter, and the rest."""
+        """Gathers, with half of the pieces' own keys meanwhile; then keys before them; reduce-scatters, with the
+        rest."""
         query, key, value, output, logsumexp = ctx.saved_tensors
         grad = grad.contiguous()
         grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
         grad_key, grad_value = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (key, value))
 
         def add(piece: Piece, keys: torch.Tensor, values: torch.Tensor, causal: bool, random: Any) -> Any:
-            """Adds what a piece learns from these keys to the gradient of its queries; gives that of the keys."""
+            """Adds to the gradient of a piece's queries; returns the gradients of these keys and values."""
             found = Attended(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], random)
             views = (_queries(grad, piece), _queries(query, piece), keys, values)
             grads = attend_backward(*views, found, causal=causal, dropout=ctx.dropout)
@@ -164,7 +166,7 @@ class _PiecewiseAttention(torch.autograd.Function):
 
 
 class _Gathering:
-    """Keys and values of all ranks on their way here, in one collective."""
+    """Gathers keys and values of all ranks in one collective."""
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, group: Group) -> None:
         self.group, self.own, self.work = group, (key, value), None
@@ -172,7 +174,7 @@ class _Gathering:
             self.both, self.work = gather_first_dim(torch.stack((key, value), 1), group, async_op=True)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both, `[s, b, groups, d]`, in the order of the sequence."""
+        """Waits, and returns keys and values, `[s, b, groups, d]`, in the order of the sequence."""
         if self.work is None or self.group is None:
             return self.own
         self.work.wait()
@@ -182,7 +184,7 @@ class _Gathering:
 
 
 class _Scattering:
-    """Gradients of all keys and values, `[s, 2, b, groups, d]`, on their way to the ranks that hold these."""
+    """Reduce-scatters gradients of all keys and values, `[s, 2, b, groups, d]`, to the ranks that have these."""
 
     def __init__(self, grad: torch.Tensor, group: Group) -> None:
         self.both, self.work = grad, None
@@ -190,25 +192,25 @@ class _Scattering:
             self.both, self.work = reduce_scatter_first_dim(_by_rank(grad, group), group, async_op=True)
 
     def wait(self) -> tuple[torch.Tensor, ...]:
-        """Of keys and of values, `[s / cp, b, groups, d]` each: the sums over ranks of what belongs to this one."""
+        """Waits, and returns the gradients of this rank's keys and values, `[s / cp, b, groups, d]` each."""
         if self.work is not None:
             self.work.wait()
         return self.both.unbind(1)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, dropout: float) -> Attended:
-    """What a piece's queries find among themselves."""
+    """Computes the causal attention of a piece's queries to their own keys."""
     views = (_queries(tensor, piece) for tensor in (query, key, value))
     return attend(*views, causal=True, dropout=dropout)
 
 
 def _queries(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """`[s / cp, b, n, d]` to the `[b, n, s, d]` of a piece, a view."""
+    """Returns the `[b, n, s, d]` of a piece as a view of `[s / cp, b, n, d]`."""
     return _heads_first(tensor[piece.queries, piece.rows])
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    """`[s, b, n, d]` to `[b, n, s, d]`, a view."""
+    """Returns `[s, b, n, d]` as a view `[b, n, s, d]`."""
     return tensor.permute(1, 2, 0, 3)
 
 
@@ -217,14 +219,14 @@ def _sees_before(piece: Piece) -> bool:
 
 
 def _in_sequence(by_rank: torch.Tensor, group: Group) -> torch.Tensor:
-    """`[s, ...]` in the order of ranks and their chunks to the order of the sequence."""
+    """Reorders `[s, ...]` from the order of ranks and their chunks to that of the sequence."""
     size = group_size(group)
     chunks = by_rank.chunk(2 * size)
     return torch.cat([chunks[place] for place in chunk_places(size)])
 
 
 def _by_rank(in_sequence: torch.Tensor, group: Group) -> torch.Tensor:
-    """The way back."""
+    """Reorders `[s, ...]` from the order of the sequence to that of ranks and their chunks."""
     size = group_size(group)
     chunks = in_sequence.chunk(2 * size)
     return torch.cat([chunks[chunk] for rank in range(size) for chunk in chunks_of_rank(rank, size)])

@@ -1,8 +1,8 @@
-"""Which keys the queries of one rank see: pieces of a sequence that one call of a causal kernel each can do.
+"""Splits a rank's queries into pieces, each computed by one call of a causal kernel.
 
-Context parallelism cuts a sequence into 2 x cp chunks. Rank r holds chunks r and 2 x cp - 1 - r, one behind
-the other: under a causal mask every rank then has the same work (the cut is Megatron-LM's). Documents packed into a
-sequence cut it further, where they must not see each other.
+Context parallelism splits a sequence into 2 x cp chunks. Rank r has chunks r and 2 x cp - 1 - r, concatenated: under a
+causal mask every rank then has the same work (as in Megatron-LM). Documents packed into a sequence split it further,
+because they must not see each other.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from ..errors import DataError
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive queries that see the same keys before them, all of these, and each other causally."""
+    """Consecutive queries that see all keys of one earlier range, and each other causally."""
 
     rows: slice
-    """Of the batch."""
+    """Rows of the batch."""
     queries: slice
-    """Of what this rank holds of the sequence."""
+    """Range in this rank's part of the sequence."""
     before: slice
-    """Keys of the whole sequence; may be none."""
+    """The earlier keys, as a range of the whole sequence; may be empty."""
 
 
 def chunks_of_rank(rank: int, size: int) -> tuple[int, ...]:
-    """The chunks of the sequence that a context-parallel rank holds, in its order; alone, the one that there is."""
+    """Returns the chunks of the sequence that a context-parallel rank has, in its order; (0,) with one rank."""
     return (0,) if size == 1 else (rank, 2 * size - 1 - rank)
 
 
 def chunk_places(size: int) -> list[int]:
-    """For each chunk in the sequence's order, its place among all ranks' chunks one rank behind the other."""
+    """Returns, for each chunk in the order of the sequence, its index among the concatenated chunks of all ranks."""
     held = [chunk for rank in range(size) for chunk in chunks_of_rank(rank, size)]
     return sorted(range(len(held)), key=held.__getitem__)
 
 
 def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[Piece]:
-    """The pieces of a rank's `length` queries where every query sees all that comes before it.
+    """Returns the pieces of a rank's `length` queries if every query sees all keys before it.
 
     Raises:
-        DataError: a length that is not two equal chunks, under context parallelism.
+        DataError: under context parallelism, the length is not two equal chunks.
     """
     return [Piece(slice(None), queries, slice(0, start)) for queries, start in _chunks(length, rank, size)]
 
 
 def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> list[Piece]:
-    """The pieces of a rank's queries where no query sees another document.
+    """Returns the pieces of a rank's queries if no query sees another document.
 
     Args:
-        document_starts: `[b, s / cp]`, for each token that this rank holds the position in the whole sequence at
-            which its document begins. Read on the host.
+        document_starts: `[b, s / cp]`, for each token of this rank the position in the whole sequence at which its
+            document begins. Read on the host.
 
     Raises:
-        DataError: a length as above, or documents that begin behind one of their tokens.
+        DataError: a length as in `causal_pieces`, or a document that begins after one of its tokens.
     """
     rows, length = document_starts.shape
     if not document_starts.any():
@@ -81,10 +81,10 @@ def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1)
 
 
 def visible_keys(pieces: Sequence[Piece], positions: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """The same as a mask `[b, 1, s / cp, s]`, True where a query sees a key, for devices without a fused kernel.
+    """Returns a mask `[b, 1, s / cp, s]` of pieces, True where a query sees a key, for devices without a fused kernel.
 
     Args:
-        positions: `[s / cp]`, of the queries in the whole sequence of `length` tokens.
+        positions: `[s / cp]`, positions of the queries in the whole sequence of `length` tokens.
     """
     keys = torch.arange(length, device=positions.device)
     begins = torch.zeros(rows, len(positions), dtype=torch.long, device=positions.device)
@@ -94,7 +94,7 @@ def visible_keys(pieces: Sequence[Piece], positions: torch.Tensor, rows: int, le
 
 
 def _chunks(length: int, rank: int, size: int) -> Sequence[tuple[slice, int]]:
-    """Where each chunk is in what the rank holds, and where it begins in the whole sequence."""
+    """Returns each chunk's range in the rank's part, and its start in the whole sequence."""
     held = chunks_of_rank(rank, size)
     if length % len(held):
         raise DataError(

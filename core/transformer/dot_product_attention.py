@@ -22,22 +22,22 @@ from .transformer_config import TransformerConfig
 
 
 class DotProductAttention(MegatronModule):
-    """Causal attention of this rank's heads. Holds no parameters.
+    """Causal attention of this rank's heads. Has no parameters.
 
-    Without an explicit mask no tensor of s x s elements exists, except where a backend has no fused kernel for what
-    is asked; on CPU that is attention dropout.
+    Without an explicit mask no tensor of s x s elements is allocated, unless the backend has no fused kernel; on CPU
+    that is so for attention dropout.
 
     Args:
         layer_number: from 1; a label, which nothing reads.
-        attn_mask_type: None or causal, which mean the same.
+        attn_mask_type: None or causal, which are the same.
         attention_type: "self".
         attention_dropout: default is the config's.
-        softmax_scale: Megatron-LM's; None alone, for 1 / sqrt(d).
+        softmax_scale: Megatron-LM's; only None is allowed, for 1 / sqrt(d).
         cp_comm_type: Megatron-LM's; ignored.
-        pg_collection: the groups of `core.parallel_state`.
+        pg_collection: must be the groups of `core.parallel_state`.
 
     Raises:
-        ParallelConfigError: another mask, kind of attention, scale, or other groups.
+        ParallelConfigError: another mask, kind of attention, scale, or other groups are given.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class DotProductAttention(MegatronModule):
         *,
         pieces: Sequence[Piece] | None = None,
     ) -> torch.Tensor:
-        """Attention over the heads and groups of this rank; strides are free, but for a contiguous last dim.
+        """Computes attention over this rank's heads; any strides with a contiguous last dim.
 
-        With context parallelism s is the length of this rank's chunks, and the keys seen are those of all ranks.
+        With context parallelism s is the length of this rank's chunks, and queries see the keys of all ranks.
 
         Args:
             query: `[s, b, heads, d]`.
             key, value: `[s, b, groups, d]`; consecutive heads / groups query heads share a group.
             attention_mask: `[b or 1, 1, s, s]`, True where a query (third dim) must not see a key, in addition to
                 the keys after it, which it never sees.
-            pieces: who sees whom, where documents are packed into a sequence (`document_pieces`).
+            pieces: pieces of packed documents (`document_pieces`); None without packing.
 
         Returns:
             `[s, b, heads * d]`.
 
         Raises:
-            ConfigError: a mask together with context parallelism or pieces.
+            ConfigError: a mask is combined with context parallelism or pieces.
         """
         dropout = self.dropout if self.training else 0.0
         if pieces is not None or parallel_state.get_context_parallel_world_size() > 1:
@@ -134,7 +134,7 @@ class DotProductAttention(MegatronModule):
 
 
 def check_mask_type(caller: str, attn_mask_type: AttnMaskType | None) -> None:
-    """Raises ParallelConfigError for a mask that is not causal: None here means causal too."""
+    """Raises ParallelConfigError for a mask that is not causal; None means causal."""
     taken = None if attn_mask_type is None else AttnMaskType.causal
     refuse(caller, attn_mask_type=(attn_mask_type, taken, "a token sees none after it; hide more by attention_mask"))
 
@@ -153,19 +153,19 @@ def _attend(
 
 
 def _visible(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Megatron's mask (True is hidden) with the future hidden, as torch wants it (True is seen)."""
+    """Converts Megatron's mask (True is hidden) to torch's (True is visible), with later keys hidden."""
     return attention_mask.logical_not().tril()
 
 
 def _fuses_groups(query: torch.Tensor, attention_mask: torch.Tensor | None) -> bool:
-    """Whether a fused kernel takes fewer key heads than query heads as they are.
+    """Returns whether a fused kernel supports fewer key heads than query heads.
 
-    On CPU it does, and is 5 to 10 % quicker than on copies. On CUDA the flash and cuDNN kernels do, which want half
-    precision and no mask; without them torch would fall back to the kernel that holds s x s scores.
+    On CPU it does, and is 5 to 10 % faster than on copies. On CUDA the flash and cuDNN kernels do, which need half
+    precision and no mask; otherwise torch would fall back to the kernel that allocates s x s scores.
     """
     return not query.is_cuda or (attention_mask is None and query.dtype in (torch.float16, torch.bfloat16))
 
 
 def _expand_groups(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """`[b, groups, s, d]` to `[b, heads, s, d]`, each group repeated for its heads."""
+    """Repeats each group of `[b, groups, s, d]` for its heads: `[b, heads, s, d]`."""
     return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)

@@ -1,4 +1,4 @@
-"""Dropout of activations, with the random stream that the ranks of a model share or do not share."""
+"""Dropout of activations, from the random stream that ranks of a model share, or from their own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, g
 
 
 def hidden_dropout(input_: torch.Tensor, p: float, *, training: bool, sequence_parallel: bool) -> torch.Tensor:
-    """Dropout of a residual stream `[s, b, h]`, or of this rank's part of the sequence `[s / tp, b, h]`.
+    """Applies dropout to a residual stream `[s, b, h]`, or to this rank's part of the sequence `[s / tp, b, h]`.
 
-    Tensor-parallel ranks that hold the same activations drop the same elements of them; ranks that hold parts of
-    the sequence, by sequence or context parallelism, each draw from a stream of their own.
+    Tensor-parallel ranks with the same activations drop the same elements; ranks with parts of the sequence, by
+    sequence or context parallelism, draw from their own streams.
     """
     if p == 0.0 or not training:
         return input_

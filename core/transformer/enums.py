@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class AttnMaskType(Enum):
-    """Which tokens a token sees before an explicit mask is applied. Attention here is causal."""
+    """Implicit mask of attention, applied before an explicit one. Attention here is causal."""
 
     padding = 1
     causal = 2

@@ -115,4 +115,4 @@ FOREIGN_FIELDS = ForeignFields(
         *("cuda_graph_", "experimental_attention_variant_"),
     ),
 )
-"""Names under the prefixes say more of what the refused ones switch on, of graphs, or of inference."""
+"""Fields with these prefixes configure refused features, graphs, or inference."""

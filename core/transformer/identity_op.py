@@ -1,4 +1,4 @@
-"""A module that does nothing, for the places of a layer that a spec leaves empty."""
+"""A module that does nothing, for submodules that a spec leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How weights start: functions that fill a whole-model tensor, from a generator if they are given one.
+"""Initializers: functions that fill a whole-model tensor, from a generator if one is given.
 
 `core.tensor_parallel.initialization` calls them, one parameter at a time, with a generator seeded by the name.
 """
@@ -13,24 +13,24 @@ import torch
 
 @dataclass(frozen=True)
 class Normal:
-    """Fills with draws from N(0, sigma^2). Equal ones are equal, also across processes."""
+    """Fills with draws from N(0, sigma^2). Instances with the same sigma compare equal, also across processes."""
 
     sigma: float
 
     def __call__(self, tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Fills `tensor` in place, from torch's default generator where none is given, and returns it."""
+        """Fills `tensor` in place, by default from torch's default generator, and returns it."""
         return torch.nn.init.normal_(tensor, 0.0, self.sigma, generator)
 
 
 def init_method_normal(sigma: float) -> Normal:
-    """Draws from N(0, sigma^2)."""
+    """Returns an initializer that draws from N(0, sigma^2)."""
     return Normal(sigma)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, multiplier: float = 2.0) -> Normal:
-    """Draws from N(0, sigma^2 / (multiplier x num_layers)), for weights that write to the residual stream.
+    """Returns an initializer that draws from N(0, sigma^2 / (multiplier x num_layers)), for output projections.
 
-    With 2, the branches of a layer, the variance of a sum over all branches stays sigma^2.
+    With 2, the branches of a layer, a sum over all branches of the residual stream has variance sigma^2.
     """
     return Normal(sigma / math.sqrt(multiplier * num_layers))
 

@@ -1,12 +1,13 @@
-"""Low-rank adaptation (LoRA; Hu et al., 2021): linear layers stay as they are, and a small update beside each trains.
+"""Low-rank adaptation (LoRA; Hu et al., 2021): freezes linear layers and trains a small update next to each.
 
 A layer `y = x W^T + b` becomes `y = x W^T + b + alpha / rank x (x A^T) B^T`, with `A` `[rank, k]` and `B` `[n, rank]`.
-`B` starts at zero, so that training starts from the model itself. The layer keeps its class, its parameters and their
-names; the update is a module below it, `adapter`, of `linear_in` (A) and `linear_out` (B), as in Megatron Bridge. So a
-model with adapters starts with the values, and loads the weights, of one without.
+`B` starts at zero, so that the adapted model first computes the same as the model. The layer keeps its class, its
+parameters and their names; the update is its submodule `adapter` with `linear_in` (A) and `linear_out` (B), as in
+Megatron Bridge. A model with adapters therefore has the same initial values, and loads the same weights, as one
+without.
 
-Each matrix is cut as what it stands beside. Of a column-parallel layer every rank has `A` whole and its rows of `B`;
-of a row-parallel one its columns of `A` and `B` whole. What crosses ranks for it is `rank` features wide.
+Each matrix is split like its layer. For a column-parallel layer every rank has the whole `A` and its rows of `B`; for
+a row-parallel one its columns of `A` and the whole `B`. Only activations of `rank` features cross ranks.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _Layer = ColumnParallelLinear | RowParallelLinear
 
 
 class Adapter(nn.Module):
-    """The update of one layer: the layer's input to what is added to its output.
+    """The update of one layer: maps the layer's input to the addend of its output.
 
     Args:
-        layer: decides the sizes and the cuts.
-        rank: of the update.
+        layer: decides the sizes and the layout.
+        rank: rank of the update.
         alpha: the update is scaled by `alpha / rank`.
     """
 
@@ -78,13 +79,13 @@ class Adapter(nn.Module):
         self.hook = layer.register_forward_hook(self._add_to_output)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """`[s, b, k]` to `[s, b, n]`, each cut as the layer's own input and output."""
+        """`[s, b, k]` to `[s, b, n]`, each split like the layer's input and output."""
         reduced = self.linear_in(input_)[0]  # [s, b, rank]
         update: torch.Tensor = self.linear_out(reduced * self.scale)[0]
         return update
 
     def merge_into(self, layer: nn.Module) -> None:
-        """Adds `alpha / rank x B A` to this rank's part of the layer's weight, and leaves the layer."""
+        """Adds `alpha / rank x B A` to this rank's part of the layer's weight, and removes itself from the layer."""
         low_in, low_out = (part.get_parameter("weight") for part in (self.linear_in, self.linear_out))
         layer.get_parameter("weight").add_(low_out @ low_in, alpha=self.scale)
         self.hook.remove()
@@ -95,7 +96,7 @@ class Adapter(nn.Module):
 
 
 class _WholeLinear(ParameterOwner):
-    """`y = x A^T`, of which every tensor-parallel rank has the whole `A`, for its part of the sequence or for all."""
+    """`y = x A^T` with `A` replicated on tensor-parallel ranks, for a whole sequence or this rank's part of it."""
 
     weight: nn.Parameter
 
@@ -118,20 +119,20 @@ class _WholeLinear(ParameterOwner):
 def add_lora(
     model: nn.Module, rank: int | None, alpha: float | None = None, targets: Sequence[str] | None = None
 ) -> list[str]:
-    """Freezes a model and puts adapters, which train, beside its linear layers; before it is wrapped.
+    """Freezes a model and adds trainable adapters to its linear layers. Call it before the model is wrapped.
 
-    Adapters are initialised as the model's parameters are: by name, from its seed, or once it leaves the meta device.
+    Adapters are initialised like the model's parameters: by name, from its seed, or when it leaves the meta device.
 
     Args:
-        rank: of every update, whatever the tensor-parallel size; None adds and freezes nothing.
-        alpha: updates are scaled by `alpha / rank`; None is the rank.
-        targets: the last part of the names of column-parallel and row-parallel layers; None is all `LoRATarget`.
+        rank: rank of every update, at any tensor-parallel size; None adds and freezes nothing.
+        alpha: updates are scaled by `alpha / rank`; None means the rank.
+        targets: last parts of the names of column-parallel and row-parallel layers; None means all `LoRATarget`.
 
     Returns:
         The names of these layers.
 
     Raises:
-        ConfigError: no target, one that names none of them, or a model that has adapters.
+        ConfigError: there is no target, a target matches no layer, or the model has adapters already.
     """
     if rank is None:
         return []
@@ -164,7 +165,7 @@ def add_lora(
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
-    """Adds every update to its layer's weight and takes the adapters away; nothing is frozen then."""
+    """Adds every update to its layer's weight, removes the adapters, and unfreezes all parameters."""
     for layer in list(model.modules()):
         if isinstance(adapter := getattr(layer, "adapter", None), Adapter):
             adapter.merge_into(layer)
@@ -172,11 +173,11 @@ def merge_lora(model: nn.Module) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Returns whether a parameter of this name is an adapter's."""
     return ".adapter." in name
 
 
 def _uniform_by_inputs(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """U(-1 / sqrt(k), 1 / sqrt(k)) of a `[rank, k]` matrix, as the paper's own code and peft have it."""
+    """Draws from U(-1 / sqrt(k), 1 / sqrt(k)) for a `[rank, k]` matrix, as the paper's code and peft do."""
     bound = 1.0 / math.sqrt(tensor.shape[1])
     tensor.uniform_(-bound, bound, generator=generator)

@@ -23,14 +23,14 @@ class MLPSubmodules:
     linear_fc1: ModuleSpec | Builder = ColumnParallelLinear
     linear_fc2: ModuleSpec | Builder = RowParallelLinear
     activation_func: None = None
-    """Megatron-LM's for Transformer Engine; here `TransformerConfig.activation_func` alone."""
+    """Megatron-LM's for Transformer Engine; only None is allowed, set `TransformerConfig.activation_func`."""
 
 
 class MLP(MegatronModule):
     """fc2(activation(fc1(x))), or with `gated_linear_unit` fc2(activation(gate) x up).
 
-    Gate and up are one projection whose rows alternate, g0 u0 g1 u1 ...: any even cut of it, over tensor-parallel
-    ranks or in a checkpoint, leaves every pair together and in order.
+    Gate and up are one projection whose rows alternate, g0 u0 g1 u1 ...: any even split of it, over tensor-parallel
+    ranks or in a checkpoint, keeps every pair together and in order.
 
     Args:
         submodules: other linear layers, constructed as these are.
@@ -41,8 +41,8 @@ class MLP(MegatronModule):
         name: a label, which nothing reads.
 
     Raises:
-        ConfigError: a size that the config leaves at 0, or an activation among the submodules.
-        ParallelConfigError: `is_expert`.
+        ConfigError: the config leaves a size at 0, or the submodules have an activation.
+        ParallelConfigError: `is_expert` is set.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MLP(MegatronModule):
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
         hidden = self.linear_fc1(hidden_states)[0]  # [s, b, ffn / tp], twice that when gated
         if self.gated:
-            # Copies, because activations at a stride of two are not vectorised; what autograd keeps stays the same.
+            # Copy, because activations at a stride of two are not vectorised; autograd saves the same tensors.
             gate, up = (branch.contiguous() for branch in hidden.unflatten(-1, (-1, 2)).unbind(-1))
             hidden = self.activation(gate) * up
         else:

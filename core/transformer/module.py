@@ -28,15 +28,15 @@ class MegatronModule(nn.Module):
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """What a checkpoint holds of this module: its `state_dict`."""
+        """Returns the module's `state_dict`; Megatron-LM's name."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     sharded_state_dict = absent_method("sharded_state_dict", MODEL_STATE_DICT)
 
     def set_is_first_microbatch(self) -> None:
-        """Tells modules of a script's own that keep quantised weights (``is_first_microbatch``) to make them anew.
+        """Tells modules of a script that cache quantised weights (``is_first_microbatch``) to compute them again.
 
-        As in Megatron-LM only where the config says that weights are quantised, which no module here does.
+        As in Megatron-LM only if the config says that weights are quantised; no module here does that.
         """
         if any(getattr(self.config, name, None) for name in ("fp8", "fp4", "quant_recipe", "use_kitchen")):
             for module in self.modules():
@@ -45,18 +45,17 @@ class MegatronModule(nn.Module):
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> nn.Parameter:
-    """Marks a parameter that `Float16Module` leaves in its dtype, and returns it."""
+    """Marks a parameter so that `Float16Module` does not cast it, and returns it."""
     parameter.keep_in_fp32 = True  # type: ignore[attr-defined]
     return parameter
 
 
 class Float16Module(MegatronModule):
-    """`module` computing in fp16 or bf16: parameters cast once, floating inputs cast in, outputs cast to fp32.
+    """Runs `module` in fp16 or bf16: casts parameters once, floating inputs on entry, and outputs to fp32.
 
-    Parameters under :func:`mark_keep_in_fp32` stay as they are.
-
-    The parameters stay the same objects with the attributes they carry, so that an optimizer or a wrapper made
-    before still holds them. Buffers keep their dtype. State dicts have the module's own names.
+    Parameters marked by :func:`mark_keep_in_fp32` are not cast. Parameters stay the same objects with their
+    attributes, so that an optimizer or wrapper built before still has them. Buffers keep their dtype. State dicts have
+    the module's own names.
 
     Raises:
         ConfigError: neither fp16 nor bf16 is set.
@@ -74,50 +73,50 @@ class Float16Module(MegatronModule):
                 parameter.data = parameter.data.to(config.compute_dtype)
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """The module's forward: fp32 inputs in the compute dtype, outputs in fp32, also inside containers.
+        """Calls the module with fp32 inputs cast to the compute dtype; casts its outputs to fp32, in containers too.
 
         Args:
-            fp32_output: False leaves the outputs in their dtype.
+            fp32_output: if False, do not cast the outputs.
         """
         inputs, kwargs = _cast((inputs, kwargs), (torch.float32,), self.config.compute_dtype)
         outputs = self.module(*inputs, **kwargs)
         return _cast(outputs, (torch.float16, torch.bfloat16), torch.float32) if fp32_output else outputs
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """The module's, as `GPTModel.set_input_tensor`."""
+        """Calls the module's `set_input_tensor`."""
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's, without a prefix of this wrapper."""
+        """Returns the module's state dict, without a prefix of this wrapper."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """The module's, without a prefix of this wrapper."""
+        """Returns the module's state dict, without a prefix of this wrapper."""
         if isinstance(self.module, MegatronModule):
             return self.module.state_dict_for_save_checkpoint(prefix=prefix, keep_vars=keep_vars)
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The module's, from names without a prefix."""
+        """Loads a state dict into the module, with names without a prefix."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def materialize(model: Model, device: torch.device | str | None = None, *, seed: int | None = None) -> Model:
-    """Gives what a model has on the meta device its storage and its initial values, and returns the model.
+    """Allocates and initialises a model's tensors on the meta device, and returns the model.
 
         with torch.device("meta"):
             model = GPTModel(...)
         materialize(model)
 
-    Works the same for a model that has been sharded in between: each rank then allocates its shards alone, and at most
-    the tensors of one module exist whole at a time. Of this project's modules the values are, bit for bit, those of
-    direct construction under the same seed; :func:`initialize_parameters` says what others get. Tensors that have
-    values keep them, shared parameters stay shared. With `config.perform_initialization` False parameters are left as
-    allocated, for a checkpoint to fill.
+    Works for a model that was sharded in between: each rank then allocates only its shards, and at most the tensors of
+    one module are whole at a time. Values of this project's modules are bitwise those of direct construction under the
+    same seed; see :func:`initialize_parameters` for other modules. Tensors with values keep them, and shared
+    parameters stay shared. With `config.perform_initialization` False parameters stay uninitialised, for a checkpoint
+    to fill.
 
     Args:
-        device: None is the device of this process.
-        seed: for modules outside those that keep an `init_seed`; by default the model's, else one is drawn.
+        device: None means the device of this process.
+        seed: for modules outside of those with an `init_seed`; by default the model's, else one is drawn.
 
     Raises:
         ConfigError: nothing says how to fill a parameter or a buffer.
@@ -132,19 +131,19 @@ def materialize(model: Model, device: torch.device | str | None = None, *, seed:
 
 
 def root_seed(model: nn.Module) -> int:
-    """What initial values outside modules with an `init_seed` of their own are drawn from: its own, or a new one."""
+    """Returns the seed of modules without an `init_seed`: the model's, or a new one."""
     owner = model.module if isinstance(model, Float16Module) else model
     seed = getattr(owner, "init_seed", None)
     return draw_init_seed() if seed is None else seed
 
 
 def performs_initialization(model: nn.Module) -> bool:
-    """Whether its config, if it has one, wants initial values."""
+    """Returns whether the model is to be initialised: False only if its config says so."""
     return bool(getattr(getattr(model, "config", None), "perform_initialization", True))
 
 
 def _cast(value: Any, from_dtypes: tuple[torch.dtype, ...], to_dtype: torch.dtype) -> Any:
-    """`value` with every tensor of `from_dtypes` in it cast, through tuples, lists and dicts."""
+    """Casts every tensor of `from_dtypes` in `value`, through tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return value.to(to_dtype) if value.dtype in from_dtypes else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

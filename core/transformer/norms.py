@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, on NVIDIA apex's fused kernels where they are really installed, else on torch's."""
+"""LayerNorm and RMSNorm, with NVIDIA apex's fused kernels if they are installed, else with torch's."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from .transformer_config import TransformerConfig
 
 @functools.cache
 def apex_kernels() -> Any | None:
-    """The module of apex's fused norms, or None: PyPI's `apex` is another project, and apex may lack its kernels."""
+    """Returns apex's module of fused norms; None without it or its kernels. PyPI's `apex` is another project."""
     try:
-        importlib.import_module("fused_layer_norm_cuda")  # the compiled part, which apex loads only when first called
+        importlib.import_module(
+            "fused_layer_norm_cuda"
+        )  # the compiled part, which apex itself loads at the first call
         module = importlib.import_module("apex.normalization.fused_layer_norm")
     except ImportError:
         return None
@@ -29,7 +31,7 @@ def apex_kernels() -> Any | None:
 
 
 class _Norm(ParameterOwner):
-    """What both norms are made of: a weight of ones and, where the formula has one, a bias of zeros."""
+    """The base of both norms: a weight of ones and, if the formula has one, a bias of zeros."""
 
     initial_values: ClassVar[Mapping[str, Initializer]]
     weight: nn.Parameter
@@ -54,11 +56,11 @@ class LayerNorm(_Norm):
     """(x - mean) / sqrt(variance + eps) x weight + bias over the last dim (Ba et al., 2016).
 
     Args:
-        hidden_size: of the last dim.
-        eps: added to the variance; None is the config's `layernorm_epsilon`.
-        partial_gradients: tensor-parallel ranks see different parts of the input, so that this rank's gradients
-            are partial sums over them; marked as Megatron marks them, by the parameter attribute
-            `sequence_parallel`. None: exactly when the config has sequence_parallel.
+        hidden_size: size of the last dim.
+        eps: added to the variance; None means the config's `layernorm_epsilon`.
+        partial_gradients: tensor-parallel ranks see different parts of the input, so that this rank's gradients are
+            partial sums; marked as in Megatron, by the parameter attribute `sequence_parallel`. None means the
+            config's sequence_parallel.
     """
 
     initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": init_ones, "bias": init_zeros}
@@ -90,6 +92,6 @@ class RMSNorm(_Norm):
 def build_norm(
     config: TransformerConfig, hidden_size: int, eps: float | None = None, *, partial_gradients: bool | None = None
 ) -> LayerNorm | RMSNorm:
-    """The norm that `config.normalization` names."""
+    """Builds the norm of `config.normalization`."""
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
     return kind(config, hidden_size, eps, partial_gradients=partial_gradients)

@@ -1,18 +1,18 @@
-"""Turning queries and keys by their position (Su et al., 2021); the angles come from `RotaryEmbedding`."""
+"""Rotates queries and keys by their positions (Su et al., 2021); the angles come from `RotaryEmbedding`."""
 
 from __future__ import annotations
 
 import torch
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of every angle, `[s, b or 1, 1, r]` each, in fp32; a channel and the one r / 2 further share one."""
+"""Cosine and sine of every angle, `[s, b or 1, 1, r]` each, in fp32; channels i and i + r / 2 have one angle."""
 
 
 def apply_rotary_pos_emb(tensor: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """`tensor` `[s, b, ..., d]` with the first r of its d channels rotated, the rest as it was.
+    """Rotates the first r of the d channels of `tensor` `[s, b, ..., d]`; the others are unchanged.
 
-    Channel i turns together with channel i + r / 2. Angles are exact to fp32; the products are taken in the tensor's
-    dtype, as Megatron-LM takes them.
+    Channel i is rotated together with channel i + r / 2. Angles are in fp32; products are in the tensor's dtype, as in
+    Megatron-LM.
     """
     cos, sin = (part.to(tensor.dtype) for part in rotation)
     while cos.dim() < tensor.dim():

@@ -1,4 +1,4 @@
-"""Which classes a model is made of, as data: Megatron-LM's module specs."""
+"""Megatron-LM's module specs: the classes of a model as data."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ Builder = Callable[..., Any]
 
 @dataclass
 class ModuleSpec:
-    """A module before it is built."""
+    """The class and arguments of a module to build."""
 
     module: Builder | tuple[str, str]
-    """Its class, or where to import that from: (module, name)."""
+    """Its class, or the place to import it from: (module, name)."""
 
     params: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the constructor, next to those that the enclosing module gives."""
+    """Arguments of the constructor, in addition to those that the enclosing module passes."""
 
     submodules: Any = None
-    """What the constructor gets as `submodules`, where not None."""
+    """The constructor's argument `submodules`, if not None."""
 
     metainfo: dict[str, Any] = field(default_factory=dict)
     """Notes of the script; nothing here reads them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """:func:`build_module` of this."""
+        """Builds the module, see :func:`build_module`."""
         return build_module(self, *args, **kwargs)
 
 
 def import_module(module_path: tuple[str, str]) -> Builder:
-    """The class at (module, name).
+    """Imports the class at (module, name).
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it cannot be imported.
     """
     path, name = module_path
     try:
@@ -49,10 +49,10 @@ def import_module(module_path: tuple[str, str]) -> Builder:
 
 
 def build_module(spec_or_module: ModuleSpec | Builder, *args: Any, **kwargs: Any) -> Any:
-    """Builds what a spec, a class or a function says, with these arguments and the spec's own.
+    """Builds a module from a spec, a class or a function, with these arguments and the spec's.
 
     Raises:
-        ConfigError: something else was given.
+        ConfigError: `spec_or_module` is none of these.
     """
     if isinstance(spec_or_module, ModuleSpec):
         spec = spec_or_module

@@ -24,31 +24,31 @@ from .transformer_layer import TransformerLayer
 
 @dataclass
 class TransformerBlockSubmodules:
-    """What a stack is made of."""
+    """The modules of a stack."""
 
     layer_specs: list[ModuleSpec | Builder] | None = None
-    """One for each layer of the config. None: layers of this package."""
+    """One for each layer. None means layers of this package."""
 
     layer_norm: ModuleSpec | Builder | None = None
-    """The norm at the end; None: that of the config."""
+    """The norm at the end; None means the config's."""
 
 
 class TransformerBlock(MegatronModule):
     """`config.num_layers` layers and `final_layernorm`.
 
     Args:
-        spec: of every layer, or :class:`TransformerBlockSubmodules`, itself or in a spec; by default layers of this
-            package.
-        post_layer_norm: False leaves out `final_layernorm`, which is then None.
-        pre_process: whether the hidden states given to `forward` are used; else those of `set_input_tensor`, as on a
-            later pipeline stage.
-        post_process: whether this is the last stage; else there is no `final_layernorm`.
-        pg_collection: the groups of `core.parallel_state`.
-        vp_stage: Megatron-LM's; None alone.
+        spec: spec of every layer, or :class:`TransformerBlockSubmodules`, itself or in a spec; by default layers of
+            this package.
+        post_layer_norm: if False, there is no `final_layernorm`: it is None.
+        pre_process: use the hidden states given to `forward`; else those of `set_input_tensor`, as on a later pipeline
+            stage.
+        post_process: this is the last stage; else there is no `final_layernorm`.
+        pg_collection: must be the groups of `core.parallel_state`.
+        vp_stage: Megatron-LM's; only None is allowed.
 
     Raises:
-        ConfigError: a size that the config leaves at 0, or not one spec for each layer.
-        ParallelConfigError: other groups, or a `vp_stage`.
+        ConfigError: the config leaves a size at 0, or there is not one spec for each layer.
+        ParallelConfigError: other groups or a `vp_stage` are given.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TransformerBlock(MegatronModule):
         check_same_groups("TransformerBlock", pg_collection, ("tp", "cp", "pp"))
         super().__init__(config)
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
-        self.input_tensor: torch.Tensor | None = None
+        self.input_tensor: torch.Tensor | None = None  # `set_input_tensor` sets it; read only without `pre_process`
         submodules = _block_submodules(config, spec)
         self.layers = nn.ModuleList(
             build_module(layer, config=config, layer_number=number)
@@ -82,7 +82,7 @@ class TransformerBlock(MegatronModule):
             )
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """The hidden states of the next forward, `[s, b, h]`, where not `pre_process`."""
+        """Sets the hidden states of the next forward, `[s, b, h]`, without `pre_process`."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -108,7 +108,7 @@ class TransformerBlock(MegatronModule):
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _chunks(self) -> Iterator[tuple[int, int, bool]]:
-        """Consecutive runs of layers, first to before last, and whether each is recomputed."""
+        """Yields consecutive runs of layers `[first, last)`, and whether each is recomputed."""
         config, layers = self.config, len(self.layers)
         number = config.recompute_num_layers
         if config.recompute_granularity != "full" or number is None or not self.training:

@@ -1,4 +1,4 @@
-"""What a transformer is made of: one dataclass, with Megatron-LM's field names."""
+"""The settings of a transformer: one dataclass, with Megatron-LM's field names."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ RecomputeMethod = Literal["uniform", "block"]
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
 
 _REQUIRED_FLAG = {"required_flag": True}
-"""Read by the command line, where these sizes have to be given."""
+"""Makes a field required on the command line."""
 
 _CODE = {"is_code": True}
-"""A field that neither a flag nor JSON can hold."""
+"""Marks a field that neither a flag nor JSON can express."""
 
 
 @dataclass(frozen=True)
 class _FromStd(Normal):
-    """What `init_method_std` says, and will say anew when `dataclasses.replace` changes that."""
+    """The initializer of `init_method_std`; derived again when `dataclasses.replace` changes that."""
 
 
 @takes_foreign_fields(FOREIGN_FIELDS)
@@ -39,16 +39,16 @@ class _FromStd(Normal):
 class TransformerConfig(ModelParallelConfig):
     """The shape of a transformer and how it is computed.
 
-    Sizes of 0, Megatron-LM's defaults, make a config for modules that do not ask for them; a model refuses them. Of
-    Megatron-LM's other fields those that would change what is computed are refused by name unless they have their
-    defaults; others are ignored with a warning.
+    Sizes of 0, Megatron-LM's defaults, are for modules that do not need them; a model refuses them. Megatron-LM's
+    other fields are refused by name if they would change what is computed and do not have their defaults; the rest is
+    ignored with a warning.
 
-    Fields that default to None are given their value here, once, from the others; `dataclasses.replace` therefore
-    carries the values that were derived from the old sizes.
+    Fields that default to None get their values once, in the constructor, from other fields; `dataclasses.replace`
+    therefore keeps values that were derived from the old sizes.
 
     Raises:
-        ConfigError: everything that is wrong, in one message, separated by |; a `ParallelConfigError` when all of it
-            is about parallel degrees.
+        ConfigError: all errors in one message, separated by |; a `ParallelConfigError` if all are about parallel
+            degrees.
     """
 
     num_layers: int = field(default=0, metadata=_REQUIRED_FLAG)
@@ -65,7 +65,7 @@ class TransformerConfig(ModelParallelConfig):
     for every query head. Fewer than tensor-parallel ranks is slower: each layer gathers its projection."""
 
     ffn_hidden_size: int = None  # type: ignore[assignment]
-    """Width of the MLP; with `gated_linear_unit` of the gate and of the up branch each. None: 4 x hidden_size."""
+    """Width of the MLP; with `gated_linear_unit`, of gate and up each. None: 4 x hidden_size."""
 
     kv_channels: int = None  # type: ignore[assignment]
     """Width of one head. None: hidden_size / num_attention_heads."""
@@ -74,8 +74,8 @@ class TransformerConfig(ModelParallelConfig):
     """Probability of dropping an element after the embedding, the attention and the MLP."""
 
     attention_dropout: float = 0.1
-    """Probability of dropping an attention weight. torch's fused kernel for CPU has no dropout: with it attention
-    on CPU takes memory quadratic in the sequence."""
+    """Probability of dropping an attention weight. torch's fused kernel for CPU has no dropout: with dropout,
+    attention on CPU needs memory quadratic in the sequence length."""
 
     layernorm_epsilon: float = 1e-5
     """Added to the variance (LayerNorm) or to the mean square (RMSNorm)."""
@@ -87,7 +87,7 @@ class TransformerConfig(ModelParallelConfig):
     """Biases in the projections of attention and MLP."""
 
     add_qkv_bias: bool = False
-    """A bias in the query, key and value projection also without `add_bias_linear`."""
+    """Add a bias to the query, key and value projection even without `add_bias_linear`."""
 
     gated_linear_unit: bool = False
     """The MLP multiplies activation(gate) by an up branch; with "silu" it is SwiGLU (Shazeer, 2020)."""
@@ -100,7 +100,7 @@ class TransformerConfig(ModelParallelConfig):
     """Norm each head's query and key before the rotation."""
 
     rotary_percent: float = 1.0
-    """Share of a head's channels that rotary embeddings turn; the rest passes unchanged."""
+    """Share of a head's channels that rotary embeddings rotate; the rest is unchanged."""
 
     rotary_base: float = 10000.0
     """Base of the geometric series of rotary wavelengths."""
@@ -116,15 +116,15 @@ class TransformerConfig(ModelParallelConfig):
     """Fills a weight that writes to the residual stream. None: the same, divided as `init_method_std` says."""
 
     recompute_granularity: RecomputeGranularity | None = None
-    """What backward computes again instead of keeping: "selective", the core of attention (Korthikanti et al., 2022);
-    "full", whole layers; None, nothing."""
+    """What to recompute in backward instead of saving it: "selective", the core of attention (Korthikanti et al.,
+    2022); "full", whole layers; None, nothing."""
 
     recompute_method: RecomputeMethod | None = None
-    """Which layers "full" recomputes: "uniform", all, in chunks of `recompute_num_layers` of which only the input is
-    kept; "block", the first `recompute_num_layers`, each a chunk of its own."""
+    """Which layers "full" recomputes: "uniform", all, in chunks of `recompute_num_layers`, whose input alone is kept;
+    "block", the first `recompute_num_layers`, each a chunk of its own."""
 
     recompute_num_layers: int | None = None
-    """Layers, as `recompute_method` says."""
+    """Number of layers, see `recompute_method`."""
 
     def __post_init__(self) -> None:
         violations: list[ConfigError] = []
@@ -152,13 +152,13 @@ class TransformerConfig(ModelParallelConfig):
             self.output_layer_init_method = _FromStd(scaled.sigma)
 
     def check_sizes_given(self, *names: str) -> None:
-        """For a module that is made of them.
+        """Checks sizes that a module needs.
 
         Args:
-            names: sizes; by default all that a transformer needs.
+            names: names of sizes; by default all sizes of a transformer.
 
         Raises:
-            ConfigError: one of them is 0.
+            ConfigError: a size is 0.
         """
         for name in names or _SIZES:
             if getattr(self, name) == 0:
@@ -236,16 +236,16 @@ class TransformerConfig(ModelParallelConfig):
 
 
 def _fitting_groups(groups: int, heads: int, tp: int, channels: int) -> str:
-    """The numbers of query groups on both sides of `groups` that divide the heads and go with the ranks."""
+    """Returns the nearest numbers of query groups below and above `groups` that fit the heads and the ranks."""
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
     fitting = [n for n in divisors if n % tp == 0 or (tp % n == 0 and (heads + 2 * n) * channels % tp == 0)]
-    fitting = fitting or divisors  # where it is the heads that do not go with the ranks
+    fitting = fitting or divisors  # if none fits, the heads do not fit the ranks
     below, above = (n for n in fitting if n < groups), (n for n in fitting if n > groups)
     return " or ".join(str(n) for n in (max(below, default=None), min(above, default=None)) if n is not None)
 
 
 def nearest_multiples(size: int, divisor: int) -> str:
-    """The multiples of `divisor` on both sides of `size`."""
+    """Returns the nearest multiples of `divisor` below and above `size`, as text."""
     below = size // divisor * divisor
     return f"{below} or {below + divisor}" if below else str(divisor)
 

@@ -26,12 +26,12 @@ _NO_CROSS_ATTENTION = "there is no cross-attention"
 
 @dataclass
 class TransformerLayerSubmodules:
-    """What a layer is made of; what is left out does nothing, as in Megatron-LM."""
+    """The modules of a layer; those that are left out do nothing, as in Megatron-LM."""
 
     input_layernorm: ModuleSpec | Builder = IdentityOp
     self_attention: ModuleSpec | Builder = IdentityOp
     self_attn_bda: None = None
-    """Megatron-LM's addition of a branch; refused, as the layer adds it."""
+    """Megatron-LM's addition of a branch; refused, because the layer adds it."""
     pre_cross_attn_layernorm: ModuleSpec | Builder = IdentityOp
     cross_attention: ModuleSpec | Builder = IdentityOp
     cross_attn_bda: None = None
@@ -50,14 +50,14 @@ class TransformerLayer(MegatronModule):
             output with a bias to add, as Megatron-LM's do.
         layer_number: from 1, given to the attention.
         hidden_dropout: default is the config's.
-        pg_collection: the groups of `core.parallel_state`.
+        pg_collection: must be the groups of `core.parallel_state`.
         vp_stage, is_mtp_layer: Megatron-LM's; refused unless at their defaults.
-        add_layer_offset, pp_layer_offset: Megatron-LM's, of the stages before; here there is one.
+        add_layer_offset, pp_layer_offset: Megatron-LM's, for earlier stages; ignored, as there is one stage.
         name: a label, which nothing reads.
 
     Raises:
-        ConfigError: a size that the config leaves at 0.
-        ParallelConfigError: other groups, or an argument or a submodule that is refused.
+        ConfigError: the config leaves a size at 0.
+        ParallelConfigError: other groups are given, or an argument or a submodule is refused.
     """
 
     def __init__(

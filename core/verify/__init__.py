@@ -1,12 +1,12 @@
-"""Whether the numbers of a model change under any wrapper: ``python -m core.verify my_module:build``.
+"""Checks that the numbers of a model are equal under every wrapper: ``python -m core.verify my_module:build``.
 
-Any model is trained under every wrapper in turn, in lockstep with plain replicas, which are themselves
-compared with one process that goes through the micro-batches of all ranks. What parts is named: the first step, and
-the first parameter whose gradient or weight differs.
+Trains a model under every wrapper in turn, in lockstep with plain replicas, which are themselves compared with one
+process that runs the micro-batches of all ranks. Names the first difference: the step, and the parameter whose
+gradient or weight differs.
 
-    model_under_test    the user's function, imported, called and checked
-    trainings           a training that can be stopped between backward and update, and read as whole tensors
-    lockstep            two trainings side by side, up to where they part
+    model_under_test    imports, calls and checks the user's function
+    trainings           a training that stops between backward and update, and returns whole tensors
+    lockstep            compares two trainings step by step, up to the first difference
     __main__            the command
 """
 

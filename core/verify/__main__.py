@@ -1,8 +1,7 @@
 """The command ``python -m core.verify my_module:build --steps 10``.
 
-It starts its ranks itself, one for each GPU, or two under gloo where there is none; under a launcher (torchrun, Slurm)
-it uses the ranks that it is given. The exit status is 0 if every wrapper is equal, 1 if one is not, 2 if there was
-nothing to compare.
+It starts its ranks, one for each GPU, or two under gloo without a GPU; under a launcher (torchrun, Slurm) it uses the
+launcher's ranks. The exit status is 0 if every wrapper is equal, 1 if one is not, 2 if there was nothing to compare.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NOT_EQUAL_STATUS = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Verifies as the command line asks, and returns the exit status."""
+    """Runs the command, and returns the exit status."""
     options = _parse(arguments)
     if "RANK" not in os.environ:
         ranks = options.nproc_per_node or (torch.cuda.device_count() if device.device_type() == "cuda" else 2)

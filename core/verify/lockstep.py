@@ -1,4 +1,4 @@
-"""Two trainings side by side, step by step, up to where they part; and every wrapper so compared."""
+"""Compares two trainings step by step, up to their first difference; and so every wrapper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .model_under_test import ModelUnderTest
 from .trainings import SerialTraining, Training, WrappedTraining
 
 REPLICAS = "ddp"
-"""What every other wrapper is compared with; itself it is compared with one process."""
+"""The reference of every other wrapper; it is itself compared with one process."""
 
 _OVERLAP = {"overlap_grad_reduce": True, "num_buckets": 4}
 _OVERLAP_BOTH = {**_OVERLAP, "overlap_param_gather": True}
@@ -43,24 +43,24 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
     "hybrid zero2": _ZERO2 | _HYBRID,
     "hybrid fsdp2": _HYBRID,
 }
-"""What is verified, in this order. Hybrids, two groups that shard each for itself, take an even number from four."""
+"""Settings to verify, in this order. Hybrids, with two groups that shard, need an even number of ranks from four."""
 
 
 _MAY_NOT_APPLY = ("fsdp2, recomputed",)
-"""To a model without blocks of several layers, which is none the worse for it."""
+"""Settings that need blocks of several layers: for other models they are reported as inapplicable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How long and how a model is trained."""
+    """Settings of the trainings."""
 
     steps: int = 10
     micro_batches: int = 2
-    """Of a step, on each rank."""
+    """Micro-batches of a step on each rank."""
     optimizer: str = "sgd"
     """``sgd`` with momentum, or ``adam``, which turns rounding in a tiny gradient into a step of the whole rate."""
     lr: float = 0.05
-    """The gradient's norm is clipped to one, so that this is about how far a step goes."""
+    """Learning rate. The gradient's norm is clipped to one, so that this is about the length of a step."""
 
     def __post_init__(self) -> None:
         check_range(self, "steps", "micro_batches", least=1)
@@ -76,9 +76,9 @@ class Parting:
     parameter: str
     """The name of the parameter or buffer; empty for the loss."""
     off: float
-    """By how much, relative to the norm of what it is compared with; NaN where a side is not finite."""
+    """Difference relative to the norm of the reference; NaN if a side is not finite."""
     rank: int = 0
-    """The first rank to see it."""
+    """The first rank that sees it."""
 
     def __str__(self) -> str:
         of = f" of {self.parameter}" if self.parameter else ""
@@ -88,22 +88,22 @@ class Parting:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one wrapper."""
+    """The result for one wrapper."""
 
     wrapper: str
     reference: str
-    """What it was compared with."""
+    """Name of the reference."""
     tolerance: float
-    """Within which they are equal, or 0 for bit by bit."""
+    """Relative tolerance of the comparison; 0 means bitwise."""
     parting: Parting | None = None
     failure: str = ""
-    """Why it could not run at all."""
+    """Why it could not run; empty if it did."""
     inapplicable: str = ""
-    """Why there is nothing to compare."""
+    """Why the settings do not apply to the model; empty if they do."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether the numbers are the same."""
+        """Whether the numbers are equal."""
         return self.parting is None and not self.failure
 
     def __str__(self) -> str:
@@ -117,23 +117,23 @@ class Verdict:
 
 
 def names_of_wrappers(world_size: int) -> list[str]:
-    """Those that this number of ranks can run."""
+    """Returns the wrappers that this number of ranks can run."""
     can_be_hybrid = world_size >= 4 and world_size % 2 == 0
     return [name for name in WRAPPERS if can_be_hybrid or not name.startswith("hybrid")]
 
 
 def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
-    """Compares every wrapper, one verdict after the other; all ranks of the default group call it together.
+    """Compares every wrapper, and yields a verdict for each; all ranks of the default group call it together.
 
-    Plain replicas are compared with one process, and every other wrapper with plain replicas: at two ranks bit by
-    bit, because two numbers add in one order only; beyond, and where micro-batches are reduced one by one, within what
-    rounding does.
+    Plain replicas are compared with one process, and every other wrapper with plain replicas: bitwise at two ranks,
+    because two numbers add in one order only; with more ranks, or with micro-batches reduced one by one, within the
+    tolerance of rounding.
 
     Args:
-        wrappers: names of :data:`WRAPPERS`; None for all that the ranks can run.
+        wrappers: names of :data:`WRAPPERS`; None means all that the ranks can run.
 
     Raises:
-        ConfigError: the model builds nothing that can be trained, or not the same twice; an unknown wrapper.
+        ConfigError: the model cannot be trained, or is not built equally twice; or a wrapper is unknown.
     """
     known = names_of_wrappers(dist.get_world_size())
     chosen = known if wrappers is None else list(wrappers)
@@ -159,7 +159,7 @@ def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | N
             yield Verdict(name, reference, tolerance, parting)
         except ShardstackError as error:
             if isinstance(error, ConfigError) and tested.name in str(error):
-                raise  # of the model, and of no wrapper
+                raise  # an error of the model, not of a wrapper
             said = " ".join(str(error).split())
             does_not_apply = name in _MAY_NOT_APPLY and isinstance(error, (WrapError, ConfigError))
             if does_not_apply:
@@ -180,7 +180,7 @@ def _adds_in_another_order(wrapper: str) -> bool:
 
 
 def _rounding(parameters: Iterator[Tensor]) -> float:
-    """What another order of additions may change of a loss or gradient, by the least precise parameter."""
+    """Returns the relative change of a loss or gradient by another order of additions, for the least precise dtype."""
     eps = max(torch.finfo(p.dtype).eps for p in parameters if p.is_floating_point())
     return 8 * eps if eps > 1e-4 else 64 * eps  # in bf16 64 would be half of everything
 
@@ -194,7 +194,7 @@ def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: floa
 
 
 def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> Parting | None:
-    """One step of both; collectives are the same in every case."""
+    """Runs one step of both trainings and compares them; calls the same collectives in every case."""
     loss, expected = ours.backward(step), theirs.backward(step)
     found: Parting | None = None
     off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0
@@ -224,7 +224,7 @@ def _first_difference(
         total += norm * norm
         if not bool(torch.equal(found, expected)) or not math.isfinite(norm):
             differing.append((name, float((found.double() - expected.double()).norm()), norm))
-    # What rounding leaves of a gradient that should be zero is measured by all gradients.
+    # A gradient that should be zero, but for rounding, is compared with the norm of all gradients.
     least = 0.01 * math.sqrt(total) if tolerance else 0.0
     for name, distance, norm in differing:
         off = distance / max(norm, least, 1e-30)
@@ -234,7 +234,7 @@ def _first_difference(
 
 
 def _of_all_ranks(found: Parting | None) -> Parting | None:
-    """What the first rank that saw something saw: a replica may be wrong on one rank alone."""
+    """Returns the difference of the first rank that found one: a replica may be wrong on one rank only."""
     of_ranks: list[Parting | None] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)
     order = {"loss": 0, "gradient": 1, "weight": 2, "buffer": 3}

@@ -1,4 +1,4 @@
-"""What is verified: a function of the user's that builds a model and says what its loss is."""
+"""The user's function to verify, which builds a model and its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..device import current_device
 from ..errors import ConfigError
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
-"""From the model, wrapped or not, and the number of a micro-batch to the mean loss of that micro-batch, a scalar."""
+"""Takes the model, wrapped or not, and the number of a micro-batch; returns its mean loss, a scalar."""
 
 SEED = 1234
 _SEQUENCES, _LENGTH = 2, 16
@@ -25,22 +25,22 @@ _SEQUENCES, _LENGTH = 2, 16
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """A way to build the same model any number of times.
+    """Builds the same model any number of times.
 
     Args:
-        name: as the user wrote it, ``my_module:build``.
-        make: the user's function. It returns a model and its loss, or a model alone that takes ``input_ids`` and
-            ``labels`` as those of Hugging Face do.
+        name: name of the function, ``my_module:build``.
+        make: the user's function. It returns a model and its loss, or only a model that takes ``input_ids`` and
+            ``labels`` as Hugging Face's do.
     """
 
     name: str
     make: Callable[[], Any]
 
     def build(self) -> tuple[nn.Module, Loss]:
-        """A model on this process's device, and its loss, after seeding every generator.
+        """Returns a model on this process's device, and its loss, after seeding every generator.
 
         Raises:
-            ConfigError: the function raises, or returns something else, or a model with nothing to train.
+            ConfigError: the function raises, returns something else, or a model with nothing to train.
         """
         _seed_everything(SEED)
         try:
@@ -105,10 +105,10 @@ class ModelUnderTest:
 
 
 def load_model_under_test(name: str) -> ModelUnderTest:
-    """The function that ``my_module:build`` names.
+    """Imports the function that ``my_module:build`` names.
 
     Raises:
-        ConfigError: it is not of this form, does not import, or is no function.
+        ConfigError: the name is not of this form, cannot be imported, or is no function.
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -130,10 +130,10 @@ def load_model_under_test(name: str) -> ModelUnderTest:
 
 
 def scalar_loss(tested: ModelUnderTest, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
-    """The loss of a micro-batch, whose random draws depend on its number alone.
+    """Returns the loss of a micro-batch; its random draws depend only on its number.
 
     Raises:
-        ConfigError: it is no scalar that a backward can start from.
+        ConfigError: the loss is no scalar with a gradient.
     """
     _seed_everything(SEED + 1 + index)
     found = loss(model, index)

@@ -1,4 +1,4 @@
-"""A training that stops between backward and update, and shows its gradients and weights as whole tensors."""
+"""A training that stops between backward and update, and returns its gradients and weights as whole tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .model_under_test import ModelUnderTest, scalar_loss
 
 
 class Training(ABC):
-    """A model, its optimizer, and a step in two halves; every rank calls everything together."""
+    """A model, its optimizer, and a step in two halves. All ranks call every method together."""
 
     model: nn.Module
     optimizer: MegatronOptimizer
@@ -37,29 +37,29 @@ class Training(ABC):
         """Runs the micro-batches of a step, and returns the mean loss over all ranks."""
 
     def update(self) -> None:
-        """Makes the step that `backward` prepared."""
+        """Updates the weights with the gradients of `backward`."""
         self.optimizer.step()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Between the two: what the optimizer is about to read of each parameter, whole."""
+        """Yields the whole gradient of each parameter, between `backward` and `update`."""
         for name, gradient in self.optimizer.gradient_tensors().items():
             yield name, whole(gradient)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter, whole; frozen ones too."""
+        """Yields each parameter, whole; frozen ones too."""
         model = unwrap_model(self.model)
-        tensors = model.state_dict()  # waits for what an optimizer has left under way
+        tensors = model.state_dict()  # waits for parameters that are still being gathered
         for name, _ in model.named_parameters():
             yield name, whole(tensors[name])
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Each buffer, such as the running statistics of a batch normalisation."""
+        """Yields each buffer, such as the running statistics of a batch normalisation."""
         for name, buffer in unwrap_model(self.model).named_buffers():
             yield name, whole(buffer)
 
 
 class WrappedTraining(Training):
-    """Under a wrapper; each rank takes its own micro-batches."""
+    """A training under a wrapper; each rank runs its micro-batches."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class WrappedTraining(Training):
             parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         model, self._loss = tested.build()
         is_fsdp2 = isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
-        # No config of the model's: it runs in the precision in which it was built, under every wrapper.
+        # No config of the model's: under every wrapper it runs in the precision in which it was built.
         self.model = self._wrapper = wrap_model(
             model,
             SimpleNamespace(),
@@ -99,12 +99,12 @@ class WrappedTraining(Training):
 
 
 class SerialTraining(Training):
-    """Without a wrapper: every rank goes through the micro-batches of all, and so all do the same."""
+    """A training without a wrapper: every rank runs the micro-batches of all ranks."""
 
     def __init__(self, tested: ModelUnderTest, optimizer: OptimizerConfig, micro_batches: int) -> None:
         self.model, self._loss = tested.build()
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)  # as wrappers do, should ranks have built different values
+            dist.broadcast(tensor.detach(), src=0)  # as wrappers do: ranks may have built different values
         self.optimizer = get_megatron_optimizer(optimizer, [self.model])
         self._tested, self._micro_batches = tested, micro_batches
 
@@ -120,7 +120,7 @@ class SerialTraining(Training):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, of whose elements a rank may hold a shard or a run; every rank calls it."""
+    """Gathers a tensor that is a shard or a flat range on each rank; every rank calls it."""
     if isinstance(tensor, DTensor):
         full: Tensor = tensor.full_tensor()
         return full.detach()
@@ -132,7 +132,7 @@ def whole(tensor: Tensor) -> Tensor:
         found[0][place] = piece
         found[1][place] = 1.0
     dist.all_reduce(found)
-    return found[0] / found[1]  # replicas of a hybrid hold the same range: 2 x / 2 is x again
+    return found[0] / found[1]  # replicas of a hybrid have the same range: 2 x / 2 is x again
 
 
 def _mean_over_ranks(value: Tensor) -> float:

@@ -2,7 +2,7 @@
 
     python examples/gpt/prepare_data.py --input notes.txt articles/*.jsonl.zst --output-prefix data/corpus
 
-writes data/corpus.bin and data/corpus.idx in Megatron-LM's format, and the tokenizer beside them.
+writes data/corpus.bin and data/corpus.idx in Megatron-LM's format, and the tokenizer next to them.
 """
 
 import os
@@ -59,7 +59,7 @@ def _command() -> Any:
         format
             What the files are; "auto" goes by their suffix.
         json_key
-            Where the text of each JSON object stands.
+            Key of the text in each JSON object.
         split_on
             What ends a document of a text file.
         bpe_training_mib

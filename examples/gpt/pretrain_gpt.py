@@ -185,7 +185,7 @@ def standard_library_corpus(folder: Path = Path("data")) -> Path:
 
 
 def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data: RunData) -> None:
-    """Says how the run ended, how good the model is, and where everything lies."""
+    """Prints how the run ended, how good the model is, and where all files are."""
     folder = config.checkpoint.folder
     if outcome.stopped_by:
         say(f"stopped by {outcome.stopped_by} after iteration {outcome.iteration}; saved {outcome.checkpoint}")

@@ -26,7 +26,7 @@ from tests.drill.report import Report
 from tests.functional._program import REPOSITORY, program_environment
 
 LAUNCHED_SHARE, FORKED_SHARE = 0.2, 0.55
-"""Of the time: kills under the launcher, and kills of ranks that are forked, of which a second holds more."""
+"""Shares of the time: for kills under the launcher, and for kills of forked ranks, of which more fit into a second."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, help="in the place of --minutes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--corrupted-files", type=int, default=1000)
-    parser.add_argument("--report", type=Path, help="file for the report, besides the standard output")
+    parser.add_argument("--report", type=Path, help="file for the report, in addition to the standard output")
     options = parser.parse_args()
     seconds = 60.0 * (options.minutes if options.hours is None else 60.0 * options.hours)
     folder, report, started = Path(tempfile.mkdtemp(prefix="drill-")), Report(), time.monotonic()
@@ -91,10 +91,10 @@ def _forked_kills(corpus: Path, folder: Path, seconds: float, seed: int, report:
     )
     if ended.returncode != 0:
         raise SystemExit(ended.stderr[-4000:])
-    told = json.loads(ended.stdout.splitlines()[-1])
-    report.fault("kill -9 of one forked rank", count=told["of one rank"])
-    report.fault("kill -9 of all forked ranks", count=told["of all"])
-    report.comparisons += told["runs"]
+    counts = json.loads(ended.stdout.splitlines()[-1])
+    report.fault("kill -9 of one forked rank", count=counts["of one rank"])
+    report.fault("kill -9 of all forked ranks", count=counts["of all"])
+    report.comparisons += counts["runs"]
 
 
 def _progress(report: Report, started: float) -> None:

@@ -22,7 +22,7 @@ def corrupt_files(checkpoint: Path, folder: Path, count: int, draw: random.Rando
     expected = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in index.tensors.items()}
     load(expected, checkpoint)
     state = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
-    told = ""
+    message = ""
     for number in range(count):
         path = draw.choice(sorted(path for path in copy.iterdir() if path.is_file()))
         honest = path.read_bytes()
@@ -30,16 +30,18 @@ def corrupt_files(checkpoint: Path, folder: Path, count: int, draw: random.Rando
         try:
             metadata = load(state, copy)
         except CheckpointError as error:
-            told = str(error).splitlines()[0]
+            message = str(error).splitlines()[0]
             report.fault("a corrupted file of a checkpoint, refused")
         else:
             same = all(torch.equal(_bits(state[name]), _bits(tensor)) for name, tensor in expected.items())
             if not same or metadata != index.metadata:
                 path.rename(folder / f"read-{number}-{path.name}")
                 raise SystemExit(f"a corrupted {path.name} was read without a word; kept as {folder}/read-{number}-*")
-            report.fault("a corrupted file of a checkpoint, in bytes that hold nothing", told="nothing: all is right")
+            report.fault(
+                "a corrupted file of a checkpoint, in bytes that hold nothing", message="nothing: all is right"
+            )
         path.write_bytes(honest)
-    report.fault("a corrupted file of a checkpoint, refused", count=0, told=told)
+    report.fault("a corrupted file of a checkpoint, refused", count=0, message=message)
     shutil.rmtree(copy)
 
 

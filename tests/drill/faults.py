@@ -46,7 +46,7 @@ class Drill:
     def compare(self, run: Launched) -> None:
         """Holds what a run ended with to the undisturbed one; ends the drill where they differ, or a rank is left."""
         if content(run.folder / FINAL) != self.expected:
-            raise SystemExit(f"{run.folder / FINAL} is not what an undisturbed run ends with:\n{run.told()[-4000:]}")
+            raise SystemExit(f"{run.folder / FINAL} is not what an undisturbed run ends with:\n{run.output()[-4000:]}")
         if left := run.orphans():
             raise SystemExit(f"{run.folder}: processes {left} outlived their run")
         self.report.comparisons += 1
@@ -82,7 +82,7 @@ def _disturb(drill: Drill, run: Launched) -> None:
         chosen = ranks if kind == "all ranks" else drill.draw.sample(ranks, min(1, len(ranks)))
         if not send(chosen, signal.SIGKILL):
             return
-        drill.report.fault(f"kill -9 of {kind}", told=line_with(run.told(), "starting them again"))
+        drill.report.fault(f"kill -9 of {kind}", message=line_with(run.output(), "starting them again"))
         if run.wait_for_step(before + 1):
             drill.report.fault(f"kill -9 of {kind}", count=0, lost_s=time.monotonic() - started)
         return
@@ -96,9 +96,9 @@ def _disturb(drill: Drill, run: Launched) -> None:
             run.process.send_signal(signal.SIGTERM)
     run.wait()
     name = {"launcher": "kill -9 of the launcher", "term": "SIGTERM", "term twice": "SIGTERM twice"}[kind]
-    told = line_with(run.told(), "SIGTERM") if kind != "launcher" else "nothing: it is queued again"
+    message = line_with(run.output(), "SIGTERM") if kind != "launcher" else "nothing: it is queued again"
     run.start()  # at once, as a queue does: ranks of the run before may still be ending
-    drill.report.fault(name, told=told)
+    drill.report.fault(name, message=message)
     if run.wait_for_step(before + 1):
         drill.report.fault(name, count=0, lost_s=time.monotonic() - started)
 
@@ -126,7 +126,7 @@ def planted(drill: Drill, fault: str, name: str, part: str) -> None:
     started = time.monotonic()
     run.finish()
     lost = time.monotonic() - started - drill.report.measured["An undisturbed run, its start included"]
-    drill.report.fault(name, lost_s=max(lost, 0.0), told=line_with(run.told(), part))
+    drill.report.fault(name, lost_s=max(lost, 0.0), message=line_with(run.output(), part))
     drill.compare(run)
 
 
@@ -138,15 +138,15 @@ def stopped_rank(drill: Drill) -> None:
     started = time.monotonic()
     before = run.step()
     send(drill.draw.sample(run.ranks(), 1), signal.SIGSTOP)
-    seen = run.told().count("starting them again")
-    while run.told().count("starting them again") == seen and time.monotonic() - started < 120:
+    seen = run.output().count("starting them again")
+    while run.output().count("starting them again") == seen and time.monotonic() - started < 120:
         time.sleep(0.05)
     drill.report.measured["From a hang to the line that names it, at a limit of 15 s"] = time.monotonic() - started
     run.wait_for_step(before + 1)
-    named = line_with(run.told(), "OutOfStepError") or line_with(run.told(), "Timed out")
-    drill.report.fault("SIGSTOP of a rank", lost_s=time.monotonic() - started, told=named)
+    named = line_with(run.output(), "OutOfStepError") or line_with(run.output(), "Timed out")
+    drill.report.fault("SIGSTOP of a rank", lost_s=time.monotonic() - started, message=named)
     if (status := run.wait()) != 0:
-        raise SystemExit(f"{run.folder} ended with {status}:\n{run.told()[-4000:]}")
+        raise SystemExit(f"{run.folder} ended with {status}:\n{run.output()[-4000:]}")
     drill.compare(run)
 
 
@@ -165,13 +165,13 @@ def flipped_bit(drill: Drill) -> None:
     data[drill.draw.randrange(64)] ^= 1 << drill.draw.randrange(8)  # of the first tensor: no byte between two
     file.write_bytes(data)
     run.start()
-    if run.wait() != 2 or "is damaged in" not in run.told():
-        raise SystemExit(f"{file} is damaged, and was read:\n{run.told()[-4000:]}")
-    line = line_with(run.told(), "is damaged in")
-    drill.report.fault("a flipped bit in the newest checkpoint", lost_s=time.monotonic() - started, told=line)
+    if run.wait() != 2 or "is damaged in" not in run.output():
+        raise SystemExit(f"{file} is damaged, and was read:\n{run.output()[-4000:]}")
+    line = line_with(run.output(), "is damaged in")
+    drill.report.fault("a flipped bit in the newest checkpoint", lost_s=time.monotonic() - started, message=line)
     run.start(load=Path(line.rpartition("--load ")[2]))
     if (status := run.wait()) != 0:
-        raise SystemExit(f"{run.folder} ended with {status}:\n{run.told()[-4000:]}")
+        raise SystemExit(f"{run.folder} ended with {status}:\n{run.output()[-4000:]}")
     drill.compare(run)
 
 
@@ -191,11 +191,11 @@ def truncated_corpus(drill: Drill) -> None:
     with tokens.open("r+b") as file:
         file.truncate(100)
     status = run.wait()
-    told = line_with(run.told(), "truncated")
-    if status != 2 or not told:
-        raise SystemExit(f"a truncated corpus ended a run with {status}:\n{run.told()[-4000:]}")
+    message = line_with(run.output(), "truncated")
+    if status != 2 or not message:
+        raise SystemExit(f"a truncated corpus ended a run with {status}:\n{run.output()[-4000:]}")
     tokens.write_bytes(content_before)
-    drill.report.fault("a corpus that is cut short", lost_s=time.monotonic() - started, told=told)
+    drill.report.fault("a corpus that is cut short", lost_s=time.monotonic() - started, message=message)
     run.finish()
     drill.compare(run)
 
@@ -211,12 +211,12 @@ def two_runs(drill: Drill) -> None:
     second.start()
     status = second.wait()
     send(ranks, signal.SIGCONT)
-    told = line_with(second.told(), "is in use by process")
-    if status != 2 or not told:
-        raise SystemExit(f"a second run in {run.folder} ended with {status}:\n{second.told()[-4000:]}")
-    drill.report.fault("a second run in one folder", told=told)
+    message = line_with(second.output(), "is in use by process")
+    if status != 2 or not message:
+        raise SystemExit(f"a second run in {run.folder} ended with {status}:\n{second.output()[-4000:]}")
+    drill.report.fault("a second run in one folder", message=message)
     if (status := run.wait()) != 0:
-        raise SystemExit(f"{run.folder} ended with {status}:\n{run.told()[-4000:]}")
+        raise SystemExit(f"{run.folder} ended with {status}:\n{run.output()[-4000:]}")
     drill.compare(run)
 
 

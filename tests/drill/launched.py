@@ -1,4 +1,4 @@
-"""One run under the launcher, from outside: its processes, how far it is, and what it told its user."""
+"""One run under the launcher, from outside: its processes, how far it is, and what it printed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Launched:
             return status
         except subprocess.TimeoutExpired:
             self.kill()
-            raise SystemExit(f"{self.folder} did not end in {seconds:.0f} s:\n{self.told()[-4000:]}") from None
+            raise SystemExit(f"{self.folder} did not end in {seconds:.0f} s:\n{self.output()[-4000:]}") from None
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -89,7 +89,7 @@ class Launched:
         """Runs to the end, undisturbed."""
         self.start()
         if (status := self.wait()) != 0:
-            raise SystemExit(f"{self.folder}: a run that no fault met ended with {status}:\n{self.told()[-4000:]}")
+            raise SystemExit(f"{self.folder}: a run that no fault met ended with {status}:\n{self.output()[-4000:]}")
 
     def step(self) -> int:
         """The last step in the log; 0 before there is one."""
@@ -105,11 +105,11 @@ class Launched:
             if self.process is None or self.process.poll() is not None:
                 return self.step() >= step
             if time.monotonic() > deadline:
-                raise SystemExit(f"{self.folder}: step {step} was not reached:\n{self.told()[-4000:]}")
+                raise SystemExit(f"{self.folder}: step {step} was not reached:\n{self.output()[-4000:]}")
             time.sleep(0.01)
         return True
 
-    def told(self) -> str:
+    def output(self) -> str:
         """All that the run wrote for its user so far."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 

@@ -1,4 +1,4 @@
-"""What a drill did: of each kind of fault how many, the time that each cost, and what its user was told."""
+"""What a drill did: of each kind of fault how many, the time that each cost, and what its user read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Kind:
     count: int = 0
     lost_s: list[float] = field(default_factory=list)
     """Of each, seconds until training was where it had been before the fault; where that was seen."""
-    told: str = ""
+    message: str = ""
     """The line that the last one brought."""
 
 
@@ -26,12 +26,12 @@ class Report:
         """Runs whose last checkpoint was compared with that of an undisturbed run; all were bitwise equal."""
         self.measured: dict[str, float] = {}
 
-    def fault(self, name: str, *, count: int = 1, lost_s: float | None = None, told: str = "") -> None:
+    def fault(self, name: str, *, count: int = 1, lost_s: float | None = None, message: str = "") -> None:
         kind = self.kinds.setdefault(name, Kind())
         kind.count += count
         if lost_s is not None:
             kind.lost_s.append(lost_s)
-        kind.told = told or kind.told
+        kind.message = message or kind.message
 
     def lines(self) -> list[str]:
         """The report as a table in Markdown."""
@@ -41,7 +41,7 @@ class Report:
         ]
         for name, kind in self.kinds.items():
             lost = f"{statistics.median(kind.lost_s):.1f} ({max(kind.lost_s):.1f})" if kind.lost_s else ""
-            rows.append(f"| {name} | {kind.count} | {lost} | {_cell(kind.told)} |")
+            rows.append(f"| {name} | {kind.count} | {lost} | {_cell(kind.message)} |")
         rows += ["", f"Runs compared bit by bit with undisturbed ones, all equal: {self.comparisons}."]
         return rows + [f"{name}: {seconds:.2f} s." for name, seconds in self.measured.items()]
 

@@ -33,7 +33,7 @@ COMMON = (
 """Flags of every case: of two ranks each takes four micro-batches, and a case's own flags come in their place."""
 
 NEEDED = ("yaml", "cyclopts", "tqdm", "tokenizers", "matplotlib")
-"""What the example needs beside torch, and what reads the case files."""
+"""What the example needs in addition to torch, and what reads the case files."""
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def _flags(text: str) -> tuple[str, ...]:
 
 
 def merged_flags(*groups: Sequence[str]) -> tuple[str, ...]:
-    """All flags once: one that stands in a later group takes the place of the earlier one, with its value."""
+    """Returns every flag once: a flag in a later group replaces the earlier one, with its value."""
     merged: dict[str, list[str]] = {}
     for group in groups:
         given: dict[str, list[str]] = {}

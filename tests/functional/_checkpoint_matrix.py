@@ -51,7 +51,7 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Site:
-    """A wrapper on a number of ranks, `tp` of which hold one replica together."""
+    """A wrapper on a number of ranks; `tp` ranks hold one replica together."""
 
     wrapper: str
     ranks: int
@@ -74,7 +74,7 @@ SITES = [
 
 
 @dataclass
-class Told:
+class Outcome:
     """What a run did after the checkpoint, and where that left it."""
 
     losses: list[float] = field(default_factory=list)
@@ -84,20 +84,20 @@ class Told:
     end: dict[str, Any] = field(default_factory=dict)
     """The same after the last step."""
     differing: list[str] = field(default_factory=list)
-    """Tensors of which a reader had other contents than the writer, the moment it had read them."""
+    """Tensors that differed from the writer's as soon as the reader had loaded them."""
     distance: float = 0.0
     """Of all tensors at the end from the writer's, relative to their norm; 0 only if they are bitwise the same."""
 
 
 def write_and_read(
     pairs: Sequence[tuple[Site, Site]], tied: bool, root: Path, fault: str | None = None
-) -> tuple[dict[Site, Told], dict[tuple[Site, Site], Told]]:
+) -> tuple[dict[Site, Outcome], dict[tuple[Site, Site], Outcome]]:
     """What each writer of `pairs` did, and each of its readers, as this rank saw it; every rank calls it.
 
     The processes are as many ranks as any site has, and make up the smaller worlds one after the other.
     """
-    written: dict[Site, Told] = {}
-    found: dict[tuple[Site, Site], Told] = {}
+    written: dict[Site, Outcome] = {}
+    found: dict[tuple[Site, Site], Outcome] = {}
     for ranks in sorted({writer.ranks for writer, _ in pairs}):
         with _world_of(ranks, root / f"writers-{ranks}") as is_member:
             for site in dict.fromkeys(writer for writer, _ in pairs if writer.ranks == ranks):
@@ -139,23 +139,23 @@ def _join(store: Path, rank: int, size: int) -> None:
         dist.barrier()
 
 
-def _write(site: Site, tied: bool, root: Path) -> Told:
-    """Trains, saves, and goes on. Beside the checkpoint lies what it has to contain."""
+def _write(site: Site, tied: bool, root: Path) -> Outcome:
+    """Trains, saves, and goes on. Stores the expected contents next to the checkpoint."""
     with _Run(site, tied) as run:
         run.train(BEFORE)
         save_checkpoint(run.state, run.config, root / str(site))
-        told = Told(place=run.place())
+        outcome = Outcome(place=run.place())
         contents = run.contents()
-        run.train(AFTER, told)
+        run.train(AFTER, outcome)
         contents_at_end = run.contents()
         if dist.get_rank() == 0:
             torch.save((contents, contents_at_end), root / f"{site}.pt")
-        return told
+        return outcome
 
 
 def _read(
     site: Site, writers: Sequence[Site], tied: bool, root: Path, fault: str | None
-) -> dict[tuple[Site, Site], Told]:
+) -> dict[tuple[Site, Site], Outcome]:
     """Reads what each of `writers` left, and goes on from there."""
     found = {}
     with _Run(site, tied) as run:
@@ -165,10 +165,10 @@ def _read(
             if fault is not None:
                 FAULTS[fault](run.state)
             expected, expected_at_end = torch.load(root / f"{writer}.pt", weights_only=True)
-            told = Told(place=run.place(), differing=_differing(run.contents(), expected))
-            run.train(AFTER, told)
-            told.distance = _distance(run.contents(), expected_at_end)
-            found[writer, site] = told
+            outcome = Outcome(place=run.place(), differing=_differing(run.contents(), expected))
+            run.train(AFTER, outcome)
+            outcome.distance = _distance(run.contents(), expected_at_end)
+            found[writer, site] = outcome
     return found
 
 
@@ -200,19 +200,19 @@ class _Run:
     def __exit__(self, *_: object) -> None:
         parallel_state.destroy_model_parallel()
 
-    def train(self, steps: int, told: Told | None = None) -> None:
+    def train(self, steps: int, outcome: Outcome | None = None) -> None:
         state = self.state
         for _ in range(steps):
             batches = _samples(state.iteration, parallel_state.get_data_parallel_rank(), self.site.dp)
             result = train_step(state.model, state.optimizer, state.scheduler, batches, 1)
             state.iteration += 1
             state.consumed_samples += GLOBAL_BATCH
-            if told is not None:
+            if outcome is not None:
                 assert result.grad_norm is not None
-                told.losses.append(result.loss)
-                told.grad_norms.append(result.grad_norm)
-        if told is not None:
-            told.end = self.place()
+                outcome.losses.append(result.loss)
+                outcome.grad_norms.append(result.grad_norm)
+        if outcome is not None:
+            outcome.end = self.place()
 
     def place(self) -> dict[str, Any]:
         state = self.state

@@ -90,7 +90,7 @@ SERIAL = [
 
 @functools.cache
 def replicated(training: str, ranks: int, steps: int) -> Curve:
-    """Replicas, all of which have to agree."""
+    """Replicas, which all have to agree."""
     curves = run_distributed(run_wrapped, ranks, "ddp", dataclasses.replace(TRAININGS[training], steps=steps))
     for curve in curves[1:]:
         assert_bitwise(curve, curves[0])

@@ -63,7 +63,7 @@ def run_with_fault(fault: str, wrapper: str, training: Training) -> Curve:
     """`run_wrapped` with the named fault planted; every rank calls it.
 
     Raises:
-        RuntimeError: the fault did nothing on this rank, so that nothing is shown whatever the comparison says.
+        RuntimeError: the fault did nothing on this rank, so that the comparison shows nothing.
     """
     with FAULTS[fault].planted() as times:
         curve = run_wrapped(wrapper, training)
@@ -210,7 +210,7 @@ def _stale_slot(gather: Any, reached: Reached) -> Any:
 
 @_fault(STALE, (_RecordedAllGather, "__call__"), (_RecordedGatherOfEach, "gather_each"))
 def _stale_unit(gather: Any, reached: Reached) -> Any:
-    """FSDP2: one unit is gathered as it was when it was first used, whatever its shards have become."""
+    """FSDP2: one unit is gathered as it was when it was first used, not from its current shards."""
     first: dict[str, list[torch.Tensor]] = {}
 
     def at_first(unit: str, shards: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -98,7 +98,7 @@ def run_whole(main, flags: list[str], folder: Path) -> float:
     attempt = Attempt(main, [*flags, "--save", str(folder), "--load", str(folder)], folder.with_suffix(".txt"))
     if not attempt.wait(120) or set(attempt.statuses.values()) != {0}:
         attempt.kill(attempt.ranks)
-        raise SystemExit(f"a run that nobody killed failed:\n{folder.with_suffix('.txt').read_text()}")
+        raise SystemExit(f"a run that was not killed failed:\n{folder.with_suffix('.txt').read_text()}")
     return time.monotonic() - attempt.started
 
 
@@ -112,44 +112,44 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     options = parser.parse_args()
     draw, pretrain = random.Random(options.seed), load_program("pretrain_gpt").main
-    told = {"kills": 0, "of one rank": 0, "of all": 0, "while saving": 0, "runs": 0, "resumed from": []}
+    counts = {"kills": 0, "of one rank": 0, "of all": 0, "while saving": 0, "runs": 0, "resumed from": []}
     final = f"iter_{ITERATIONS:07d}"
     wholes = {}
     until, a_run = time.monotonic() + options.seconds, min(options.kills / len(options.kinds), KILLS_A_RUN)
-    while told["kills"] < options.kills and time.monotonic() < until:
-        kind = options.kinds[told["runs"] % len(options.kinds)]
+    while counts["kills"] < options.kills and time.monotonic() < until:
+        kind = options.kinds[counts["runs"] % len(options.kinds)]
         flags = [*FLAGS, *KINDS[kind], "--data-path", str(options.corpus)]
         if kind not in wholes:
             folder = options.folder / f"whole-{len(wholes)}"
             seconds = run_whole(pretrain, flags, folder)
             wholes[kind] = content(folder / final), seconds
         expected, seconds = wholes[kind]
-        folder = options.folder / f"killed-{told['runs']}"
+        folder = options.folder / f"killed-{counts['runs']}"
         in_this_run = 0
-        while told["kills"] < options.kills and in_this_run < a_run and time.monotonic() < until:
+        while counts["kills"] < options.kills and in_this_run < a_run and time.monotonic() < until:
             attempt = Attempt(
                 pretrain, [*flags, "--save", str(folder), "--load", str(folder)], folder.with_suffix(".txt")
             )
             if attempt.wait(draw.uniform(0.25, 1.0) * seconds):
                 break  # it ended before
-            told["while saving"] += any(folder.glob(".iter_*.tmp"))
+            counts["while saving"] += any(folder.glob(".iter_*.tmp"))
             of_all = draw.random() < 0.5
             attempt.kill(attempt.ranks if of_all else [draw.choice(attempt.ranks)])
             attempt.wait(GRACE_S)
             attempt.kill(attempt.ranks)
             attempt.wait(GRACE_S)
-            told["kills"] += 1
+            counts["kills"] += 1
             in_this_run += 1
-            told["of all" if of_all else "of one rank"] += 1
+            counts["of all" if of_all else "of one rank"] += 1
             found = latest_checkpoint(folder)
             if found is not None:
                 verify(found)
-            told["resumed from"].append(int(found.name[5:]) if found else None)
+            counts["resumed from"].append(int(found.name[5:]) if found else None)
         run_whole(pretrain, flags, folder)
         if content(folder / final) != expected:
             raise SystemExit(f"{kind}: {folder / final} is not what the run that was left alone has")
-        told["runs"] += 1
-    print(json.dumps(told))
+        counts["runs"] += 1
+    print(json.dumps(counts))
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ _sum_partial = _finalize_module._sum_over_sequence_parallel_ranks
 
 
 def _norms_stay_partial() -> AbstractContextManager[Any]:
-    """Gradients of what tensor-parallel ranks hold alike and use on different tokens or heads are not summed."""
+    """Gradients of parameters replicated over tensor-parallel ranks, used on other tokens or heads, are not summed."""
     return mock.patch.object(_finalize_module, "_sum_over_sequence_parallel_ranks", lambda chunks, group: None)
 
 

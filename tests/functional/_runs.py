@@ -57,7 +57,7 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
     "fsdp2, offloaded": {"cpu_offload": True, "pin_memory": False},
     "fsdp2, every micro-batch": {"reduce_every_micro_batch": True, "reshard_after_forward": False},
 }
-"""What each is told."""
+"""The arguments of each."""
 
 HYBRIDS: dict[str, Mapping[str, Any]] = {
     "hybrid zero1": _HYBRID | _ZERO1 | _BUCKETS,
@@ -77,7 +77,7 @@ def ddp_config(wrapper: str, **fields: Any) -> DistributedDataParallelConfig:
 
 @dataclass(frozen=True)
 class Training:
-    """What all wrappers train alike."""
+    """What all wrappers train in the same way."""
 
     optimizer: Mapping[str, Any]
     steps: int
@@ -313,7 +313,7 @@ def _finish(curve: Curve, module: nn.Module, optimizer: MegatronOptimizer) -> No
 
 
 def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors; those of which ranks hold flat ranges are put together from what all ranks hold."""
+    """Returns whole tensors; those split into flat ranges are assembled from all ranks."""
     held = [(name, piece) for name, t in tensors.items() if isinstance(t, FlatRange) for piece in t.pieces()]
     of_ranks: list[Any] = [held]
     if dist.is_initialized():

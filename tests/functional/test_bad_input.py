@@ -17,7 +17,7 @@ PAIR = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "2",
-}  # as a launcher says it; nobody is waited for before the check
+}  # as a launcher sets them; the check comes before any rank waits
 
 
 def one_line(ended: Ended) -> str:
@@ -205,7 +205,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(corpus: Path, saved_r
     assert ended.status == 3, ended  # no flag was wrong
     assert "warning: iteration" in ended.err and "skipped" in ended.err, ended
     assert ended.err.splitlines()[-1].startswith("error: gradients have been infinite or NaN for 10 steps"), ended
-    # Steps that were skipped left nothing to go on from: with one to keep, the last that was made stays besides.
+    # Skipped steps left nothing to continue from: with one to keep, the last step that was made stays too.
     assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000002", "iter_0000012"]
     assert "warning: the order of samples is not that of the checkpoint (" not in ended.err  # one epoch, as before
 

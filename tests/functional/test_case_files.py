@@ -1,4 +1,4 @@
-"""What the suite of cases stands on: its files say what they should, its comparison bites, its curves differ."""
+"""The premises of the suite of cases: its files say what they should, its comparison can fail, its curves differ."""
 
 from __future__ import annotations
 

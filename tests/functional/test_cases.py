@@ -113,7 +113,7 @@ def _check(case: Case, runner: CaseRunner, request: pytest.FixtureRequest, capsy
 def _tolerances(curve: Golden, golden: Golden, flags: tuple[str, ...]) -> dict[str, float]:
     tolerances = dict(TOLERANCES[precision(flags)])
     if _build(curve) != _build(golden):
-        # On the CPU most of the memory is torch itself, of which a build for GPUs is another.
+        # On the CPU most of the memory is torch itself, which differs in a build for GPUs.
         tolerances["peak_memory_mib"] = float("inf")
     return tolerances
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a run or its files, the last whole checkpoint is there, and errors say which it is."""
+"""After any fault in a run or its files the last whole checkpoint is there, and errors say which it is."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _pretrain(*arguments: str) -> str:
 
 
 def pretrain(corpus: Path, *flags: str | Path, ranks: int = 2) -> str:
-    told = run_distributed(_pretrain, ranks, *FLAGS, "--data-path", str(corpus), *map(str, flags))
-    assert len(set(told)) == 1, told
-    return told[0]
+    messages = run_distributed(_pretrain, ranks, *FLAGS, "--data-path", str(corpus), *map(str, flags))
+    assert len(set(messages)) == 1, messages
+    return messages[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def _as_after(run: Path, iteration: int) -> None:
     (run / "latest").write_text(f"iter_{iteration:07d}\n")
 
 
-def test_saving_beside_training_writes_the_same_checkpoints(corpus: Path, whole: Path, tmp_path: Path) -> None:
+def test_async_saving_writes_the_same_checkpoints(corpus: Path, whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert pretrain(corpus, "--save", run, "--async-save", "--keep-last", "2", "--keep-every", "6") == ""
     assert sorted(path.name for path in run.glob("*iter_*")) == ["iter_0000004", "iter_0000006"]
@@ -183,15 +183,15 @@ def _pretrain_with_little_room(*arguments: str) -> str:
         writer._append = append
 
 
-@pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["at once", "beside training"])
+@pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["at once", "async"])
 def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint(
     corpus: Path, whole: Path, run: Path, how: list[str]
 ) -> None:
     _as_after(run, 2)
     flags = ["--data-path", str(corpus), "--load", str(run), *how]
-    told = run_distributed(_pretrain_with_little_room, 2, *FLAGS, *flags)
-    assert told[0] == told[1]
-    assert f"saving {run / 'iter_0000004'}" in told[0] and "File too large" in told[0]
+    messages = run_distributed(_pretrain_with_little_room, 2, *FLAGS, *flags)
+    assert messages[0] == messages[1]
+    assert f"saving {run / 'iter_0000004'}" in messages[0] and "File too large" in messages[0]
     assert sorted(path.name for path in run.glob("*iter_*")) == ["iter_0000002"]
     assert log(run)[-1]["step"] in ([4] if not how else [4, 5, 6])
     assert pretrain(corpus, "--load", run, *how) == ""
@@ -212,17 +212,17 @@ def _killed_runs(corpus: Path, folder: Path, *flags: str, limit_s: float) -> dic
 
 
 def test_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    told = _killed_runs(corpus, tmp_path, "--kills", "3", "--seed", "1", "--kinds", "fsdp2, async", limit_s=1000)
-    assert told["kills"] == 3
+    counts = _killed_runs(corpus, tmp_path, "--kills", "3", "--seed", "1", "--kinds", "fsdp2, async", limit_s=1000)
+    assert counts["kills"] == 3
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1830)
 def test_fifty_killed_runs_resume_to_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
-    told = _killed_runs(corpus, tmp_path, "--kills", "50", "--seed", "2", limit_s=1800)
-    assert told["kills"] == 50
-    assert told["of all"] > 10 and told["of one rank"] > 10 and told["while saving"] > 5
-    assert len(set(told["resumed from"])) > 10
+    counts = _killed_runs(corpus, tmp_path, "--kills", "50", "--seed", "2", limit_s=1800)
+    assert counts["kills"] == 50
+    assert counts["of all"] > 10 and counts["of one rank"] > 10 and counts["while saving"] > 5
+    assert len(set(counts["resumed from"])) > 10
 
 
 class _Bomb:
@@ -239,11 +239,11 @@ class _Bomb:
     + ["tokenizer.json", "log.jsonl", "config.json"],
 )
 def test_no_file_of_a_run_can_run_anything(corpus: Path, run: Path, tmp_path: Path, file: str) -> None:
-    """A pickle that would create a file stands in the place of each, and both programs open the run."""
+    """A pickle that would create a file replaces each file in turn, and both programs open the run."""
     ran = tmp_path / "ran"
     (run / file).write_bytes(pickle.dumps(_Bomb(ran)))
     if file.endswith(".metadata"):
-        (run / "iter_0000006" / "checkpoint.json").unlink()  # else nobody would read it
+        (run / "iter_0000006" / "checkpoint.json").unlink()  # else it would not be read
     flags = ["--data-path", corpus, "--load", run, "--train-iters", "7", "--override-opt_param-scheduler"]
     flags = [*(f for f in FLAGS if f not in ("--use-torch-fsdp2", "--train-iters", "6")), *flags]
     written = run_program("generate", "--load", run, "--prompt", "a", "--num-tokens", "2", folder=tmp_path)

@@ -1,9 +1,9 @@
 """A checkpoint of every wrapper, on any number of ranks, continues under every other on any other.
 
 What was read has, bit by bit, the contents that were written: weights, moments, step counts. The five steps that
-follow are the writer's own five steps. On the same number of ranks, cut alike, they are so to the last bit at one and
-two replicas, whose gradients add in one order only, and under the writer's own wrapper; elsewhere sums round in
-another order.
+follow are the writer's own five steps. On the same number of ranks, split the same way, they are so to the last bit at
+one and two replicas, whose gradients add in one order only, and under the writer's own wrapper; elsewhere sums round
+in another order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional._checkpoint_matrix import SITES, Site, Told, write_and_read
+from tests.functional._checkpoint_matrix import SITES, Outcome, Site, write_and_read
 from tests.unit._spawn import run_distributed
 
 Pair = tuple[Site, Site]
@@ -30,17 +30,17 @@ def _problems_of(pairs: Sequence[Pair], tied: bool, root: Path, fault: str | Non
     return [
         f"{writer} -> {reader}, rank {rank}: {problem}"
         for rank, (_, found) in enumerate(of_ranks)
-        for (writer, reader), told in found.items()
-        for problem in _problems(written[writer], told, _adds_in_one_order(writer, reader))
+        for (writer, reader), outcome in found.items()
+        for problem in _problems(written[writer], outcome, _adds_in_one_order(writer, reader))
     ]
 
 
 def _adds_in_one_order(writer: Site, reader: Site) -> bool:
-    alike = (writer.ranks, writer.tp) == (reader.ranks, reader.tp)
-    return alike and (writer.dp <= 2 or writer.wrapper == reader.wrapper)
+    same_layout = (writer.ranks, writer.tp) == (reader.ranks, reader.tp)
+    return same_layout and (writer.dp <= 2 or writer.wrapper == reader.wrapper)
 
 
-def _problems(written: Told, found: Told, bitwise: bool) -> list[str]:
+def _problems(written: Outcome, found: Outcome, bitwise: bool) -> list[str]:
     problems = []
     if found.differing:
         problems.append(f"{len(found.differing)} tensors have other contents: {', '.join(found.differing[:5])}")

@@ -46,8 +46,8 @@ def test_there_and_back(corpus: Path, run: Path, tmp_path: Path) -> None:
     assert back.status == 0, back.err
     assert _text(tmp_path / "b") == text
 
-    # The flags that it told start a run from these weights: its first loss is not that of a new model.
-    told = back.out.splitlines()[-1].split()[1:]
+    # The flags that it printed start a run from these weights: its first loss is not that of a new model.
+    printed = back.out.splitlines()[-1].split()[1:]
     more = [
         "--train-iters",
         "4",
@@ -61,14 +61,14 @@ def test_there_and_back(corpus: Path, run: Path, tmp_path: Path) -> None:
         "1e-6",
     ]
     rest = ["--micro-batch-size", "2", "--log-interval", "1", "--eval-iters", "0", "--min-lr", "0"]
-    on = run_program("pretrain_gpt", *told, *more, *rest, "--use-torch-fsdp2", folder=tmp_path)
+    on = run_program("pretrain_gpt", *printed, *more, *rest, "--use-torch-fsdp2", folder=tmp_path)
     assert on.status == 0, on.err
     losses = [json.loads(line)["loss"] for folder in (run, tmp_path / "c") for line in _log(folder)]
     assert losses[4] < losses[0] - 0.3
 
 
 @pytest.mark.long
-def test_adapters_are_trained_beside_a_run_and_merged(corpus: Path, run: Path, tmp_path: Path) -> None:
+def test_adapters_are_trained_on_a_run_and_merged(corpus: Path, run: Path, tmp_path: Path) -> None:
     # In bf16 the frozen weights have no fp32 masters: they are cast from the run's, and to what merges them.
     rank = [*FLAGS, "--bf16", "--data-path", corpus, "--lora-rank", "4"]
     lora = [*rank, "--lora-targets", "linear_qkv", "linear_fc2"]

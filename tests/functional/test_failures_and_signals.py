@@ -138,7 +138,7 @@ def test_a_signal_saves_and_ends(start: Start, corpus: Path, tmp_path: Path, num
     wait_for_steps(run, process)
     if sys.platform.startswith("linux"):  # which has the tables to read
         assert_listens_on_loopback_alone(process)
-    if number == signal.SIGINT:  # as a terminal does on Ctrl-C: to launcher, ranks and readers of data alike
+    if number == signal.SIGINT:  # as a terminal does on Ctrl-C: to launcher, ranks and data workers
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)

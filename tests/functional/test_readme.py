@@ -1,4 +1,4 @@
-"""The program in README.md runs as it stands there."""
+"""The program in README.md runs as it is printed there."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def log(run: Path) -> list[dict[str, Any]]:
         "fsdp2",
         "zero1 bf16, overlapped",
         "ddp bf16",
-        "ddp fp16 with a loss scale that moves, saved beside training",
+        "ddp fp16 with a loss scale that moves, saved asynchronously",
         "tensor parallel",
         "context parallel, documents apart",
         "workers, per token, sgd",

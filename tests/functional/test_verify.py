@@ -1,4 +1,4 @@
-"""`python -m core.verify` as a user calls it: beside a module of one's own, with an exit status to go by."""
+"""`python -m core.verify` as a user calls it: next to a module of the user's, with an exit status to go by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 def build():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    model[2].bias.register_hook(lambda gradient: 0.5 * gradient)  # of which FSDP2 never hears
+    model[2].bias.register_hook(lambda gradient: 0.5 * gradient)  # FSDP2 does not call it
 
     def loss(model, index):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(index))

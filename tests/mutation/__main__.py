@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.mutation.faults import MUTATIONS, Mutation
+from tests.mutation.plant import REPOSITORY, file_of, mutated
 
-REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "mutations.md"
 COPIED = ("core", "tests", "examples", "docs", "pyproject.toml", "setup.py", "README.md", "Makefile")
 FAILED, PASSED = 1, 0
@@ -63,21 +63,6 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if survivors and not options.sample else 0
 
 
-def mutated(mutation: Mutation, root: Path = REPOSITORY) -> str:
-    """The file of a fault with the fault in it.
-
-    Raises:
-        ValueError: what it replaces is not there, or more than once.
-    """
-    text = (root / mutation.file).read_text(encoding="utf-8")
-    if text.count(mutation.old) != 1:
-        raise ValueError(
-            f"{mutation.name}: {mutation.file} has {mutation.old!r} {text.count(mutation.old)} times; tests/mutation/"
-            "faults.py has to name what stands there once"
-        )
-    return text.replace(mutation.old, mutation.new)
-
-
 def _copied(scratch: Path) -> Path:
     for name in COPIED:
         source = REPOSITORY / name
@@ -90,7 +75,7 @@ def _copied(scratch: Path) -> Path:
 
 def _caught_by(copy: Path, mutation: Mutation) -> str | None:
     """The first test that fails for the fault; None if none does."""
-    file = copy / mutation.file
+    file = file_of(mutation, copy)
     sound = file.read_text(encoding="utf-8")
     file.write_text(mutated(mutation, copy), encoding="utf-8")
     start = time.monotonic()
@@ -121,7 +106,7 @@ def write_table(caught: dict[Mutation, str | None]) -> None:
     """Puts which test caught which fault into the page, in place of the table there."""
     text = PAGE.read_text(encoding="utf-8")
     rows = ["| fault | where | caught by |", "| --- | --- | --- |"]
-    rows += [f"| {m.name} | `{Path(m.file).relative_to('core')}` | `{_short(test)}` |" for m, test in caught.items()]
+    rows += [f"| {m.name} | `{m.function.removeprefix('core.')}` | `{_short(test)}` |" for m, test in caught.items()]
     head, _, _ = text.partition("| fault |")
     PAGE.write_text(head + "\n".join(rows) + "\n", encoding="utf-8")
 

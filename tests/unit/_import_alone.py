@@ -61,7 +61,7 @@ class _Hiding:
 def _import_in_a_fork(module: str) -> str:
     ours, theirs = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside threads
+        warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
         child = os.fork()
     if child == 0:
         try:

@@ -154,7 +154,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
             answer = (True, fn(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        pipe.send(answer)  # before ranks wait for each other: after a failure there is nobody to wait for
+        pipe.send(answer)  # before ranks wait for each other: after a failure there is no rank to wait for
         _tear_down()
 
 
@@ -165,7 +165,7 @@ _jobs = itertools.count()
 def _name_groups_anew() -> None:
     """Gives groups that torch names after their ranks (local synchronisation) names that no earlier job used.
 
-    Under an old name a rank would find the addresses of the old group in the store, where nobody listens anymore.
+    Under an old name a rank would find the addresses of the old group in the store, where no rank listens anymore.
     """
     job = next(_jobs)
     dist.distributed_c10d._hash_ranks_to_str = lambda ranks: f"{_hash_ranks_to_str(ranks)}-{job}"

@@ -124,7 +124,7 @@ def test_ranks_of_a_machine_with_several_gpus_need_their_local_rank(monkeypatch:
 @pytest.fixture
 def _settings_as_before(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")  # and gone again afterwards, whatever is set meanwhile
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")  # and unset again afterwards, in any case
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     yield

@@ -208,5 +208,5 @@ def _reduces_once() -> None:
     assert inner.weight.main_grad.item() == 4.5  # the mean of 3 and 6
 
 
-def test_a_wrapper_reduces_once_a_step_without_being_told():
+def test_a_wrapper_reduces_once_a_step_by_default():
     run_distributed(_reduces_once, 2)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
-from tests.mutation.__main__ import PAGE, REPOSITORY, mutated, write_table
+from tests.mutation.__main__ import PAGE, write_table
 from tests.mutation.faults import MUTATIONS, Mutation
+from tests.mutation.plant import REPOSITORY, file_of, mutated, source_of
 
 
 def test_there_are_enough_of_different_names():
@@ -16,25 +18,70 @@ def test_there_are_enough_of_different_names():
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_fault_is_a_change_of_core_with_tests_to_notice(mutation: Mutation):
-    assert mutation.file.startswith("core/")
-    sound = (REPOSITORY / mutation.file).read_text()
-    wrong = mutated(mutation)
-    assert ast.dump(ast.parse(wrong)) != ast.dump(ast.parse(sound))
+    assert mutation.function.startswith("core.")
+    assert ast.parse(mutated(mutation))
     for test in mutation.tests:
         path, _, name = test.partition("::")
         assert (REPOSITORY / path).is_file()
         assert not name or f"def {name.partition('[')[0]}(" in (REPOSITORY / path).read_text()
 
 
-def test_a_fault_that_no_longer_fits_is_named():
-    stale = Mutation("a fault", "core/errors.py", "no such line", "another", ())
-    with pytest.raises(ValueError, match=r"a fault: core/errors.py has 'no such line' 0 times"):
-        mutated(stale)
+_MODULE = '''
+def above():  # stays as it is
+    return  1
+
+
+class Sums:
+    @staticmethod
+    def total(values):
+        """Adds values."""
+        return sum(  # of this rank
+            values
+        ) / 2
+'''
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "sums.py").write_text(_MODULE)
+    return tmp_path
+
+
+def test_a_pattern_sees_neither_comments_nor_docstrings_nor_line_breaks(root):
+    assert source_of("core.sums.Sums.total", root) == "@staticmethod\ndef total(values):\n    return sum(values) / 2"
+
+
+def test_only_the_function_of_a_fault_changes(root):
+    fault = Mutation("a fault", "core.sums.Sums.total", r" / 2$", "", ())
+    above, _, _ = _MODULE.partition("    @staticmethod")
+    assert mutated(fault, root) == above + "    @staticmethod\n    def total(values):\n        return sum(values)\n"
+    (root / "core" / "sums").mkdir()
+    (root / "core" / "sums.py").rename(root / "core" / "sums" / "__init__.py")
+    assert file_of(fault, root).name == "__init__.py"
+
+
+@pytest.mark.parametrize(
+    ("function", "pattern", "message"),
+    [
+        ("core.sums.Sums.total", "/ 2", "a fault: the replacement '/ (2)' changes nothing"),
+        ("core.sums.Sums.total", "no such code", "a fault: 'no such code' matches 0 times in core.sums.Sums.total; "),
+        ("core.sums.Sums.total", "values", "a fault: 'values' matches 2 times"),
+        ("core.sums.Sums.mean", "", "core.sums.Sums.mean: 'mean' is defined 0 times in sums.py"),
+        ("core.sums.Sums", "", "core.sums.Sums is not a function"),
+        ("core.products.total", "", "core.products.total is in no module"),
+    ],
+)
+def test_a_fault_that_no_longer_fits_is_named(root, function, pattern, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        mutated(Mutation("a fault", function, pattern, "/ (2)", ()), root)
 
 
 def test_the_page_has_every_fault_with_the_test_that_caught_it(tmp_path, monkeypatch):
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == [mutation.name for mutation in MUTATIONS]
+    assert [row.split(" | ")[:2] for row in rows[2:]] == [
+        [f"| {mutation.name}", f"`{mutation.function.removeprefix('core.')}`"] for mutation in MUTATIONS
+    ]
     for row in rows[2:]:
         path, _, name = row.rsplit("`", 2)[1].partition("::")
         assert f"def {name}(" in (REPOSITORY / "tests" / path).read_text(), row

@@ -1,1 +1,1 @@
-"""Checkpoints of other projects: their files (safetensors), and their names and cuts of tensors."""
+"""Reads and writes checkpoints of other projects: their files (safetensors), their names and layouts of tensors."""

@@ -1,4 +1,4 @@
-"""Reads boxes of the tensors of any checkpoint, however these are cut and stored."""
+"""Reads boxes of the tensors of any checkpoint, in any layout and encoding."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .safetensors_io import open_safetensors
 
 
 class BoxReader:
-    """Reads boxes of foreign tensors; what it gives may be a view of the file, and is not to be written to.
+    """Reads boxes of foreign tensors. A result may be a view of the file: do not write to it.
 
-    Keeps the last piece that it had to unpack, and files open, for the boxes that follow in them.
+    Caches the last piece that it unpacked, and keeps files open for the boxes that follow.
     """
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         self.index = index
         self.reader = IndexedReader(folder, index)
-        self.last: tuple[Piece, torch.Tensor] | None = None
-        self.files: dict[str, Any] = {}
+        self.last: tuple[Piece, torch.Tensor] | None = None  # the piece unpacked last; the next one replaces it
+        self.files: dict[str, Any] = {}  # open safetensors files by name, until `close_files`
 
     def close_files(self) -> None:
-        """Files are mapped, and what was read of one counts as this process's memory for as long as it is open."""
+        """Closes all files: they are mapped, and pages that were read count as this process's memory while open."""
         self.files.clear()
 
     def read(self, name: str, box: tuple[slice | int, ...]) -> torch.Tensor:
@@ -52,13 +52,13 @@ class BoxReader:
         return whole[tuple(0 if isinstance(part, int) else slice(None) for part in box)]
 
     def _piece(self, name: str, piece: Piece) -> Any:
-        """What gives the part of a piece that it is indexed with."""
+        """Returns an object that reads a part of a piece when it is indexed."""
         if self.index.encoding == "safetensors":
             if piece.file not in self.files:
                 self.files[piece.file] = open_safetensors(self.reader.folder / piece.file)
             return self.files[piece.file].get_slice(name)
         if self.index.encoding == "raw":
-            return self.reader.read_piece(name, piece)  # mapped: only the pages that are used are read
+            return self.reader.read_piece(name, piece)  # mapped: reads only the pages that are used
         if self.last is None or self.last[0] is not piece:
             self.last = None
             self.last = piece, self.reader.read_piece(name, piece)

@@ -1,7 +1,7 @@
-"""Tensors that another project names and cuts in its own way, read into any layout of ours, and made from it.
+"""Reads tensors of another project's names and layout into any layout of ours, and makes them from it.
 
-A :class:`Recipe` lists the rows of foreign tensors that one of our parameters consists of; nothing more is known
-here of models. Whatever cuts lie on our tensor, each rank reads of each foreign tensor the part that it holds.
+A :class:`Recipe` lists the rows of foreign tensors that form one of our parameters; this file knows nothing else about
+models. Under any layout of our tensor, each rank reads only the rows that it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROBLEMS_SHOWN = 20
 
 @dataclass(frozen=True)
 class Run:
-    """`count` rows of ours, from `start` on and `step` apart, that are consecutive rows of a foreign tensor."""
+    """`count` of our rows, from `start` on and `step` apart, that are consecutive rows of a foreign tensor."""
 
     source: str
     """The foreign tensor's name."""
@@ -37,22 +37,22 @@ class Run:
     transposed: bool = False
     """Our rows are the foreign tensor's columns."""
     layer: int | None = None
-    """The foreign tensor is a stack, and this the index of what is meant along its first dimension."""
+    """Index along the first dimension, if the foreign tensor is a stack of layers; else None."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one of our tensors, whole, is made of."""
+    """The rows of foreign tensors that form one of our tensors."""
 
     name: str
     """As in the model's state dict."""
     runs: tuple[Run, ...]
     padded: bool = False
-    """Rows that no run names are zeros: entries of a vocabulary without a token."""
+    """Whether rows that no run names are zeros: entries of a vocabulary without a token."""
 
 
 def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """The shape of every foreign tensor that the recipes name, from the shapes of our whole tensors."""
+    """Returns the shape of every foreign tensor that the recipes name, from the shapes of our whole tensors."""
     rows: dict[tuple[str, int | None], int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for recipe in recipes:
@@ -71,7 +71,7 @@ def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]])
 def make_foreign(
     name: str, shape: Sequence[int], recipes: Iterable[Recipe], ours: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """One foreign tensor, made of our whole tensors: the way back of :func:`load_foreign`."""
+    """Makes one foreign tensor from our whole tensors: the inverse of :func:`load_foreign`."""
     parts = [(run, ours[recipe.name]) for recipe in recipes for run in recipe.runs if run.source == name]
     made = parts[0][1].new_empty(tuple(shape))
     for run, whole in parts:
@@ -90,19 +90,19 @@ def load_foreign(
     ignored: Iterable[str] = (),
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Fills our tensors in place from a foreign checkpoint; beyond them one piece of a foreign one is held at a time.
+    """Fills our tensors in place from a foreign checkpoint; holds one piece of a foreign tensor at a time.
 
-    Values are rounded to our dtype where both are floating point. Every rank of `process_group` calls it and reads for
-    itself; they agree on errors alone.
+    Values are rounded to our dtype where both are floating point. Every rank of `process_group` calls it and reads by
+    itself; ranks communicate only to agree on errors.
 
     Args:
-        targets: by name, tensors of the whole model as `model_state_dict` or an optimizer gives them.
-        recipes: of all `targets`.
-        index: of the foreign checkpoint in `folder`.
-        ignored: foreign tensors that no recipe need name.
+        targets: tensors of the whole model by name, as `model_state_dict` or an optimizer gives them.
+        recipes: one for each of `targets`.
+        index: the index of the foreign checkpoint in `folder`.
+        ignored: foreign tensors that no recipe has to name.
 
     Raises:
-        CheckpointError: on all ranks, before anything is written: all tensors that are missing, left over or of
+        CheckpointError: on all ranks, before anything is written. Names all tensors that are missing, left over or of
             another shape or kind.
     """
     recipes = list(recipes)
@@ -170,7 +170,7 @@ def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
 
 
 def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:
-    """Where in the foreign tensor these rows of the run lie, and of them these elements."""
+    """Returns the box of the foreign tensor with these rows of the run, and these elements of them."""
     own = slice(run.source_start + rows.start, run.source_start + rows.stop)
     box: list[slice | int] = [*rest, own] if run.transposed else [own, *rest]
     return tuple(box if run.layer is None else [run.layer, *box])

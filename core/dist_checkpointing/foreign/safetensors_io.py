@@ -1,8 +1,8 @@
-"""Folders of safetensors files, as Hugging Face keeps models: an index of what they hold, and writing them.
+"""Reads and writes folders of safetensors files, as Hugging Face stores models.
 
-Files are read and written by the library `safetensors` (extra `hf`), whose reader maps them: what is asked of a
-tensor is all that is read of it. It refuses files whose length or header does not add up. Several files of one model
-share an index, a JSON file that says which tensor is in which; see https://huggingface.co/docs/safetensors.
+The library `safetensors` (extra `hf`) reads and writes the files. It maps them, so that only the requested part of a
+tensor is read, and refuses files with a wrong length or header. Several files of one model share an index, a JSON file
+that says which tensor is in which file; see https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..format.index import CheckpointIndex, Piece, TensorEntry
 SINGLE_FILE = "model.safetensors"
 SHARDS_INDEX_FILE = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 5 * 10**9
-"""What `transformers` cuts at."""
+"""The default of `transformers`."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -40,20 +40,20 @@ _DTYPES = {
     **{f"U{bits}": DTYPES[f"uint{bits}"] for bits in (8, 16, 32, 64)},
     "BOOL": torch.bool,
 }
-"""By the name that the format has for each: the library keeps its own table to itself."""
+"""Dtypes by their names in the format; the library's own table is private."""
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether `folder` has a model in this format."""
+    """Returns whether `folder` has a model in this format."""
     return (folder / SHARDS_INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
 
 
 def read_safetensors_index(folder: Path) -> CheckpointIndex:
-    """The checked index of the model in `folder`, of one file or of several.
+    """Reads and checks the index of the model in `folder`, of one file or several.
 
     Raises:
-        CheckpointError: no such model, a file that is missing, truncated or no safetensors file, or an index that is
-            not what the files hold.
+        CheckpointError: there is no such model, a file is missing, truncated or no safetensors file, or the index
+            differs from the files.
         MissingExtraError: the library is not installed.
     """
     shards_index = folder / SHARDS_INDEX_FILE
@@ -88,12 +88,13 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
 
 
 def open_safetensors(path: Path) -> Any:
-    """The library's reader of a file, mapped into memory; its ``get_slice(name)`` reads what it is asked for.
+    """Opens a file with the library's reader, mapped into memory; ``get_slice(name)`` reads the part it is indexed
+    with.
 
-    What it gives shares the mapping, which is of this process alone: writing to it leaves the file as it is.
+    Tensors share the mapping, which is private to this process: writing to them does not change the file.
 
     Raises:
-        CheckpointError: a file that is missing, truncated or no safetensors file.
+        CheckpointError: the file is missing, truncated or no safetensors file.
         MissingExtraError: the library is not installed.
     """
     library = _library()
@@ -115,17 +116,16 @@ def write_safetensors(
     writes: bool = True,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Writes a model into `folder`, which exists; no file is longer than `max_shard_bytes` but for one tensor's sake.
+    """Writes a model into `folder`, which must exist. A file exceeds `max_shard_bytes` only for a single tensor.
 
-    The rank that writes holds the tensors of one file at a time in its host's memory; ranks that do not, one tensor.
+    The rank that writes holds the tensors of one file at a time in host memory; other ranks hold one tensor.
 
     Args:
-        plan: dtype and shape of every tensor by name, which are cut into files in that order.
-        make: the tensor of that name, asked for in an order that `plan` decides, one at a time; it shares no memory
-            with another. Also asked for after a failure, which is raised at the end, because ranks may gather it
-            together.
-        writes: False asks for every tensor and writes nothing: ranks that help to gather what another one writes.
-        max_shard_bytes: of the tensors in one file.
+        plan: dtype and shape of every tensor by name, in the order in which they are distributed to files.
+        make: returns the tensor of a name, which shares no memory with another. Called once per tensor in the order of
+            `plan`, after a failure too, because ranks may gather the tensor together; the error is raised at the end.
+        writes: if False, call `make` for every tensor and write nothing, to help another rank gather.
+        max_shard_bytes: bytes of the tensors in one file.
 
     Raises:
         CheckpointError: a tensor that is not what `plan` says, or a file that cannot be written.
@@ -174,11 +174,11 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def begin_new_folder(folder: Path) -> Path:
-    """Makes the folder in which `folder` is written, aside; :func:`publish_new_folder` gives it its name.
+    """Makes the temporary folder that `folder` is written in; :func:`publish_new_folder` renames it.
 
     Raises:
         CheckpointError: `folder` exists and is not empty, or nothing can be written there.
-        MissingExtraError: the library is not installed; raised before tensors are gathered to be written.
+        MissingExtraError: the library is not installed; raised before tensors are gathered.
     """
     _library()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -193,7 +193,7 @@ def begin_new_folder(folder: Path) -> Path:
 
 
 def publish_new_folder(folder: Path) -> None:
-    """Gives what was written aside its name, at once."""
+    """Renames the temporary folder to `folder`."""
     temporary = folders.temporary_folder(folder)
     sync_folder(temporary)
     temporary.replace(folder)
@@ -216,12 +216,12 @@ def _weight_map(path: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(f"{path} is no index of safetensors files ({error})") from error
     if not valid or any(Path(name).name != name or name in (".", "..") for name in places.values()):
-        raise CheckpointError(f"{path} has a weight_map that does not name files beside it")
+        raise CheckpointError(f"{path} has a weight_map that does not name files next to it")
     return dict(places)
 
 
 def _entries(path: Path) -> dict[str, TensorEntry]:
-    """What a file holds."""
+    """Returns the entries of a file's tensors by name."""
     file = open_safetensors(path)
     return {name: _entry(path, name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 

@@ -1,8 +1,8 @@
 """A checkpoint on disk: its folder and lock, the index, the bytes of the pieces, and their hashes.
 
-folders, folder_lock            names, the pointer to the latest, appearing at once; one writer a folder
-index, safe_metadata            what a checkpoint says it holds, checked; read and written without running a file
-storage, staging                bytes on disk, and copies on the host that training need not wait for
-content_hash, verification      whether what is loaded, or stored, is what was saved
-inert_pickle, tensor_archive    what torch's own writer leaves, read without unpickling it
+folders, folder_lock            name and publish folders, point to the latest; allow one writer per folder
+index, safe_metadata            check the description of a checkpoint; read and write it without running a file
+reader, writer, staging         read and write pieces; copy them to the host so that training goes on
+content_hash, verification      compare loaded or stored tensors with what was saved
+inert_pickle, tensor_archive    read the files of torch's own writer without unpickling them
 """

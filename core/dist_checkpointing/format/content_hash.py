@@ -1,15 +1,15 @@
-"""A 64-bit hash of a whole tensor that every holder of a part of it can add to, however the tensor is cut.
+"""A 64-bit hash of a whole tensor, computed as a sum over its parts, so that it does not depend on the layout.
 
-The bytes of the whole tensor in row-major order are taken as 32-bit words ``w[j]``, and each is multiplied by a key of
-its own position::
+The bytes of the whole tensor in row-major order are read as 32-bit words ``w[j]``; each is multiplied by the key of
+its position::
 
     hash = sum over j of  w[j] * key[j]   modulo 2^64
 
-which is multilinear hashing (Carter and Wegman, 1979). A sum does not ask who added what: ranks hash what they hold,
-words of which they hold only some bytes count with zeros in the place of the others, and the sum over ranks is the
-hash of the whole. Keys are random odd 64-bit numbers, fixed for ever: one for each position in a block and one for
-each block, multiplied. A change of a single word always shows, and other damage is missed about once in 2^32. It
-finds errors; it is no signature, because whoever can choose values can make them collide.
+which is multilinear hashing (Carter and Wegman, 1979). Each rank hashes what it holds, with zeros for the missing
+bytes of a word that it holds in part, and the sum over ranks is the hash of the whole tensor. Keys are odd random
+64-bit numbers that never change: the key of a position in a block times the key of the block. A change of one word is
+always detected; other damage is missed about once in 2^32. The hash finds errors. It is no signature: values can be
+chosen to collide.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MODULUS = 1 << 64
 _WORD_BYTES = 4
 _BLOCK_WORDS = 1 << 15  # keys and words of a block stay in the second-level cache
 _BLOCK_BYTES = _WORD_BYTES * _BLOCK_WORDS
-_SLAB_BYTES = 1 << 26  # of a tensor on a device, or scattered in memory, that is copied at a time
-_HOLE_BYTES = 1 << 15  # up to this many between two rows it is quicker to hash them as zeros than to skip them
+_SLAB_BYTES = 1 << 26  # copied at a time from a tensor on a device or with gaps in memory
+_HOLE_BYTES = 1 << 15  # gaps between rows up to this size are hashed as zeros, which is faster than skipping them
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def box_hash(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """What a box of a tensor adds to the hash of the whole.
+    """Returns the addend of a box to the hash of the whole tensor.
 
     Args:
         values: the box, on any device, with any strides.
-        offsets: where it begins in the whole tensor, per dimension.
-        shape: of the whole tensor.
+        offsets: first index of the box in the whole tensor, per dimension.
+        shape: shape of the whole tensor.
     """
     if values.numel() == 0:
         return 0
@@ -50,7 +50,7 @@ def box_hash(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> in
 
 
 def _host_slabs(values: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """The box in parts along its first dimension that are contiguous on the host, and where each begins."""
+    """Yields parts of the box along its first dimension, contiguous on the host, with their first rows."""
     if values.device.type == "cpu" and values.is_contiguous():
         yield values, 0
     elif values.ndim == 0:
@@ -62,7 +62,7 @@ def _host_slabs(values: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _runs(values: Tensor, offsets: list[int], shape: list[int], base: int) -> Iterator[tuple[np.ndarray, int]]:
-    """The bytes of a contiguous box as runs of the whole tensor's elements, each with the element it begins at."""
+    """Yields a contiguous box as bytes of runs of the whole tensor's elements, each with its first element's index."""
     row = math.prod(shape[1:])
     start = base + (offsets[0] * row if offsets else 0)
     if list(values.shape[1:]) == shape[1:]:
@@ -88,7 +88,7 @@ def _bytes(values: Tensor) -> np.ndarray:
 
 
 def _run_hash(data: np.ndarray, start: int) -> int:
-    """The sum over a run of bytes that begins at byte `start` of the whole tensor."""
+    """Returns the sum over a run of bytes that begins at byte `start` of the whole tensor."""
     keys = _position_keys()
     wide = np.empty(min(_BLOCK_WORDS, len(data) // _WORD_BYTES + 2), np.uint64)
     total = done = 0
@@ -96,7 +96,7 @@ def _run_hash(data: np.ndarray, start: int) -> int:
         block, inside = divmod(start + done, _BLOCK_BYTES)
         part = data[done : done + _BLOCK_BYTES - inside]
         first, lead = divmod(inside, _WORD_BYTES)
-        if lead or len(part) % _WORD_BYTES:  # words that this run has only some bytes of
+        if lead or len(part) % _WORD_BYTES:  # the run has only some bytes of its first or last word
             padded = np.zeros(-(-(lead + len(part)) // _WORD_BYTES) * _WORD_BYTES, np.uint8)
             padded[lead : lead + len(part)] = part
             words = padded.view(np.uint32)
@@ -111,7 +111,7 @@ def _run_hash(data: np.ndarray, start: int) -> int:
 
 @cache
 def _position_keys() -> np.ndarray:
-    """SplitMix64 (Steele, Lea and Flood, 2014) of the position in the block."""
+    """Returns the keys of positions in a block: SplitMix64 (Steele, Lea and Flood, 2014)."""
     with np.errstate(over="ignore"):
         x = (np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64)) * np.uint64(_GOLDEN)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -121,7 +121,8 @@ def _position_keys() -> np.ndarray:
 
 
 def _block_key(block: int) -> int:
-    """The same of the block's number, in another stream; odd, so that what shows in a block shows in the whole."""
+    """Returns the key of a block, from another stream; odd, so that a change of a block's sum changes the whole
+    sum."""
     x = ~block * _GOLDEN % MODULUS
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> shift)) * factor % MODULUS

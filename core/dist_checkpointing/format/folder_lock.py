@@ -1,9 +1,8 @@
-"""One writer a folder: a lock that names its holder, and that the kernel releases when the holder dies, however.
+"""Allows one writer per folder: a lock that names its holder, and that the kernel releases when the holder dies.
 
-A run holds the lock of its folder for as long as it lasts; a save outside of a run holds it while it writes. It is a
-POSIX record lock on ``.lock`` in the folder: processes forked from the holder do not inherit it, and network file
-systems carry it between hosts. The file says who holds it and is removed on release; one that a crash left is taken
-over.
+A run holds the lock of its folder until it ends; a save outside of a run holds it while it writes. It is a POSIX
+record lock on ``.lock`` in the folder: processes forked from the holder do not inherit it, and network file systems
+share it between hosts. The file names the holder and is removed on release; a file that a crash left is taken over.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ except ImportError:  # no POSIX system
 
 LOCK_FILE = ".lock"
 _WAIT_S = 3.0
-"""For a holder that is dying, as ranks do just after their launcher was killed."""
+"""How long to wait for a holder that is just ending, such as ranks whose launcher was killed."""
 _POLL_S = 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -42,16 +41,18 @@ class _Held:
 
     descriptor: int
     holders: int
+    """Calls of `acquire_folder` that `release_folder` has not undone; the last release closes the descriptor."""
 
 
 _held: dict[tuple[int, str], _Held] = {}
-"""By process and folder: a fork inherits the entry and not the lock. Guarded by `_guard`."""
+"""Locks by process and folder, because a fork inherits the entry but not the lock. `acquire_folder` adds and
+`release_folder` removes, both under `_guard`."""
 _guard = threading.Lock()
 
 
 @contextlib.contextmanager
 def hold_folder(root: Path) -> Iterator[None]:
-    """Holds the lock of `root`, which is made if there is none; within one process it may be held several times.
+    """Holds the lock of `root`, creating the folder if needed. One process may hold it several times.
 
     Raises:
         CheckpointError: another process holds it; names host, process and start.
@@ -65,7 +66,7 @@ def hold_folder(root: Path) -> Iterator[None]:
 
 
 def acquire_folder(root: Path) -> tuple[int, str]:
-    """Takes the lock as :func:`hold_folder` does; what it returns is for :func:`release_folder`."""
+    """Takes the lock as :func:`hold_folder` does; returns the key for :func:`release_folder`."""
     make_folders(root)
     key = os.getpid(), str(root.resolve())
     with _guard:
@@ -77,7 +78,7 @@ def acquire_folder(root: Path) -> tuple[int, str]:
 
 
 def release_folder(key: tuple[int, str]) -> None:
-    """Gives back what :func:`acquire_folder` took; the last to do so releases the lock."""
+    """Undoes one :func:`acquire_folder`; the last call releases the lock."""
     with _guard:
         held = _held[key]
         held.holders -= 1
@@ -89,7 +90,7 @@ def release_folder(key: tuple[int, str]) -> None:
 
 
 def _lock(root: Path) -> int:
-    """The open file that holds the lock."""
+    """Takes the lock, and returns the descriptor of the file that holds it."""
     path, deadline = root / LOCK_FILE, time.monotonic() + _WAIT_S
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -126,7 +127,7 @@ def _try_lock(descriptor: int, root: Path) -> bool:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the file that was locked still has its name: a holder that ended in between has removed it."""
+    """Returns whether the locked file still has its name; a holder that ended in between has removed it."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -136,7 +137,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _describe_holder(descriptor: int) -> None:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     text = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": now})
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without its description
+    with contextlib.suppress(OSError):  # a full disk: the lock works without its description
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
 

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: their names, the pointer to the latest, and the steps that make a checkpoint appear at once.
+"""Names folders of checkpoints, points to the latest, and publishes a checkpoint atomically.
 
     root/
       iter_0000100/        checkpoint.json, rank_00000.bin, ...
@@ -6,8 +6,8 @@
       latest               "iter_0000100"
       .lock                who writes here; `folder_lock`
 
-A checkpoint is written aside, forced to disk, renamed into place, and only then named in ``latest``: a crash at any
-moment leaves the previous one whole and pointed at. One run saves into a root at a time, which its lock ensures.
+A checkpoint is written in a temporary folder, forced to disk, renamed, and only then named in ``latest``: a crash at
+any moment leaves the previous one whole and named. The lock lets one run at a time save into a root.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def checkpoint_directory(root: str | os.PathLike[str], iteration: int) -> Path:
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """The folder that ``root/latest`` names; None if nothing was saved in `root`.
+    """Returns the folder that ``root/latest`` names; None if nothing was saved in `root`.
 
-    Without the pointer, which a crash within the very first save can leave out, the folder of the highest iteration.
+    Without the pointer, which a crash during the very first save can leave out, returns the folder of the highest
+    iteration.
 
     Raises:
         CheckpointError: the pointer names no checkpoint in `root`.
@@ -57,7 +58,7 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
         ) from None
     if not name or name in (".", "..") or Path(name).name != name or len(name) > _LONGEST_NAME or "\0" in name:
         raise CheckpointError(
-            f"{pointer} holds {brief(name)}, which is no folder beside it; write a checkpoint's name there"
+            f"{pointer} holds {brief(name)}, which is no folder next to it; write a checkpoint's name there"
         )
     folder = Path(root) / name
     if not (existing_folder(folder) / INDEX_FILE).is_file():
@@ -70,16 +71,17 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
 
 
 def existing_folder(folder: Path) -> Path:
-    """`folder`, or the one that it was replacing when a crash fell between the two renames of :func:`publish`.
+    """Returns `folder`, or the one that it was replacing if a crash fell between the two renames of :func:`publish`.
 
-    After such a crash the new one is still complete under its temporary name. Without it, what was moved aside is a
-    copy that a later crash left behind, of a checkpoint that has been removed since: then it is not read.
+    After such a crash the new checkpoint is complete under its temporary name. Without it, the folder that was moved
+    aside is left from a later crash, and its checkpoint has been removed since: then it is not returned.
     """
     return _aside(folder) if _was_being_replaced(folder) else folder
 
 
 def begin(folder: Path) -> Path:
-    """Makes the empty folder in which `folder` is written; raises CheckpointError if `folder` holds something else."""
+    """Makes the temporary folder that `folder` is written in; raises CheckpointError if `folder` has other
+    contents."""
     if folder.exists() and not _is_replaceable(folder):
         raise CheckpointError(
             f"{folder} exists and is no checkpoint, so it is not replaced; save to another folder or move it away"
@@ -88,15 +90,15 @@ def begin(folder: Path) -> Path:
     make_folders(folder.parent)
     _sweep(folder.parent)
     if temporary.exists():
-        shutil.rmtree(temporary)  # of a save that was killed; its name need not be that of an iteration
+        shutil.rmtree(temporary)  # left by a save that was killed; its name may be any
     temporary.mkdir()
     return temporary
 
 
 def _sweep(root: Path) -> None:
-    """Removes what saves and removals that were killed left in `root`; gives a checkpoint that one replaced its name.
+    """Removes what killed saves and removals left in `root`; renames back a checkpoint that one was replacing.
 
-    Only the holder of the folder's lock calls it: what is found is of a program that has ended.
+    Only the holder of the folder's lock calls it, so that leftovers are always of programs that have ended.
     """
     for aside in root.glob(".iter_*.old"):
         folder = root / aside.name[1:].removesuffix(".old")
@@ -112,7 +114,7 @@ def temporary_folder(folder: Path) -> Path:
 
 
 def publish(folder: Path) -> None:
-    """Gives the complete temporary folder its name, in place of a checkpoint of that name, and points to it."""
+    """Renames the complete temporary folder, replacing a checkpoint of that name, and points ``latest`` to it."""
     temporary, aside = temporary_folder(folder), _aside(folder)
     sync_folder(temporary)
     if folder.exists():
@@ -135,21 +137,21 @@ class Retention:
     """Which checkpoints of a run stay when a new one is complete."""
 
     last: int
-    """So many of the highest iterations, at least one."""
+    """Number of the highest iterations to keep, at least one."""
     every: int | None = None
-    """And those whose iteration is a multiple of this."""
+    """Also keep iterations that are multiples of this; None keeps no others."""
 
 
 def prune(root: Path, keep: Retention, is_good: Callable[[Path], bool] = lambda _: True) -> None:
-    """Removes the complete checkpoints ``root/iter_...`` that `keep` does not name, once the new one is verified.
+    """Removes the complete checkpoints ``root/iter_...`` that `keep` does not name. Call it once the new one is
+    verified.
 
-    Those of later iterations than the one that ``latest`` names, from before a run was continued from an earlier one,
-    are neither counted nor removed. Where none that would stay is good to go on from, the newest that is stays too.
-    One that cannot be removed is a warning, because the new one is complete. A removal begins by taking the name away,
-    so that no half of a checkpoint is ever found under it.
+    Checkpoints of later iterations than ``latest``, which a run left before it was continued from an earlier one, are
+    neither counted nor removed. If none of those that stay is good, the newest good one stays too. A checkpoint that
+    cannot be removed is a warning. A removal begins with a rename, so that no partial checkpoint has a valid name.
 
     Args:
-        is_good: whether the weights of a checkpoint are finite and its last step was made, as its description says.
+        is_good: returns whether the description of a checkpoint says that a run can continue from it.
     """
     named = complete_checkpoints(root)
     pointed = latest_checkpoint(root)
@@ -168,18 +170,18 @@ def prune(root: Path, keep: Retention, is_good: Callable[[Path], bool] = lambda 
 
 
 def complete_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
-    """The folders ``iter_...`` in `root` that hold a whole description, the highest iteration first."""
+    """Returns the folders ``iter_...`` in `root` with a complete description, the highest iteration first."""
     found = [p for p in Path(root).glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / INDEX_FILE).is_file()]
     return sorted(found, key=iteration_of, reverse=True)
 
 
 def iteration_of(folder: Path) -> int:
-    """The iteration that the name of a checkpoint says; -1 for another name."""
+    """Returns the iteration in the name of a checkpoint; -1 for other names."""
     return int(folder.name.removeprefix("iter_")) if _ITERATION.fullmatch(folder.name) else -1
 
 
 def discard(folder: Path) -> None:
-    """Removes what an unfinished save left."""
+    """Removes the temporary folder of an unfinished save."""
     shutil.rmtree(temporary_folder(folder), ignore_errors=True)
 
 
@@ -188,7 +190,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _was_being_replaced(folder: Path) -> bool:
-    """Whether a crash fell between the two renames of :func:`publish`."""
+    """Returns whether a crash fell between the two renames of :func:`publish`."""
     complete = (_aside(folder) / INDEX_FILE).is_file() and (temporary_folder(folder) / INDEX_FILE).is_file()
     return complete and not folder.exists()
 

@@ -1,8 +1,7 @@
-"""What a checkpoint says of itself: which tensors it holds, where the bytes of each piece lie, and how long files are.
+"""The index of a checkpoint: its tensors, the bytes of each piece, and the size of each file.
 
-The index is the only thing that is believed about a checkpoint before a byte of it is read, so nothing enters it
-unchecked: names of files stay inside the folder, pieces lie inside their file and inside their tensor, and the pieces
-of a tensor cover it exactly once.
+The index is all that is trusted about a checkpoint before its files are read, so every entry is checked: file names
+stay inside the folder, pieces are inside their file and their tensor, and pieces cover a tensor exactly once.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from ...errors import CheckpointError
 from .content_hash import MODULUS
 
 Encoding = Literal["raw", "torch.save", "safetensors"]
-"""How pieces are stored: as raw bytes in row-major order; as archives of ``torch.save``, as torch's own writer makes
-them; or as whole tensors in safetensors files, where their library finds them by name."""
+"""How pieces are stored: raw bytes in row-major order; archives of ``torch.save``, by torch's own writer; or whole
+tensors in safetensors files, found by name."""
 
 _MAX_DIMS = 64
-"""What torch and numpy hold."""
+"""The limit of torch and numpy."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -41,9 +40,9 @@ class Box:
     """A part of a tensor that is an interval in every dimension."""
 
     offsets: tuple[int, ...]
-    """Where the box begins, per dimension of the whole tensor."""
+    """First index of the box, per dimension of the whole tensor."""
     sizes: tuple[int, ...]
-    """Its extent per dimension; none is 0."""
+    """Extent of the box per dimension; none is 0."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Piece(Box):
     """Bytes from the beginning of the file; 0 in a safetensors file."""
     num_bytes: int
     hash: int | None = None
-    """What the box adds to the hash of the whole tensor (`content_hash`); None where the writer kept none."""
+    """Addend of the box to the hash of the whole tensor (`content_hash`); None if the writer stored none."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class TensorEntry:
 
     @property
     def content_hash(self) -> int | None:
-        """The hash of the whole tensor's content, which does not depend on its pieces; None if one has none."""
+        """The hash of the whole tensor, which does not depend on its pieces; None if a piece has no hash."""
         hashes = [piece.hash for piece in self.pieces if piece.hash is not None]
         return sum(hashes) % MODULUS if len(hashes) == len(self.pieces) else None
 
@@ -80,15 +79,15 @@ class CheckpointIndex:
 
     tensors: dict[str, TensorEntry]
     file_bytes: dict[str, int]
-    """Size of each file; a lower bound of it where pieces are archives."""
+    """Bytes of each file; a lower bound if pieces are archives."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What the caller of ``save`` gave."""
+    """The metadata given to ``save``."""
     encoding: Encoding = "raw"
     others: frozenset[str] = frozenset()
     """Entries that are not tensors, which only torch's own writer makes; they are never read."""
 
     def check(self) -> None:
-        """Raises CheckpointError on the first statement that contradicts another."""
+        """Raises CheckpointError on the first entry that contradicts another."""
         for name, size in self.file_bytes.items():
             _require(_FILE_NAME.fullmatch(name) is not None, f"{brief(name)} is no name of a file in the folder")
             _require(size >= 0, f"file {brief(name)} has the size {size}")
@@ -125,7 +124,8 @@ class CheckpointIndex:
         _require(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
 
     def as_torch(self) -> Metadata:
-        """The same for torch's load planner; ``storage_data`` maps each piece's index to its :class:`Piece`."""
+        """Returns the index for torch's load planner; ``storage_data`` maps each piece's index to its
+        :class:`Piece`."""
         tensors: dict[str, Any] = {}
         storage: dict[MetadataIndex, Piece] = {}
         for name, entry in self.tensors.items():
@@ -143,7 +143,7 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def overlap(pieces: Sequence[Box]) -> bool:
-    """Whether two boxes share an element: a sweep along the dimension that tells most of them apart."""
+    """Returns whether two boxes share an element: sweeps along the dimension that separates most of them."""
     if len(pieces) < 2:
         return False
     num_dims = len(pieces[0].offsets)

@@ -1,7 +1,7 @@
-"""Reads pickles without running them: each class that one names becomes a record that keeps what it is given.
+"""Reads pickles without running them: each class in a pickle becomes a record that stores its arguments.
 
-A pickle is a program. Of its names only those that a reader knows are resolved, to fresh records or to dtypes; no
-class of torch and no function is ever called or even reachable. Its size bounds what it may ask for (`core.bounds`).
+A pickle is a program. Only names that the reader knows are resolved, to new record classes or dtypes; no class of
+torch and no function can be called or reached. The size of the pickle bounds what it may allocate (`core.bounds`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...errors import CheckpointError
 
 
 class Record:
-    """Takes the place of every class and function that a pickle names: keeps what it is given and does nothing."""
+    """Replaces every class and function in a pickle: stores its arguments and does nothing."""
 
     kind = ""
 
@@ -35,14 +35,14 @@ class Record:
 def load_inert(
     data: bytes, kind_of: Callable[[str, str], str | None], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
-    """What a pickle describes, of records, dtypes and plain values.
+    """Returns the object that a pickle describes, made of records, dtypes and plain values.
 
     Args:
-        kind_of: the `kind` of the record for a global, by module and name; None for one that may not be named.
-        persistent: what a persistent id becomes; None refuses them.
+        kind_of: returns the `kind` of the record for a global, by module and name; None refuses the name.
+        persistent: returns the object for a persistent id; None refuses all ids.
 
     Raises:
-        CheckpointError: it names something else, asks for too much, or is damaged.
+        CheckpointError: the pickle names something else, allocates too much, or is damaged.
     """
     try:
         check_pickle(data, lambda module, name: _is_dtype(module, name) or kind_of(module, name) is not None)
@@ -66,7 +66,8 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(stream)
         self._kind_of, self._persistent = kind_of, persistent
         self._classes: dict[tuple[str, str], type[Record]] = {}
-        """Made for this pickle alone: it can set attributes on the classes that it names."""
+        """Record classes by module and name, of this pickle alone: it can set attributes on the classes that it names.
+        `find_class` adds them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if _is_dtype(module, name):

@@ -1,4 +1,4 @@
-"""Reads a checkpoint for torch.distributed.checkpoint: its checked index, and the pieces that the index describes."""
+"""Reads a checkpoint for torch.distributed.checkpoint: checks its index, and reads the pieces in it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from .tensor_archive import read_tensor_archive
 
 
 class IndexedReader(StorageReader):
-    """Reads the pieces that a checked index describes, straight into the tensors that ask for them."""
+    """Reads the pieces of a checked index straight into the target tensors."""
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         self.folder = folder
         self.index = index
         self.pieces: dict[MetadataIndex, Piece] = {}
+        """Pieces by their index in torch's metadata; `set_up_storage_reader` fills it."""
         self.resharded: set[str] = set()
-        """Tensors that this rank put together from other pieces than it holds; known once they are read."""
+        """Tensors that this rank assembled from pieces of another layout. `read_data` adds; complete once it
+        returns."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass  # one reader reads one checkpoint
@@ -65,7 +67,7 @@ class IndexedReader(StorageReader):
         return future
 
     def _read_into(self, target: torch.Tensor, piece: Piece) -> None:
-        """The whole piece straight into the memory that it belongs to."""
+        """Reads a whole piece straight into the memory of its target."""
         memory = target.reshape(-1).view(torch.uint8).numpy().data
         with (self.folder / piece.file).open("rb", buffering=0) as stream:
             stream.seek(piece.start)
@@ -77,14 +79,14 @@ class IndexedReader(StorageReader):
                 done += count
 
     def read_piece(self, name: str, piece: Piece) -> torch.Tensor:
-        """One stored piece of the tensor `name`; of raw bytes a view of the file, read where it is touched.
+        """Reads one stored piece of the tensor `name`; for raw bytes, maps a view of the file.
 
         Raises:
-            CheckpointError: an archive of torch's that holds no tensor, or one of another dtype or shape.
+            CheckpointError: an archive of torch's holds no tensor, or one of another dtype or shape.
         """
         path, dtype = self.folder / piece.file, self.index.tensors[name].dtype
         if self.index.encoding == "raw":
-            # Copy-on-write, so that torch gets the writable memory that it insists on and the file stays as it is.
+            # Copy-on-write, so that torch gets the writable memory that it requires and the file does not change.
             mapped = np.memmap(path, np.uint8, mode="c", offset=piece.start, shape=(piece.num_bytes,))
             return torch.from_numpy(mapped).view(dtype).view(piece.sizes)
         with path.open("rb") as stream:
@@ -106,10 +108,11 @@ class IndexedReader(StorageReader):
 
 
 def read_index(folder: Path) -> CheckpointIndex:
-    """The checked index of a complete checkpoint, ours or torch's, all of whose files have the size that it says.
+    """Reads and checks the index of a complete checkpoint, ours or torch's, and the size of each file.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged or unsafe index, a file that is missing or of another size.
+        CheckpointError: there is no checkpoint, the index is damaged or unsafe, or a file is missing or of another
+            size.
     """
     path = folder / INDEX_FILE
     torch_path = folder / TORCH_INDEX_FILE
@@ -139,12 +142,13 @@ def read_index(folder: Path) -> CheckpointIndex:
 
 
 FINITE, SKIPPED = "finite", "skipped_steps"
-"""Entries of a checkpoint's metadata: False where a tensor holds what is not finite; and how many steps in a row were
-skipped, because a gradient was not finite, when it was saved."""
+"""Entries of a checkpoint's metadata: whether all tensors are finite; and the number of steps in a row, up to the
+save, that were skipped because a gradient was not finite."""
 
 
 def is_good(folder: Path) -> bool:
-    """Whether a run can go on from a checkpoint, by its description: finite weights, and a last step that was made."""
+    """Returns whether a run can continue from a checkpoint, by its description: finite weights, last step not
+    skipped."""
     try:
         metadata = read_index(folder).metadata
     except CheckpointError:

@@ -1,10 +1,10 @@
-"""Reads and writes the description of a checkpoint without ever running what a file says.
+"""Reads and writes the description of a checkpoint without running code from a file.
 
-Ours is JSON. torch's own writer leaves a pickle named ``.metadata``; a pickle is a program, so it goes through an
-unpickler that knows a handful of names and builds inert records for them: no class of torch, and no function, is
-ever called or even reachable. Both end as a :class:`CheckpointIndex` that has been checked statement by statement.
+Ours is JSON. torch's own writer leaves a pickle named ``.metadata``. A pickle is a program, so that it is read by an
+unpickler that knows a few names and builds inert records for them: no class of torch and no function can be called.
+Both become a :class:`CheckpointIndex`, whose every entry has been checked.
 
-Ours carries the SHA-256 of all that it says, so that a flipped bit in a step count is no other step count.
+Our description contains its own SHA-256, so that a flipped bit, for example in a step count, is found.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEYS = {"format", "version", "byte_order", "metadata", "file_bytes", "tensors"}
 
 
 def encode_index(index: CheckpointIndex) -> str:
-    """The JSON text of a checked index of raw pieces."""
+    """Returns the JSON text of a checked index of raw pieces."""
     index.check()
     tensors = {
         name: {
@@ -56,7 +56,7 @@ def encode_index(index: CheckpointIndex) -> str:
 
 
 def seal(document: dict[str, Any]) -> str:
-    """The SHA-256 of a description, without its own entry of that name."""
+    """Returns the SHA-256 of a description without its entry ``sha256``."""
     return hashlib.sha256(_dump({k: v for k, v in document.items() if k != "sha256"}).encode()).hexdigest()
 
 
@@ -65,7 +65,8 @@ def _dump(document: dict[str, Any]) -> str:
 
 
 def decode_index(text: str) -> CheckpointIndex:
-    """The checked index in `text`; raises CheckpointError on anything that :func:`encode_index` never writes."""
+    """Returns the checked index in `text`; raises CheckpointError on anything that :func:`encode_index` never
+    writes."""
     try:
         document = parse_json(text)
     except BoundsError as error:
@@ -92,7 +93,7 @@ def decode_index(text: str) -> CheckpointIndex:
 
 
 def json_problem(value: Any, where: str = "metadata") -> str | None:
-    """What in `value` would not come back from JSON as it went, or None. Tuples are let through: they become lists."""
+    """Describes what in `value` would change on its way through JSON, or None. Tuples may become lists."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return None
     if isinstance(value, (list, tuple)):
@@ -118,7 +119,7 @@ def _is_size(value: Any) -> bool:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not all(_is_size(size) for size in value):
-        raise CheckpointError(f"{brief(value)} stands where a list of sizes should")
+        raise CheckpointError(f"{brief(value)} is given where a list of sizes should be")
     return tuple(value)
 
 
@@ -167,7 +168,7 @@ _TORCH_RECORDS = {
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
 }
 _EMPTY_CHUNKS = 1 << 16
-"""Of a tensor, in addition to those that are stored: one a rank that has no rows."""
+"""Limit of empty pieces of a tensor, in addition to the stored ones: one for each rank without rows."""
 _MEGATRON_MODULES = "megatron.core.dist_checkpointing."
 
 
@@ -178,7 +179,7 @@ def _kind_of(module: str, name: str) -> str | None:
 
 
 def read_torch_index(path: Path) -> CheckpointIndex:
-    """The checked index of a checkpoint that ``torch.distributed.checkpoint`` wrote, from its ``.metadata`` pickle."""
+    """Returns the checked index of a ``torch.distributed.checkpoint`` checkpoint, from its ``.metadata`` pickle."""
     try:
         root = load_inert(read_file(path, PICKLE_BYTES), _kind_of)
     except (BoundsError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Copies on the host of what a rank is about to write, so that training can go on while it is written."""
+"""Copies what a rank is about to write to the host, so that training can go on while it is written."""
 
 from __future__ import annotations
 
@@ -20,26 +20,31 @@ _ALIGNMENT_BYTES = 64
 
 
 class HostStaging:
-    """Host memory that copies are put into, kept from one checkpoint to the next: only the first has to allocate it.
+    """Host memory for copies, kept from one checkpoint to the next: only the first one allocates it.
 
-    It is as large as what this rank writes of a checkpoint; pinned where copies come from a GPU. Which pieces that are
-    is known when all ranks have planned together. For a state that is cut as the last one was, on all ranks, it is
-    known before: then the copies are taken `ahead` of the plan, which is made in the background too.
+    It is as large as this rank's part of a checkpoint, and pinned if copies come from a GPU. The pieces that a rank
+    writes are known once all ranks have planned together. If the layout of the state is the last one's on all ranks,
+    they are known before; then the copies are taken ahead of the plan, which is made in the background too.
     """
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        """Set when the copies are complete."""
+        """Set when the copies are complete; `begin` clears it."""
         self._memory = torch.empty(0, dtype=torch.uint8)
+        """Holds the copies of the last checkpoint; `_copy` grows it, and overwrites it for the next one."""
         self._layout: dict[str, Any] | None = None
+        """Layout of the state of the last `begin`."""
         self._planned: list[MetadataIndex] | None = None
+        """The pieces that this rank writes for `_layout`. `take` sets it, and `begin` clears it when the layout
+        changes."""
         self._ahead: dict[MetadataIndex, Tensor] | None = None
+        """Copies that the last `begin` took ahead of the plan; None if it took none."""
 
     def begin(self, state: Mapping[str, Tensor], agree: Callable[[bool], bool]) -> None:
-        """Begins a checkpoint of `state`: takes its copies now if what this rank writes of it is known.
+        """Begins a checkpoint of `state`; takes its copies now if the pieces that this rank writes are known.
 
         Args:
-            agree: whether all ranks say so; collective.
+            agree: returns whether its argument is true on all ranks; collective.
         """
         self.done.clear()
         layout = {name: _cut(tensor) for name, tensor in state.items()}
@@ -54,11 +59,11 @@ class HostStaging:
         self.done.set()
 
     def take(self, indices: Sequence[MetadataIndex], resolve: Callable[[int], Tensor]) -> list[Tensor]:
-        """Contiguous copies on the host of the pieces that were planned; those of the last checkpoint are gone.
+        """Returns contiguous host copies of the planned pieces; overwrites those of the last checkpoint.
 
         Args:
             indices: name and offset of each piece.
-            resolve: the piece at that position of `indices`.
+            resolve: returns the piece at a position of `indices`.
         """
         if self._ahead is None:
             copies = self._copy([resolve(position) for position in range(len(indices))])
@@ -67,7 +72,7 @@ class HostStaging:
             return copies
         if missing := [index.fqn for index in indices if index not in self._ahead]:
             raise CheckpointError(
-                "the ranks planned otherwise than for the last checkpoint, which was cut in the same way: "
+                "the ranks planned otherwise than for the last checkpoint, which had the same layout: "
                 f"{missing[0]} was not copied in time; save it again"
             )
         return [self._ahead[index] for index in indices]
@@ -79,7 +84,7 @@ class HostStaging:
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
         if len(self._memory) < end or (on_gpu and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # free before the larger one is there
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free it before the larger one is allocated
             self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=True) if on_gpu else host_pages(end)
         copies = []
         for tensor, start in zip(tensors, starts, strict=True):
@@ -92,7 +97,7 @@ class HostStaging:
 
 
 def _cut(tensor: Tensor) -> Any:
-    """What decides which pieces of a tensor this rank may write."""
+    """Returns the properties of a tensor that decide which of its pieces this rank may write."""
     if not isinstance(tensor, Tensor):
         return None  # refused, with a message, when it is saved
     whole = (tensor.dtype, tuple(tensor.shape))

@@ -1,8 +1,7 @@
-"""Reads a tensor out of the archive that `torch.save` makes of it, as ``torch.distributed.checkpoint`` stores each.
+"""Reads a tensor from an archive of `torch.save`, as ``torch.distributed.checkpoint`` stores each.
 
-An archive is a zip file of stored, never compressed, members: ``data.pkl``, which says what the tensor is, and
-``data/<key>``, its elements. The description is read without being run, and nothing is believed that the members'
-sizes do not bear out. Members carry a CRC-32, which is compared.
+An archive is a zip file of uncompressed members: ``data.pkl``, which describes the tensor, and ``data/<key>``, its
+elements. The description is read without running it, and checked against the sizes of the members and their CRC-32.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ _STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
-"""The dtypes of classes that a description names; the newest dtypes come with an untyped storage instead."""
+"""Dtypes by storage class; the newest dtypes have an untyped storage instead."""
 
 _REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 _MAX_DIMS = 64
 
 
 def read_tensor_archive(data: bytes) -> torch.Tensor:
-    """The tensor in an archive, on the CPU.
+    """Returns the tensor in an archive, on the CPU.
 
     Raises:
-        CheckpointError: no archive of one tensor, or a damaged one.
+        CheckpointError: `data` is no archive of one tensor, or is damaged.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -89,7 +88,7 @@ def _kind_of(module: str, name: str) -> str | None:
 
 
 def _rebuilt(call: Any) -> torch.Tensor:
-    """What the call that an archive describes would have made."""
+    """Builds the tensor that the call in an archive describes."""
     arguments = call.state if isinstance(call, Record) and isinstance(call.state, tuple) else ()
     kind = getattr(call, "kind", "")
     if kind == "_rebuild_parameter" and arguments and getattr(arguments[0], "kind", "").startswith("_rebuild_tensor"):

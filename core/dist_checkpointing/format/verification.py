@@ -1,4 +1,4 @@
-"""Finds out whether what was loaded, or what is on disk, is what was saved, by the hashes in the index."""
+"""Compares loaded tensors and files on disk with the hashes in the index."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ BoxHash = tuple[Box, int]
 
 
 def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names: set[str], ranks: Ranks) -> list[str]:
-    """Which of the tensors in `names`, as all ranks together hold them, are not what was saved; collective.
+    """Returns which of the loaded tensors in `names` differ from what was saved, over all ranks. Collective.
 
     Args:
-        state: this rank's part of what was loaded.
-        names: the same on all ranks, each with hashes in the index.
+        state: this rank's part of the loaded tensors.
+        names: tensors with hashes in the index; the same on all ranks.
     """
     held = {name: _box_hashes(state[name]) for name in sorted(names & state.keys())}
 
@@ -43,9 +43,9 @@ def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names
 
 
 def damage(folder: Path, ranks: Ranks) -> list[str]:
-    """What is wrong with the files of a checkpoint, each named; empty if all is what was written. Collective.
+    """Lists the damaged files of a checkpoint, with the tensors in them; empty if there are none. Collective.
 
-    Every byte is read, by the ranks in turns. Of a checkpoint without hashes only the lengths of files are checked.
+    Ranks share the files and read every byte. Without hashes only the lengths of files are checked.
     """
     try:
         index = ranks.from_first(lambda: read_index(folder))
@@ -69,15 +69,15 @@ def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds
     return f"verified {len(names)} tensors of {folder} by their hashes: {readable_bytes(num_bytes)} in {seconds:.2f} s"
 
 
-def newest_good(root: Path, ranks: Ranks, *, besides: Path | None = None) -> Path | None:
-    """The newest checkpoint of a run that is whole and can be gone on from; None if there is none. Collective.
+def newest_good(root: Path, ranks: Ranks, *, excluded: Path | None = None) -> Path | None:
+    """Returns the newest undamaged checkpoint that a run can continue from; None if there is none. Collective.
 
     Args:
-        besides: a checkpoint that is no good: older ones are looked at first, then newer ones.
+        excluded: a checkpoint that is not considered; older ones are tried first, then newer ones.
     """
-    paths = ranks.from_first(lambda: [path for path in complete_checkpoints(root) if path != besides])
-    if besides is not None:
-        paths.sort(key=lambda path: iteration_of(path) > iteration_of(besides))
+    paths = ranks.from_first(lambda: [path for path in complete_checkpoints(root) if path != excluded])
+    if excluded is not None:
+        paths.sort(key=lambda path: iteration_of(path) > iteration_of(excluded))
     for path in paths:
         if ranks.from_first(partial(is_good, path)) and not damage(path, ranks):
             return path
@@ -86,7 +86,7 @@ def newest_good(root: Path, ranks: Ranks, *, besides: Path | None = None) -> Pat
 
 @contextmanager
 def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Errors of a checkpoint whose files are damaged name the newest older one whose files are not. Collective."""
+    """Adds to errors of a checkpoint with damaged files the newest undamaged one to load instead. Collective."""
     try:
         yield
     except CheckpointError as error:
@@ -96,8 +96,8 @@ def another_offered(folder: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def advice(folder: Path, ranks: Ranks) -> str:
-    """What to load in the place of a checkpoint that is no good. Collective."""
-    whole = newest_good(folder.parent, ranks, besides=folder)
+    """Says which checkpoint to load instead of `folder`. Collective."""
+    whole = newest_good(folder.parent, ranks, excluded=folder)
     if whole is None:
         return f"no other checkpoint in {folder.parent} is whole"
     return f"{whole.name} in the same folder is whole: continue from it with --load {whole}"
@@ -124,12 +124,12 @@ def _differs(held: list[BoxHash], index: CheckpointIndex, name: str) -> bool:
         return True
     volume = sum(torch.Size(box.sizes).numel() for box in hashes)
     if volume != torch.Size(entry.shape).numel() or overlap(list(hashes)):
-        return False  # parts of a tensor, or parts that overlap, that some caller asked for: there is nothing to sum
+        return False  # boxes that overlap, or cover only a part of the tensor: their sum is not comparable
     return sum(hashes.values()) % MODULUS != entry.content_hash
 
 
 def _box_hashes(tensor: Tensor) -> list[BoxHash]:
-    """The boxes of the whole tensor that this rank holds, each with what it adds to the hash."""
+    """Returns the boxes of the whole tensor that this rank holds, each with its addend to the hash."""
     shape = tuple(tensor.shape)
     return [
         (Box(offsets, tuple(values.shape)), box_hash(values, offsets, shape))

@@ -1,7 +1,7 @@
-"""Writes a checkpoint for torch.distributed.checkpoint: one file of raw pieces a rank, one index for all.
+"""Writes a checkpoint for torch.distributed.checkpoint: one file of raw pieces per rank, one index for all.
 
-A piece is the row-major bytes of a box of a tensor and nothing else, so reading it cannot run anything, and a rank
-that needs a part of a piece touches only the pages of that part. Each piece begins at a multiple of 64 bytes.
+A piece is the row-major bytes of a box of a tensor and nothing else: reading it runs no code, and a rank that needs a
+part of a piece reads only the pages of that part. Each piece begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _ALIGNMENT_BYTES = 64
 class RawWriter(StorageWriter):
     """Writes a temporary folder, and renames it to `folder` when every rank's file is on disk.
 
-    The first rank makes the temporary folder before any plan is scattered, and publishes it after all results have
-    been gathered; torch raises on all ranks what fails on one, so that no rank needs a barrier of its own.
+    The first rank makes the temporary folder before plans are scattered, and publishes it after all results are
+    gathered. Torch raises an error of one rank on all ranks, so that no barrier is needed.
 
     Args:
-        metadata: is copied: what it was is what is written.
+        metadata: copied at construction.
         keep: which older checkpoints stay when this one is complete; None keeps all.
-        staging: takes copies of what this rank writes before the first byte is written, so that the state may change
-            from then on.
+        staging: takes copies of what this rank writes before the first byte is written; the state may change from
+            then on.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class RawWriter(StorageWriter):
         self.metadata = copy.deepcopy(dict(metadata))
         self.keep = keep
         self.staging = staging
-        self.is_first = False
+        self.is_first = False  # `set_up_storage_writer` sets it: whether this is the coordinator
         self._locked: tuple[int, str] | None = None
-        """The folder's lock, from the plan until `release`; on the first rank alone."""
+        """Key of the folder's lock on the first rank, from the plan until `release`; None on other ranks."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass  # one writer writes one checkpoint
@@ -75,7 +75,7 @@ class RawWriter(StorageWriter):
         return plan
 
     def release(self, *, failed: bool) -> None:
-        """Gives the folder's lock back; after a failure also removes what was written."""
+        """Releases the folder's lock; after a failure also removes what was written."""
         if self._locked is not None:
             if failed:
                 folders.discard(self.folder)
@@ -104,7 +104,7 @@ class RawWriter(StorageWriter):
                     results.append(WriteResult(item.index, num_bytes, piece))
                 stream.flush()
                 os.fsync(stream.fileno())
-            if self.keep is not None:  # nothing older is removed for one that cannot be read
+            if self.keep is not None:  # older checkpoints are removed only if the new one can be read
                 _check_written(path, [(result.storage_data, t) for result, t in zip(results, tensors, strict=True)])
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -141,7 +141,7 @@ class RawWriter(StorageWriter):
 
 
 def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
-    """Reads a file that was just written from the disk, where the system can be asked to drop its cached copy."""
+    """Compares a file with what was written; reads it from disk if the system can drop its cached copy."""
     with path.open("rb") as stream:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -163,7 +163,7 @@ def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 
 
 def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the tensor's bytes begin in the file, and how many they are."""
+    """Appends the tensor's bytes; returns their start in the file and their number."""
     start = -(-stream.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     stream.seek(start)
     data = _bytes_of(tensor)
@@ -172,5 +172,5 @@ def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The tensor's bytes in row-major order, on the host."""
+    """Returns the tensor's bytes in row-major order, on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

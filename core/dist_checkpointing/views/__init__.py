@@ -1,1 +1,1 @@
-"""A rank's piece of a tensor, seen as the piece that it is of the whole model's tensor: shapes, offsets, no copies."""
+"""Views a rank's piece of a tensor as a piece of the whole model's tensor: shapes and offsets, without copies."""

@@ -1,9 +1,9 @@
-"""A run of a tensor's elements, held flat, seen as the piece that it is of the whole model's tensor.
+"""Views a flat run of a tensor's elements as boxes of the whole model's tensor.
 
-A distributed optimizer cuts flat buffers where the ranks' shares end, which is anywhere inside a parameter. Of an
-n-dimensional tensor such a run, in row-major order, is at most ``2n - 1`` boxes: the rest of a row that it begins in,
-whole rows, and the beginning of a row that it ends in, where rows are cut in the same way. Each box is a view of the
-flat storage, so checkpoints are written from it and read into it without gathering or copying anything.
+A distributed optimizer splits flat buffers into equal shares, whose limits fall anywhere inside a parameter. A run of
+an n-dimensional tensor's elements, in row-major order, is at most ``2n - 1`` boxes: the rest of the row that it begins
+in, whole rows, and the beginning of the row that it ends in, with rows split recursively. Each box is a view of the
+flat storage, so that checkpoints are written from it and read into it without a gather or a copy.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
     """Returns the whole model's tensor whose elements `values` this rank holds; shares storage with them.
 
     Args:
-        param: a plain parameter, with Megatron's attributes where tp cut it; only its shape and cuts are read.
-        values: `[n]`, contiguous, any dtype: in place of the elements ``start .. start + n`` of `param`, in row-major
-            order of this rank's piece of it. May be empty.
+        param: a plain parameter, with Megatron's attributes if tp splits it; only its shape and layout are read.
+        values: `[n]`, contiguous, any dtype: values for the elements ``start .. start + n`` of this rank's piece of
+            `param`, in row-major order. May be empty.
 
     Raises:
-        CheckpointError: values that are not flat, or reach beyond the parameter.
+        CheckpointError: `values` is not flat, or exceeds the parameter.
         ParallelConfigError: as :func:`~core.dist_checkpointing.global_view` does.
     """
     if values.ndim != 1 or not values.is_contiguous() or not 0 <= start <= start + len(values) <= param.numel():
@@ -77,11 +77,11 @@ def whole_view(tensor: Tensor) -> Tensor:
 
 
 def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
-    """What this rank holds of a tensor of the whole model: where each box of it begins, and a view of its storage.
+    """Returns the boxes of a whole-model tensor that this rank holds: the offsets of each, and a view of its storage.
 
     Args:
-        tensor: as :func:`~core.dist_checkpointing.global_view` and :func:`flat_range_view` give it: a plain one is
-            whole.
+        tensor: a result of :func:`~core.dist_checkpointing.global_view` or :func:`flat_range_view`; a plain tensor is
+            the whole one.
     """
     if isinstance(tensor, FlatRange):
         return tensor.pieces()
@@ -92,7 +92,7 @@ def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:
-    """The boxes of a tensor of `shape` that hold its elements ``start .. end`` in row-major order, in that order."""
+    """Returns boxes of a tensor of `shape` with its elements ``start .. end``, in row-major order."""
     if start >= end:
         return []
     if not shape:
@@ -118,17 +118,17 @@ def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[
 
 
 class FlatRange(Tensor):
-    """The whole model's tensor, in shape and dtype; this rank holds a run of its elements in one flat tensor.
+    """A tensor with the whole model's shape and dtype, of which this rank holds a run of elements in one flat tensor.
 
-    Made for checkpoints: `save` writes it and `load` fills it in place. It answers torch's protocol for checkpointable
-    tensors (``torch.distributed._checkpointable``) and knows no arithmetic; `held` is there to compute with.
+    Made for checkpoints: `save` writes it and `load` fills it in place. It implements torch's protocol for
+    checkpointable tensors (``torch.distributed._checkpointable``) and no arithmetic; compute with `held`.
     """
 
     held: Tensor
     """`[n]`: the elements of this rank."""
 
     boxes: list[Box]
-    """Where in the whole tensor they lie, box after box."""
+    """Their boxes in the whole tensor, in the order of `held`."""
 
     @staticmethod
     def __new__(cls, held: Tensor, shape: tuple[int, ...], boxes: list[Box]) -> FlatRange:
@@ -138,7 +138,7 @@ class FlatRange(Tensor):
         return made
 
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Each box as where it begins in the whole tensor and a view, in the box's shape, of what is held."""
+        """Returns for each box its offsets in the whole tensor and a view of `held` in the box's shape."""
         sizes = [sizes for _, sizes in self.boxes]
         runs = self.held.split([math.prod(size) for size in sizes]) if sizes else ()
         return [(offsets, run.view(size)) for (offsets, size), run in zip(self.boxes, runs, strict=True)]
@@ -152,7 +152,7 @@ class FlatRange(Tensor):
             whole: FlatRange = args[0]
             return FlatRange(whole.held, tuple(whole.shape), whole.boxes)
         raise CheckpointError(
-            f"{func} was asked of a tensor of which this rank holds a flat range; compute with its `held`, or save it "
+            f"{func} was called on a tensor that this rank holds a flat range of; compute with its `held`, or save it "
             "and load it into whole tensors; of a wrapped model's parameter, use it inside whole_parameters()"
         )
 
@@ -170,7 +170,7 @@ class FlatRange(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # A tensor without elements has no boxes, and yet has to be known by its name.
+        # A tensor without elements has no boxes, but the planner has to know its name.
         boxes = self.boxes if self.numel() else [((0,) * self.ndim, tuple(self.shape))]
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 

@@ -1,13 +1,13 @@
-"""A rank's piece of a parameter, seen as the piece that it is of the whole model's parameter.
+"""Views a rank's piece of a parameter as a piece of the whole model's parameter.
 
-Two cuts can lie on a parameter. Tensor parallelism cuts the layer: the rank holds a plain tensor, and Megatron's
-attributes ``tensor_model_parallel`` and ``partition_dim`` say how it was cut. FSDP then cuts what is left: the
-parameter becomes a DTensor over the data-parallel mesh. :func:`global_view` joins both into one DTensor of the whole
-parameter, without copying and without communication, and every other file (checkpoints, gradient norms, exports,
+A parameter can be split twice. Tensor parallelism splits the layer: the rank holds a plain tensor, and Megatron's
+attributes ``tensor_model_parallel`` and ``partition_dim`` say how it was split. FSDP then shards this rank's piece:
+the parameter becomes a DTensor over the data-parallel mesh. :func:`global_view` joins both into one DTensor of the
+whole parameter, without copies or communication. Every other file (checkpoints, gradient norms, exports,
 initialisation) reads shapes and offsets from it instead of computing them.
 
 The joint mesh has tp as its *outer* axis, because DTensor applies placements from the left: ``(Shard(0), Shard(0))``
-is then first the even tp cut and inside it the cut of FSDP, in the order in which they were made, for any sizes.
+means the even tp split first and FSDP's split inside it, in the order in which they were made, for any sizes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
     """Returns the whole model's tensor whose piece `param` is; shares storage and never requires gradients.
 
     Args:
-        param: a parameter or buffer, plain or sharded by FSDP2, with Megatron's attributes where tp cut it.
-        tensor: seen in place of `param`, whose cuts alone are then read: a moment, a master weight or a
-            gradient, plain or DTensor, in the shape of this rank's piece of `param`; any dtype.
+        param: a parameter or buffer, plain or sharded by FSDP2, with Megatron's attributes if tp splits it.
+        tensor: viewed instead of `param`, in `param`'s layout: a moment, a master weight or a gradient, plain or
+            DTensor, in the shape of this rank's piece of `param`; any dtype.
 
     Returns:
-        Without tensor parallelism the tensor as it is: plain if `param` is plain, else a DTensor on `param`'s mesh.
-        With it a DTensor with placements ``(Shard(partition_dim) | Replicate(), *param.placements)`` on the mesh
-        ``(tp, *param.device_mesh)``, or on ``(tp,)`` alone if `param` is plain. A data-parallel group that is not
-        among the axes holds replicas.
+        Without tensor parallelism the tensor itself: plain if `param` is plain, else a DTensor on `param`'s mesh. With
+        it a DTensor with placements ``(Shard(partition_dim) | Replicate(), *param.placements)`` on the mesh
+        ``(tp, *param.device_mesh)``, or on ``(tp,)`` if `param` is plain. Data-parallel ranks outside of the mesh hold
+        replicas.
 
     Raises:
-        ParallelConfigError: a pipeline of more than one stage, an interleaved cut (``partition_stride`` above 1),
-            or a piece whose shape is not the one that its cuts give.
+        ParallelConfigError: the pipeline has more than one stage, the split is interleaved (``partition_stride`` above
+            1), or the piece does not have the shape that its layout gives.
     """
     value = _detached(param if tensor is None else tensor)
     local = local_part(value)
@@ -72,9 +72,9 @@ def global_shape(param: torch.Tensor) -> torch.Size:
 
 
 def local_slices(param: torch.Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds: ``full[local_slices(param)]`` has the local piece's shape.
+    """Returns the slices of the whole tensor that this rank holds: ``full[local_slices(param)]`` is the local piece.
 
-    A rank whose piece is empty gets empty slices. Raises as :func:`global_view` does.
+    An empty piece has empty slices. Raises as :func:`global_view` does.
     """
     mesh, placements, shape = _layout(param, param.device.type)
     if mesh is None:
@@ -86,12 +86,12 @@ def local_slices(param: torch.Tensor) -> tuple[slice, ...]:
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """This rank's piece of `value` as a plain tensor that shares its storage, outside autograd."""
+    """Returns this rank's piece of `value` as a plain, detached tensor that shares its storage."""
     return local_part(_detached(value))
 
 
 def _layout(param: torch.Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[Placement, ...], torch.Size]:
-    """Mesh, placements and global shape of `param`; no mesh where the plain tensor is already the whole."""
+    """Returns the mesh, placements and global shape of `param`; no mesh if the plain tensor is already the whole."""
     inner = param.device_mesh if isinstance(param, DTensor) else None
     inner_placements = tuple(param.placements) if isinstance(param, DTensor) else ()
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
@@ -163,15 +163,15 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _MeshCache:
-    """The joint meshes, one per (tp group, data-parallel mesh, device type), forgotten with the parallel state.
+    """The joint meshes, one per (tp group, data-parallel mesh, device type), dropped with the parallel state.
 
-    A mesh made of groups that were destroyed must not be found again by a new parallel state with equal ranks, so
-    the cache belongs to the *identity* of the state's mesh, not to its contents.
+    A new parallel state with equal ranks must not find a mesh of destroyed groups, so that the cache belongs to the
+    *identity* of the state's mesh, not to its contents.
     """
 
     def __init__(self) -> None:
-        self._owner: weakref.ref[Any] | None = None
-        self._meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+        self._owner: weakref.ref[Any] | None = None  # the state's mesh that `_meshes` belong to; `entries` sets it
+        self._meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # cleared when `_owner` is freed or replaced
 
     def entries(self) -> dict[tuple[Any, ...], DeviceMesh]:
         owner = parallel_state.get_device_mesh() if parallel_state.model_parallel_is_initialized() else None
@@ -185,7 +185,7 @@ _CACHE = _MeshCache()
 
 
 def _mesh(tp_group: ProcessGroup | None, inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
-    """The mesh ``(tp, *inner)`` made of groups that exist already; `device_type` is where the local tensors live."""
+    """Returns the mesh ``(tp, *inner)`` of existing groups; `device_type` is that of the local tensors."""
     inner_groups = [] if inner is None else [inner.get_group(axis) for axis in range(inner.ndim)]
     groups = ([] if tp_group is None else [tp_group]) + inner_groups
     key = (tuple(group.group_name for group in groups), device_type)
@@ -211,8 +211,8 @@ def _build_mesh(
         if inner is None:
             ranks = tp_ranks
         else:
-            # Ranks are numbered linearly along every axis of a parallel layout (sum of coordinate x stride), so my
-            # tp column and my data-parallel plane give the whole plane without asking the others.
+            # Ranks are numbered linearly along every axis of a parallel layout (sum of coordinate x stride), so that
+            # this rank's tp column and data-parallel plane give the whole mesh without communication.
             offsets = tp_ranks - torch.distributed.get_rank()
             ranks = offsets.view(-1, *([1] * inner.ndim)) + inner.mesh.to(torch.int)
             if len(ranks.unique()) != ranks.numel():

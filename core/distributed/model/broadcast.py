@@ -1,4 +1,4 @@
-"""Makes replicas equal: what the group's first rank holds, or will draw its initial values from, sent to all of it."""
+"""Makes replicas equal: broadcasts the tensors, or the seeds of initial values, of the group's first rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...transformer.module import root_seed
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites tensors, in place, with those of the group's first rank; the order must agree on all ranks.
+    """Overwrites tensors, in place, with those of the group's first rank; the order must be the same on all ranks.
 
-    Of a DTensor its local shard is sent: the group must then be one whose ranks hold the same shard. Tensors on the
-    meta device have nothing to send. One on another device than this process computes on is sent from a copy there, so
-    that every rank sends from the same kind of device.
+    Sends the local shard of a DTensor: ranks of the group must have the same shard. Skips tensors on the meta device.
+    Copies a tensor on another device to the one that this process computes on, so that all ranks send from the same
+    kind of device.
     """
     if group.size() == 1:
         return
@@ -34,7 +34,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
 
 
 def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:
-    """Gives every module that keeps an `init_seed` that of the group's first rank; returns the whole model's."""
+    """Replaces every module's `init_seed` by that of the group's first rank; returns the model's."""
     owners = [owner for owner in module.modules() if isinstance(getattr(owner, "init_seed", None), int)]
     seeds = [root_seed(module), *(owner.init_seed for owner in owners)]
     shared = torch.tensor(seeds, dtype=torch.int64, device=device.current_device())

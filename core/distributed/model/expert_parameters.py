@@ -1,4 +1,4 @@
-"""Parameters of experts, which Megatron-LM marks by ``allreduce = False``, until there are experts."""
+"""Rejects parameters of experts, which Megatron-LM marks by ``allreduce = False``; experts are not supported yet."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..plan.buffers import is_expert_parameter
 def reject_expert_parameters(module: nn.Module, config: Any) -> None:
     """Raises if a parameter is replicated over other ranks than those that its wrapper reduces gradients over.
 
-    A parameter with the mark belongs to the experts' data-parallel group. That is the data-parallel group itself as
-    long as experts are cut as dense layers are; else a wrapper would overwrite one expert by another.
+    A marked parameter belongs to the experts' data-parallel group. That group is the data-parallel group if experts
+    are split like dense layers; otherwise a wrapper would overwrite one expert by another.
 
     Args:
-        config: the model's; its ``expert_model_parallel_size`` counts where there are no process groups.
+        config: the model's; its ``expert_model_parallel_size`` is used if there are no process groups.
 
     Raises:
-        ParallelConfigError: a parameter with the mark, where experts have a cut of their own.
+        ParallelConfigError: a parameter is marked, and experts are split differently.
     """
     expert = max(
         parallel_state.get_expert_model_parallel_world_size(), getattr(config, "expert_model_parallel_size", 1) or 1

@@ -1,4 +1,4 @@
-"""Looks at gradients before they are mixed with those of other ranks, so that an error can name the rank at fault."""
+"""Checks gradients before they are reduced with those of other ranks, so that an error can name the rank at fault."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from ...errors import ShardstackError
 
 LARGE_FACTOR = 10.0
-"""How many times the largest norm of its first steps a gradient's norm must reach to count as large."""
+"""A gradient's norm is large if it reaches this multiple of the largest norm of its first steps."""
 
 OBSERVED_STEPS = 100
-"""Steps in which the largest norm of each gradient is learned, before any is called large."""
+"""First steps, in which the largest norm of each gradient is recorded and none is large."""
 
 
 class GradientChecks:
@@ -25,17 +25,17 @@ class GradientChecks:
 
     def __init__(self, for_nan: bool, for_large: bool) -> None:
         self._for_nan, self._for_large = for_nan, for_large
-        self._largest: dict[str, float] = {}
-        self._seen: dict[str, int] = {}
+        self._largest: dict[str, float] = {}  # largest norm by parameter; `_check_norm` raises it in the first steps
+        self._seen: dict[str, int] = {}  # recorded steps by parameter; grows up to `OBSERVED_STEPS`
 
     def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:
         """Checks this rank's gradients of step `step`, counted from 0, by name.
 
         Args:
-            are_reduced: they are those of all ranks already, so that the rank which sees it need not be at fault.
+            are_reduced: gradients are reduced over ranks already, so that another rank may be at fault.
 
         Raises:
-            ShardstackError: naming rank, step and parameter.
+            ShardstackError: names rank, step and parameter.
         """
         if not (self._for_nan or self._for_large):
             return
@@ -63,5 +63,5 @@ class GradientChecks:
 
 
 def _place(name: str, step: int, is_reduced: bool) -> str:
-    of = f"{name}, reduced over ranks of which any may be at fault," if is_reduced else name
+    of = f"{name}, reduced over ranks that may each be at fault," if is_reduced else name
     return f"rank {dist.get_rank()}, step {step}: the gradient of {of}"

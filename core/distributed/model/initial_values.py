@@ -1,13 +1,13 @@
-"""What a wrapped model starts from: the values of the first rank, or values that are still to be drawn.
+"""Gives a wrapped model equal initial values on all ranks: those of the first rank, or values drawn from its seeds.
 
     start = InitialValues(module, group)
-    start.equalize()                        # before sharding: what every rank holds becomes the first one's
+    start.equalize()                        # before sharding: broadcasts tensors that every rank has
     shard_model(module, ...)
-    start.fill()                            # storage for the rest, drawn by name, or received part by part
+    start.fill()                            # allocates the rest, and draws it by name or receives it part by part
 
-The first rank decides, tensor by tensor. What it holds, all get: in place where all have storage, else after sharding,
-one tensor at a time, so that a rank which started on the meta device never holds the model whole. What it has on the
-meta device, all draw from its seeds.
+The first rank decides, tensor by tensor. All ranks get a tensor that it has: in place if all have storage, else after
+sharding, one tensor at a time, so that a rank that started on the meta device never has the whole model. All ranks
+draw a tensor that it has on the meta device from its seeds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .broadcast import broadcast_tensors, share_init_seeds
 
 
 class InitialValues:
-    """Makes a model's parameters and buffers start equal over a group; every rank of it takes every step.
+    """Makes a model's parameters and buffers equal over a group. Every rank calls every method.
 
     Args:
         module: the model; on each rank wholly, partly or not at all on the meta device.
-        group: the ranks that are to hold the same model (replicas, or shards of one).
-        from_first_rank: False leaves each rank what it holds, for callers who know that it is equal; what is on the
-            meta device is then drawn from each rank's own seeds.
+        group: the ranks of the same model (replicas, or shards of one).
+        from_first_rank: if False, ranks keep their tensors, which the caller knows to be equal; tensors on the meta
+            device are drawn from each rank's own seeds.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, *, from_first_rank: bool = True) -> None:
@@ -47,7 +47,7 @@ class InitialValues:
         self._received = [name for name, first, anywhere in flags if anywhere and not first]
         held = [name for name, _, anywhere in flags if not anywhere]
         self._equalized = [tensors[name] for name in held] if self._follows_first else []
-        # The first rank's own, kept whole while the module gets shards in their place.
+        # Whole tensors on the first rank that other ranks receive; kept until `fill` has sent them.
         self._whole = {name: tensors[name].detach() for name in self._received if group.rank() == 0}
         sharded = [name for name, tensor in self._whole.items() if isinstance(tensor, DTensor)]
         if sharded:
@@ -58,12 +58,16 @@ class InitialValues:
         self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def equalize(self) -> None:
-        """Before the model is sharded."""
+        """Broadcasts tensors that every rank has. Call it before the model is sharded."""
         broadcast_tensors(self._equalized, self._group)
         self._equalized = []
 
     def fill(self, parameter_device: torch.device | str | None = None) -> None:
-        """After it. What starts on meta goes to this process's device, or parameters to the one given."""
+        """Allocates and fills tensors on the meta device. Call it after the model is sharded.
+
+        Args:
+            parameter_device: device of parameters; None means that of this process.
+        """
         if not self._drawn and not self._received:
             return
         allocate_meta_tensors(self._module, device.current_device(), parameter_device)
@@ -94,9 +98,9 @@ class InitialValues:
             copy_shard(whole, tensors[name])
 
     def _agree(self, on_meta: list[bool]) -> tuple[list[bool], list[bool]]:
-        """Which tensors the first rank has on meta, and which any rank has there."""
+        """Returns which tensors the first rank has on meta, and which any rank has there."""
         if dist.get_backend(self._group) == "fake":
-            return on_meta, on_meta  # a simulation: there is no other rank to ask
+            return on_meta, on_meta  # a simulated group has no other rank
         own = torch.tensor(on_meta, dtype=torch.int32)
         of_first = own if self._group.rank() == 0 else torch.zeros_like(own)
         both = torch.stack([of_first, own]).to(device.current_device())
@@ -106,19 +110,19 @@ class InitialValues:
 
 
 def start_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Both steps, for a wrapper that does not shard."""
+    """Calls `equalize` and `fill`, for a wrapper that does not shard."""
     start = InitialValues(module, group)
     start.equalize()
     start.fill()
 
 
 def _named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer once, by its first name."""
+    """Returns every parameter and buffer once, by its first name."""
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts every floating-point buffer of the model, in place; parameters stay."""
+    """Casts every floating-point buffer of the model, in place; does not cast parameters."""
     for submodule in module.modules():
         for name, buffer in submodule.named_buffers(recurse=False):
             if buffer.is_floating_point():

@@ -1,4 +1,4 @@
-"""Custom attributes of parameters, which torch drops where it replaces them."""
+"""Keeps custom attributes of parameters, which torch drops when it replaces them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 @contextmanager
 def parameter_attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Puts back, by name, the custom attributes that parameters lose when something replaces them inside.
+    """Restores, by name, the custom attributes of parameters that are replaced inside.
 
-    FSDP2 builds new parameters, as do ``to_empty``, ``.to(dtype)`` of sharded modules and ``assign=True``; torch drops
-    Megatron's ``tensor_model_parallel``, ``partition_dim``, ``sequence_parallel`` and the like on the way.
+    FSDP2, ``to_empty``, ``.to(dtype)`` of sharded modules and ``assign=True`` build new parameters without Megatron's
+    ``tensor_model_parallel``, ``partition_dim``, ``sequence_parallel`` and other attributes.
     """
     attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)}
     yield

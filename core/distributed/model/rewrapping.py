@@ -1,4 +1,4 @@
-"""A model that is wrapped twice, or of which a part was sharded by hand before."""
+"""Rejects a model that is wrapped twice, or whose children were sharded by hand before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TORCH_WRAPPERS = (TorchDistributedDataParallel, FullyShardedDataParallel)
 
 
 def note_sharded(modules: Iterable[FSDPModule]) -> None:
-    """Remembers who sharded these modules: this library, not a call of torch's `fully_shard`."""
+    """Records that this library sharded these modules, not a call of torch's `fully_shard`."""
     _sharded_here.update(modules)
 
 
@@ -27,7 +27,7 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
         wrappers: classes that wrap a model, in addition to torch's.
 
     Raises:
-        WrapError: says which module, by whom, and what to do.
+        WrapError: names the module, who wrapped it, and what to do.
     """
     for name, submodule in module.named_modules():
         kind = _plain_name(submodule)
@@ -52,12 +52,12 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "has_buffer"):
             raise WrapError(
-                f"parameter {name} lies in the buffers of a wrapper already, a DistributedDataParallel of this "
+                f"parameter {name} is in the buffers of a wrapper already, a DistributedDataParallel of this "
                 "library; wrap the plain model once"
             )
 
 
 def _plain_name(module: nn.Module) -> str:
-    """The class's name, without the prefix that torch's `fully_shard` gives it."""
+    """Returns the class's name, without the prefix that torch's `fully_shard` gives it."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name

@@ -1,8 +1,8 @@
-"""Ranks that wrap different models, or one model with different settings.
+"""Rejects ranks that wrap different models, or one model with different settings.
 
-Without a look at construction the first collective of which sizes differ would hang, fail in terms of bytes, or mix
-up tensors. Every rank describes what it wraps, the ranks compare one hash in one small collective, and only if it
-differs do they exchange what they have.
+Without a check at construction the first collective whose sizes differ would hang, fail with a message about bytes, or
+mix up tensors. Every rank describes its model, the ranks compare a hash in one small collective, and they exchange the
+descriptions only if it differs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...text import listed, rank_list
 from ..plan import ShardingPlan
 
 Description = dict[str, str]
-"""What a rank wraps: what a message calls each thing, and what it is, in the model's order."""
+"""Description of a rank's model: values by the name in messages, in the model's order."""
 
 
 def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequence[Sequence[str]] = ()) -> None:
@@ -31,11 +31,11 @@ def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequen
 
     Args:
         module: the model, before it is wrapped; its parameters may be on the meta device.
-        plan: its settings must agree.
+        plan: its settings must be equal on all ranks.
         units: names of the modules of each unit.
 
     Raises:
-        WrapError: names the first difference, and which ranks have what.
+        WrapError: names the first difference, and the value of each rank.
     """
     group = plan.groups.whole
     if group.size() == 1:
@@ -44,13 +44,13 @@ def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequen
     if _is_equal_over_ranks(mine, group):
         return
     everyone = _gather(mine, group)
-    subject, values = _first_difference(everyone)
+    name, values = _first_difference(everyone)
     by_value: dict[str, list[int]] = defaultdict(list)
     for rank, value in enumerate(values):
         by_value[value].append(rank)
     found = listed([f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()])
     raise WrapError(
-        f"the ranks of a data-parallel group wrap different models, first in {subject}: {found}. Build the same model "
+        f"the ranks of a data-parallel group wrap different models, first in {name}: {found}. Build the same model "
         "from the same settings on every rank (ranks are counted within the group)"
     )
 
@@ -58,7 +58,7 @@ def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequen
 def describe_structure(
     module: nn.Module, settings: Iterable[tuple[str, str]] = (), units: Sequence[Sequence[str]] = ()
 ) -> Description:
-    """All that must agree, which values of parameters are not."""
+    """Returns everything that must be equal on all ranks; values of parameters need not be."""
     described = dict(settings)
     described["the model's class"] = type(module).__name__
     unit_of = {name: ", ".join(unit) for unit in units for name in unit}
@@ -91,7 +91,7 @@ def _innermost(parameter: str, unit_of: Mapping[str, str]) -> str:
 def _is_equal_over_ranks(description: Description, group: dist.ProcessGroup) -> bool:
     digest = hashlib.sha256(json.dumps(list(description.items())).encode()).digest()
     pieces = [int.from_bytes(digest[i : i + 4], "big") for i in range(0, 16, 4)]
-    # The smallest is also the largest only if all are equal. One all-reduce, which also a simulated group answers.
+    # The minimum equals the maximum only if all are equal. One all-reduce, which a simulated group supports too.
     extremes = torch.tensor(
         [*pieces, *(-piece for piece in pieces)], dtype=torch.int64, device=device.current_device()
     )
@@ -101,7 +101,7 @@ def _is_equal_over_ranks(description: Description, group: dist.ProcessGroup) -> 
 
 
 def _gather(description: Description, group: dist.ProcessGroup) -> list[Description]:
-    """Every rank's description; as JSON in plain tensors, so that nothing is unpickled."""
+    """Gathers every rank's description as JSON in plain tensors, so that nothing is unpickled."""
     here = device.current_device()
     text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(here)
     length = torch.tensor([len(text)], dtype=torch.int64, device=here)
@@ -116,10 +116,9 @@ def _gather(description: Description, group: dist.ProcessGroup) -> list[Descript
 
 
 def _first_difference(everyone: list[Description]) -> tuple[str, list[str]]:
-    """What differs first, and each rank's version of it."""
-    subjects = dict.fromkeys(subject for description in everyone for subject in description)
-    for subject in subjects:
-        values = [description.get(subject, "absent") for description in everyone]
+    """Returns the name of the first entry that differs, and each rank's value."""
+    for name in dict.fromkeys(name for description in everyone for name in description):
+        values = [description.get(name, "absent") for description in everyone]
         if len(set(values)) > 1:
-            return subject, values
+            return name, values
     return "the order of its parameters", [", ".join(list(d)[-3:]) for d in everyone]

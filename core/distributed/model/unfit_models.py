@@ -1,4 +1,4 @@
-"""Models that a wrapper would get wrong, refused before anything is touched."""
+"""Rejects models that a wrapper cannot train correctly, before it changes anything."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...errors import WrapError
 
 
 def reject_unfit(module: nn.Module) -> None:
-    """Raises on what no wrapper can train as the plain module would.
+    """Raises for models that no wrapper can train as the plain module would.
 
     Raises:
-        WrapError: a complex parameter, or two parameters that share memory without being one.
+        WrapError: a parameter is complex, or two parameters share memory without being one.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_complex() and parameter.requires_grad:
@@ -27,10 +27,10 @@ def reject_unfit(module: nn.Module) -> None:
 
 
 def reject_unfit_for_fsdp2(module: nn.Module) -> None:
-    """Raises, besides, on what FSDP2 cannot cut, gather or reduce.
+    """Raises also for models that FSDP2 cannot shard, gather or reduce.
 
     Raises:
-        WrapError: a parameter that is a scalar, empty or not contiguous, or a module with sparse gradients.
+        WrapError: a parameter is a scalar, empty or not contiguous, or a module has sparse gradients.
     """
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:

@@ -1,10 +1,10 @@
-"""What is done to each unit before it is sharded: activation checkpointing, then `torch.compile`.
+"""Transforms each unit before it is sharded: activation checkpointing, then `torch.compile`.
 
-The order of a whole model is: tensor parallelism (its layers have it built in), activation checkpointing, compilation,
-sharding. Each wraps the one before, so that what is compiled knows what it recomputes, and FSDP2's hooks, which gather
-and free parameters, stand outside both.
+The order for a whole model is: tensor parallelism (built into its layers), activation checkpointing, compilation,
+sharding. Each wraps the one before, so that compiled code includes recomputation, and FSDP2's hooks, which gather and
+free parameters, are outside of both.
 
-Only a module's `forward` is replaced, on the instance: no module is added, so that names in state dicts stay.
+Replaces only a module's `forward`, on the instance, and adds no module, so that names in state dicts do not change.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ SAVED_OPERATIONS: tuple[str, ...] = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
 )
-"""Operations of `torch.ops.aten` whose results "selective" keeps: those that take long for the memory they give back.
+"""Operations of `torch.ops.aten` whose results "selective" saves: those that take long for the memory they would free.
 
-Of `EVERY_SECOND_ONE` it keeps the first, the third and so on. Everything else, as norms and activations, is computed
-again.
+Of `EVERY_SECOND_ONE` it saves the first, the third and so on. Everything else, such as norms and activations, is
+recomputed.
 """
 
 EVERY_SECOND_ONE: tuple[str, ...] = ("mm", "addmm")
-"""Linear layers: half of their outputs kept is about the memory of half of the layer, for a quarter of its time."""
+"""Linear layers: saving half of their outputs costs about half of a layer's memory, for a quarter of its time."""
 
 
 def transform_modules(modules: Iterable[nn.Module], recomputes: ActivationCheckpointing, is_compiled: bool) -> None:
     """Replaces the forward of each module as asked, in place, before it is sharded.
 
     Args:
-        modules: those of a unit.
-        recomputes: ``"full"`` keeps a module's inputs alone and computes the rest again in backward (Chen et al.,
-            2016); ``"selective"`` also keeps the results of `SAVED_OPERATIONS`.
-        is_compiled: compile each by itself, with what it recomputes. Equal modules share their code.
+        modules: the modules of a unit.
+        recomputes: ``"full"`` saves only a module's inputs and recomputes the rest in backward (Chen et al., 2016);
+            ``"selective"`` also saves the results of `SAVED_OPERATIONS`.
+        is_compiled: compile each module by itself, recomputation included. Equal modules share their code.
     """
     for module in modules:
         if recomputes != "none":
@@ -74,7 +74,7 @@ def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., 
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """One pair for each forward: what is kept depends on how many operations came before, in it and in its replay."""
+    """Returns a pair of contexts per forward: a policy counts the operations of one forward and its recomputation."""
     seen: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

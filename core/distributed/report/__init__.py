@@ -1,9 +1,9 @@
-"""What a wrapper made of a model, as a table or as a page: `describe`.
+"""Describes a wrapped model as a table or as a page: `describe`.
 
-wire    what a step puts on the wire, by the settings of a unit
-facts   what each unit is, keeps and gathers, out of the plan
-table   as text
-page    as HTML, with the picture
+wire    computes the traffic of a unit in a step from its settings
+facts   collects from the plan what each unit is, keeps and gathers
+table   formats the facts as text
+page    formats the facts as HTML, with the picture
 """
 
 from .facts import model_facts

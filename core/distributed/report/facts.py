@@ -1,4 +1,4 @@
-"""What there is to say of a wrapped model, unit by unit: arithmetic of this rank, which talks to no other."""
+"""Collects facts about a wrapped model, unit by unit, from this rank's plan; no communication."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ..plan import (
 from .wire import StepPlan, Traffic, bucket_traffic, sharded_traffic
 
 RANGE = " … "
-"""Between the first and the last name of what a bucket holds."""
+"""Joins the names of the first and the last parameter of a bucket."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of one kind."""
+    """Bytes and dtypes of one kind of memory."""
 
     nbytes: int
     dtypes: tuple[torch.dtype, ...]
@@ -35,56 +35,56 @@ class Held:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """Parameters that travel together; all sizes are those of this rank, tensor-parallel cut and padding included."""
+    """Parameters of one collective. Sizes are those of this rank, after the tensor-parallel split, with padding."""
 
     name: str
-    """Of its modules below the model, joined by " + "; empty for what is left to the model itself."""
+    """Names of its modules below the model, joined by " + "; empty for the root unit."""
     kind: str
-    """Classes of its modules; what a bucket holds."""
+    """Classes of its modules; for a bucket, its contents."""
     place: int
-    """Of its first parameter among those of the model, which is roughly the order of execution."""
+    """Index of its first parameter among those of the model, which are roughly in the order of execution."""
     num_parameters: int
     num_trainable: int
     kept: Held
-    """Parameters that this rank keeps at all times."""
+    """Parameters that this rank always keeps."""
     gathered: Held | None
-    """Parameters while they are gathered; None where they are always whole."""
+    """Parameters while they are gathered; None if they are always whole."""
     gradient: Held
-    """What this rank keeps of the gradient once it is reduced."""
+    """This rank's part of the reduced gradient."""
     after_forward: str
-    """What becomes of gathered parameters until backward."""
+    """What happens to gathered parameters between forward and backward."""
     traffic: tuple[Traffic, ...]
     is_offloaded: bool = False
 
     @property
     def is_replicated(self) -> bool:
-        """Whole on every rank at all times."""
+        """Whether its parameters are always whole on every rank."""
         return self.gathered is None
 
     def like(self, other: UnitFacts) -> bool:
-        """Equal but for its name and place."""
+        """Returns whether two units are equal except for name and place."""
         return replace(self, name=other.name, place=other.place) == other
 
 
 @dataclass(frozen=True)
 class Tie:
-    """One weight in several places."""
+    """A weight with several names."""
 
     names: tuple[str, ...]
     places: tuple[int, ...]
-    """Of each name among those of the model's parameters; see `UnitFacts.place`."""
+    """Place of each name, see `UnitFacts.place`."""
     unit: int
-    """Index of the unit that holds it."""
+    """Index of its unit."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A wrapped model."""
+    """Facts about a wrapped model."""
 
     wrapper: str
     num_ranks: int
     shard_size: int
-    """Ranks that share a parameter, or the state of the optimizer; 1 where nothing is cut."""
+    """Ranks that share a parameter, or the state of the optimizer; 1 without sharding."""
     num_replicas: int
     step: StepPlan
     units: tuple[UnitFacts, ...]
@@ -95,19 +95,19 @@ class ModelFacts:
     num_buffers: int
     buffer_bytes: int
     settings: str
-    """Those of the wrapper that differ from their defaults."""
+    """Settings of the wrapper that differ from their defaults."""
     tensor_parallel_size: int = 1
-    """Ranks that share the layers underneath; the facts are those of one's part."""
+    """Ranks that share the layers; the facts are those of one rank's part."""
     context_parallel_size: int = 1
     """Ranks that share each sequence."""
 
 
 def model_facts(plan: ShardingPlan, model: nn.Module, num_microbatches: int) -> ModelFacts:
-    """Of a plan, and the model that it was made for.
+    """Collects the facts about a plan and its model.
 
     Args:
-        model: for its buffers alone.
-        num_microbatches: of a step.
+        model: only its buffers are read.
+        num_microbatches: micro-batches of a step.
     """
     step = StepPlan(num_microbatches, plan.reduces_every_micro_batch)
     units = _planned_units(plan, step)
@@ -136,7 +136,7 @@ def model_facts(plan: ShardingPlan, model: nn.Module, num_microbatches: int) -> 
 
 
 def _planned_units(plan: ShardingPlan, step: StepPlan) -> list[tuple[UnitFacts, Sequence[ParamPlan]]]:
-    """Units, and the parameters of each."""
+    """Returns the units, and the parameters of each."""
     found: list[tuple[UnitFacts, Sequence[ParamPlan]]] = []
     if isinstance(plan, FSDP2Plan):
         units = [unit for unit in (*plan.units, plan.root) if unit.params]
@@ -159,9 +159,9 @@ def _planned_units(plan: ShardingPlan, step: StepPlan) -> list[tuple[UnitFacts, 
 
 
 def _is_gathered_in_backward(plan: FSDP2Plan, unit: ModuleUnitPlan, first_trained: int | None) -> bool:
-    """Whether backward gathers the unit where it was freed.
+    """Returns whether backward gathers the unit if it was freed.
 
-    Backward begins with the root, and runs from the loss to the first weight that is trained and no further.
+    Backward begins with the root, and runs from the loss to the first trained weight.
     """
     reaches = first_trained is not None and max(param.places[0] for param in unit.params) >= first_trained
     return unit.is_needed_in_backward and (unit is plan.root or reaches)
@@ -290,7 +290,7 @@ def _distinct(dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
 
 
 def _class_name(module: nn.Module) -> str:
-    # fully_shard puts a class of its own, named FSDP..., in front of a module's.
+    # fully_shard replaces a module's class by a subclass named FSDP...
     return next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("FSDP"))
 
 

@@ -52,7 +52,7 @@ _LEGEND = {
 
 
 def as_html(facts: ModelFacts) -> str:
-    """A page with the picture of the units, the table and the notes; every name is escaped."""
+    """Returns a page with the picture of the units, the table and the notes; escapes every name."""
     title = escape(headline(facts))
     of_units = table(facts)
     head = "".join(f"<th{_style(column)}>{escape(column)}</th>" for column in of_units.columns)

@@ -1,4 +1,4 @@
-"""The facts in the form that was asked for."""
+"""Formats the facts as text or HTML."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .table import as_text
 
 
 def describe(facts: ModelFacts, format: str) -> str:
-    """The facts as ``text`` or as ``html``.
+    """Returns the facts as ``text`` or as ``html``.
 
     Raises:
-        ConfigError: another format.
+        ConfigError: the format is unknown.
     """
     if format == "text":
         return as_text(facts)

@@ -1,4 +1,4 @@
-"""The facts as lines of words and numbers, for the table and the page."""
+"""Formats the facts as rows of text and numbers, for the table and the page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .facts import RANGE, Held, ModelFacts, UnitFacts
 from .wire import Kind, Traffic
 
 COLUMNS = ("unit", "holds", "params", "kept", "gathered", "then", "gradient", "gathers", "reduces", "sent")
-"""Of both tables; the first two are text, the others numbers. ``then`` is what becomes of gathered parameters between
-forward and backward; a gradient is in the dtype of what is kept unless it says otherwise; gathers, reductions and what
-this rank sends are those of a step."""
+"""Columns of both tables; the first two are text, the others numbers. ``then`` is what happens to gathered parameters
+between forward and backward; a gradient has the dtype of the kept parameters unless it names another; gathers,
+reductions and sent bytes are those of a step."""
 
 TEXT_COLUMNS = COLUMNS[:2]
 
@@ -29,7 +29,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of the unit, or ``decoder.layers.0-31 (32 x)``."""
+        """The unit's name, or ``decoder.layers.0-31 (32 x)``."""
         first, last = self.units[0].name, self.units[-1].name
         if len(self.units) == 1:
             return first or "(the rest)"
@@ -38,7 +38,7 @@ class Run:
 
 
 def fold(units: Iterable[UnitFacts]) -> list[Run]:
-    """Units in order; equal ones with consecutive numbers in one run."""
+    """Groups units, in order: equal ones with consecutive numbers form a run."""
     runs: list[list[UnitFacts]] = []
     for unit in units:
         if runs and unit.like(runs[-1][-1]) and _continues(runs[-1], unit):
@@ -54,7 +54,7 @@ def _continues(run: list[UnitFacts], unit: UnitFacts) -> bool:
 
 
 def _counted(name: str, following: str) -> int | None:
-    """Which part of a name went up by one to give the other; None where they differ otherwise."""
+    """Returns the index of the part of a name that is one higher in the other; None if they differ otherwise."""
     a, b = name.split("."), following.split(".")
     differing = [index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
     if len(a) != len(b) or len(differing) != 1:
@@ -65,7 +65,7 @@ def _counted(name: str, following: str) -> int | None:
 
 
 def cells(run: Run) -> tuple[str, ...]:
-    """One line of a table, in the order of `COLUMNS`; numbers are those of one unit of the run."""
+    """Returns a row of the table, in the order of `COLUMNS`; numbers are those of one unit of the run."""
     unit = run.units[0]
     return (
         run.name,
@@ -82,7 +82,7 @@ def cells(run: Run) -> tuple[str, ...]:
 
 
 def totals(facts: ModelFacts) -> tuple[str, ...]:
-    """The last line of a table: sums over all units."""
+    """Returns the last line of a table: sums over all units."""
     units = facts.units
     traffic = [entry for unit in units for entry in unit.traffic]
     return (
@@ -122,7 +122,7 @@ def table(facts: ModelFacts) -> Table:
 
 
 def headline(facts: ModelFacts) -> str:
-    """What wraps how much, over how many ranks."""
+    """Says which wrapper has how many parameters on how many ranks."""
     parameters = count(sum(unit.num_parameters for unit in facts.units))
     whole = f"{facts.wrapper}: {parameters} parameters on {facts.num_ranks} rank{'s' if facts.num_ranks > 1 else ''}"
     if facts.num_ranks == 1:
@@ -135,7 +135,7 @@ def headline(facts: ModelFacts) -> str:
 
 
 def notes(facts: ModelFacts) -> list[str]:
-    """What a table has no column for."""
+    """Returns facts that have no column in the table."""
     traffic = [entry for unit in facts.units for entry in unit.traffic]
     batches = facts.step.num_microbatches
     kinds = [
@@ -164,7 +164,7 @@ def notes(facts: ModelFacts) -> list[str]:
 
 
 def size(nbytes: int) -> str:
-    """Bytes as ``12.3 MiB``; a dash for none."""
+    """Formats bytes as ``12.3 MiB``; 0 as a dash."""
     if not nbytes:
         return "-"
     value, unit = float(nbytes), 0
@@ -174,7 +174,7 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int) -> str:
-    """A number of parameters as ``58.7 M``."""
+    """Formats a number of parameters as ``58.7 M``."""
     if number < 10_000:
         return str(number)
     limit, letter = next(entry for entry in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if number >= entry[0])
@@ -182,23 +182,23 @@ def count(number: int) -> str:
 
 
 def amount(held: Held | None) -> str:
-    """Bytes and what they are in."""
+    """Formats bytes and their dtypes."""
     if held is None or not held.nbytes:
         return "-"
     return f"{size(held.nbytes)} {dtype_names(held.dtypes)}"
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
-    """As ``bf16``, or ``bf16+fp32``."""
+    """Formats dtypes as ``bf16`` or ``bf16+fp32``."""
     return "+".join(SHORT_NAMES.get(dtype, dtype_name(dtype)) for dtype in dtypes)
 
 
 def shorten(text: str, width: int) -> str:
-    """Leaves out the middle: names tell by their end, and folded ones by both ends."""
+    """Shortens a name to its end, and the name of a range to both ends."""
     if len(text) <= width:
         return text
     first, separator, last = text.partition(RANGE)
-    if separator:  # each name by its end
+    if separator:  # shorten each name to its end
         room = (width - len(separator)) // 2
         return separator.join(
             f"…{name[len(name) - room + 1 :]}" if len(name) > room else name for name in (first, last)

@@ -1,7 +1,7 @@
-"""What a step puts on the wire: calls and bytes of the collectives of one unit, from its settings alone.
+"""Computes the traffic of one unit in a step, calls and bytes, from its settings.
 
-These are the wrapper's own collectives over the data-parallel group, on this rank. A unit that one forward uses
-several times is gathered as often; here it counts once.
+Counts the wrapper's collectives over the data-parallel group, on this rank. A unit that one forward uses several times
+is gathered each time, but counts once here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What of a step decides its traffic."""
+    """The settings of a step that decide its traffic."""
 
     num_microbatches: int = 1
     reduces_every_micro_batch: bool = False
@@ -27,14 +27,14 @@ class Traffic:
     kind: Kind
     calls: int
     nbytes: int
-    """Of the whole tensor of one call: what an all-gather brings together, what a reduction adds."""
+    """Bytes of the whole tensor of one call: the output of an all-gather, the input of a reduction."""
     ranks: int
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends in all calls, by an algorithm that sends nothing twice, as a ring does.
+        """Bytes that this rank sends in all calls, with an algorithm that sends nothing twice, such as a ring.
 
-        ``(n - 1) / n`` of the tensor to gather or to scatter it, twice that to all-reduce it.
+        ``(n - 1) / n`` of the tensor to gather or scatter it, twice that to all-reduce it.
         """
         passes = 2 if self.kind == "all-reduce" else 1
         return self.calls * passes * self.nbytes * (self.ranks - 1) // self.ranks
@@ -51,20 +51,20 @@ def sharded_traffic(
     is_gathered_in_backward: bool = True,
     is_kept: bool = False,
 ) -> tuple[Traffic, ...]:
-    """Collectives of a unit whose parameters are sharded (ZeRO-3).
+    """Returns the collectives of a unit with sharded parameters (ZeRO-3).
 
     Args:
-        gathered_bytes: all parameters whole, in the dtype and with the padding of the all-gather.
-        reduced_bytes: all gradients whole, likewise; 0 where nothing is trained.
-        reshard_after_forward: a number of ranks, fewer than `shard_size`, is gathered from in backward.
+        gathered_bytes: bytes of all whole parameters, in the dtype and with the padding of the all-gather.
+        reduced_bytes: bytes of all whole gradients, likewise; 0 if nothing is trained.
+        reshard_after_forward: a number is the ranks, fewer than `shard_size`, that backward gathers from.
         is_gathered_in_backward: backward runs through the unit and reads its weights.
-        is_kept: what is gathered when a micro-batch ends stays so for the next one.
+        is_kept: parameters that are gathered when a micro-batch ends stay gathered for the next one.
     """
     gathers, reductions = 1 if is_kept else step.num_microbatches, _num_reductions(step) if reduced_bytes else 0
     again = step.num_microbatches if reshard_after_forward is not False and is_gathered_in_backward else 0
     if reshard_after_forward is True:
         gathers, again = gathers + again, 0
-    return _without_the_silent(
+    return _drop_idle(
         Traffic("all-gather", gathers, gathered_bytes, shard_size),
         Traffic("all-gather", again, gathered_bytes, int(reshard_after_forward)),
         Traffic("reduce-scatter", reductions, reduced_bytes, shard_size),
@@ -75,18 +75,18 @@ def sharded_traffic(
 def bucket_traffic(
     step: StepPlan, *, param_bytes: int, grad_bytes: int, shard_size: int | None, num_replicas: int
 ) -> tuple[Traffic, ...]:
-    """Collectives of a bucket of a flat buffer.
+    """Returns the collectives of a bucket of a flat buffer.
 
     Args:
-        param_bytes: its parameters, whole.
-        grad_bytes: its gradients, whole.
-        shard_size: ranks among which optimizer state is cut (ZeRO-1, ZeRO-2); None where nothing is.
-        num_replicas: ranks that hold the same, whole or shard.
+        param_bytes: bytes of its whole parameters.
+        grad_bytes: bytes of its whole gradients.
+        shard_size: ranks that shard optimizer state (ZeRO-1, ZeRO-2); None without sharding.
+        num_replicas: ranks with the same shard, or with the same whole bucket.
     """
     if shard_size is None:
-        return _without_the_silent(Traffic("all-reduce", 1, grad_bytes, num_replicas))
+        return _drop_idle(Traffic("all-reduce", 1, grad_bytes, num_replicas))
     reductions = _num_reductions(step)
-    return _without_the_silent(
+    return _drop_idle(
         Traffic("all-gather", 1, param_bytes, shard_size),
         Traffic("reduce-scatter", reductions, grad_bytes, shard_size),
         Traffic("all-reduce", reductions, grad_bytes // shard_size, num_replicas),
@@ -97,5 +97,5 @@ def _num_reductions(step: StepPlan) -> int:
     return step.num_microbatches if step.reduces_every_micro_batch else 1
 
 
-def _without_the_silent(*traffic: Traffic) -> tuple[Traffic, ...]:
+def _drop_idle(*traffic: Traffic) -> tuple[Traffic, ...]:
     return tuple(entry for entry in traffic if entry.calls and entry.ranks > 1)

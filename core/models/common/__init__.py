@@ -1,1 +1,1 @@
-"""What models share."""
+"""Parts that models share."""

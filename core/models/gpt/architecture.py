@@ -1,4 +1,4 @@
-"""What a GPT computes, under any layout: what two models must share for the weights of one to fit the other."""
+"""The architecture of a GPT, independent of its layout: two models that share it can exchange weights."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ class Architecture:
     """A GPT without its weights."""
 
     transformer: Mapping[str, Any]
-    """By name, the :data:`TRANSFORMER_FIELDS`."""
+    """Values of the :data:`TRANSFORMER_FIELDS`, by name."""
     vocab_size: int
     """Rows of the embedding; a model may have more, for padding."""
     max_sequence_length: int
     tied: bool
-    """The projection to the vocabulary is the embedding's weight."""
+    """Whether the output projection uses the embedding's weight."""
     position_embedding_type: PositionEmbeddingType
 
     def __getitem__(self, name: str) -> Any:
         return self.transformer[name]
 
     def build(self, *, vocab_size: int | None = None, **fields: Any) -> GPTModel:
-        """A model of this kind; `fields` of its config are added (parallel degrees, dropout, initialisation)."""
+        """Builds a model of this architecture; `fields` add to its config (parallel degrees, dropout,
+        initialisation)."""
         config = TransformerConfig(**{**self.transformer, **fields})
         return GPTModel(
             config,
@@ -56,7 +57,7 @@ class Architecture:
         )
 
     def differences(self, other: Architecture) -> list[str]:
-        """In what `other` computes something else, "field this and that"; sizes of tables left to their shapes."""
+        """Lists the differences to `other`, "field this and that"; sizes of tables are compared by their shapes."""
         rotary = () if self.position_embedding_type == "rope" else ("rotary_percent", "rotary_base")
         names = [name for name in TRANSFORMER_FIELDS if name not in rotary]
         differing = [f"{name} {self[name]!r} and {other[name]!r}" for name in names if self[name] != other[name]]
@@ -68,7 +69,7 @@ class Architecture:
 
 
 def gpt_of(model: nn.Module) -> GPTModel:
-    """The `GPTModel` in `model`, through wrappers of any kind.
+    """Returns the `GPTModel` in `model`, through wrappers of any kind.
 
     Raises:
         CheckpointError: there is none.
@@ -80,10 +81,10 @@ def gpt_of(model: nn.Module) -> GPTModel:
 
 
 def architecture_of(model: GPTModel) -> Architecture:
-    """What a model computes.
+    """Returns the architecture of a model.
 
     Raises:
-        CheckpointError: its layers, by a spec of the caller's, are not those that its config describes.
+        CheckpointError: its layers come from a spec and are not those that its config describes.
     """
     _check_layers(model)
     described = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
@@ -120,5 +121,5 @@ def _check_layers(model: GPTModel) -> None:
 
 
 def base_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's tensors by name, as `model_state_dict` gives them, without those of LoRA adapters."""
+    """Returns `model_state_dict` of a model without the tensors of LoRA adapters."""
     return {name: tensor for name, tensor in model_state_dict(model).items() if not is_adapter(name)}

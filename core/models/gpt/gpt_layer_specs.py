@@ -1,4 +1,4 @@
-"""What a GPT's layers are made of, as Megatron-LM's scripts ask for it."""
+"""Specs of a GPT's layers, under the names of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def get_gpt_layer_local_spec(
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
 ) -> ModuleSpec:
-    """A layer of this package's modules.
+    """Returns the spec of a layer of this package's modules.
 
     Args:
-        qk_layernorm: norm queries and keys; the config's `qk_layernorm` does so too.
-        normalization: "LayerNorm" or "RMSNorm"; None is the config's.
+        qk_layernorm: norm queries and keys, as the config's `qk_layernorm` does.
+        normalization: "LayerNorm" or "RMSNorm"; None means the config's.
         num_experts, multi_latent_attention, fp8, qk_l2_norm, use_kitchen: Megatron-LM's; refused unless at their
-            defaults, and with them what they switch on.
+            defaults, together with the arguments that depend on them.
 
     Raises:
-        ParallelConfigError: what models here do not have, or another norm.
+        ParallelConfigError: a refused argument, or another norm.
     """
     caller = "get_gpt_layer_local_spec"
     one_kind = "layers here have one attention and one MLP"

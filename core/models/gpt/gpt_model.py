@@ -27,13 +27,12 @@ from ..common.language_module.language_module import transposed
 class GPTModel(LanguageModule):
     """A decoder-only language model.
 
-    One draw from torch's default CPU generator decides every initial value, so that `torch.manual_seed` before the
-    constructor is all it takes, and the values are those of the same seed under any parallelism. Built on the meta
-    device it keeps that draw (`init_seed`) for :func:`core.transformer.materialize`.
+    One draw from torch's default CPU generator decides every initial value, so that it suffices to call
+    `torch.manual_seed` before the constructor; values are equal under any parallelism. Built on the meta device, the
+    model keeps that draw (`init_seed`) for :func:`core.transformer.materialize`.
 
     Args:
-        transformer_layer_spec: the classes of its layers, as `get_gpt_layer_local_spec` gives them; None means the
-            same.
+        transformer_layer_spec: the classes of its layers; None means `get_gpt_layer_local_spec()`.
         vocab_size: rows of the embedding; a multiple of the tensor-parallel size, see
             :func:`core.tensor_parallel.pad_vocab_size`.
         max_sequence_length: longest sequence; rows of the position table for "learned_absolute".
@@ -154,7 +153,8 @@ class GPTModel(LanguageModule):
             initialize_parameters(self, self.init_seed)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
-        """The hidden states of the next forward, `[s, b, h]`, itself or alone in a list, without `pre_process`."""
+        """Sets the hidden states of the next forward, `[s, b, h]` or a list of one, for a model without
+        `pre_process`."""
         if isinstance(input_tensor, list):
             (input_tensor,) = input_tensor
         self.decoder.set_input_tensor(input_tensor)
@@ -176,34 +176,34 @@ class GPTModel(LanguageModule):
         padding_mask: None = None,
         document_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss of each token, `[b, s]` in fp32, with labels; the logits without.
+        """Returns the loss of each token, `[b, s]` in fp32, with labels; without labels the logits.
 
-        With context parallelism s is what a rank has of each sequence: the caller gives all tensors cut by
-        :func:`core.transformer.own_chunks`.
+        With context parallelism s is the length of this rank's part: split all tensors by
+        :func:`core.transformer.own_chunks` before the call.
 
         Args:
-            input_ids: `[b, s]`; every tensor-parallel rank is given the same.
+            input_ids: `[b, s]`; the same on every tensor-parallel rank.
             position_ids: `[b, s]`; None counts from 0 in every row.
-            attention_mask: `[b or 1, 1, s, s]`, True where a token must not see another one, in addition to those
-                after it; None is causal alone, at less cost. Not with context parallelism.
-            decoder_input: `[s, b, h]` (`[s / tp, b, h]` with sequence parallelism), in place of embedded tokens.
-            labels: `[b, s]`, the token after each; a token with label -100 has loss zero. Other tokens are left out
-                by a loss mask, as in Megatron-LM: the caller multiplies.
-            runtime_gather_output: whether logits are gathered over tensor-parallel ranks, this once; None does what
-                `parallel_output` says.
-            loss_mask: `[b, s]`; as in Megatron-LM the losses are not multiplied by it, which the caller does.
-            document_starts: `[b, s]`, for each token the position, in the whole sequence, at which its document
-                begins: no token sees one of another document. Costs no mask; read on the host, best given there.
+            attention_mask: `[b or 1, 1, s, s]`, True where a token must not see another one, in addition to later
+                tokens; None is only causal, and faster. Not with context parallelism.
+            decoder_input: `[s, b, h]` (`[s / tp, b, h]` with sequence parallelism), instead of embedded tokens.
+            labels: `[b, s]`, the next token of each; a token with label -100 has loss zero. As in Megatron-LM the
+                caller masks other tokens by multiplying the losses.
+            runtime_gather_output: whether logits are gathered over tensor-parallel ranks in this call; None means
+                `parallel_output`.
+            loss_mask: `[b, s]`; as in Megatron-LM not applied here: the caller multiplies the losses by it.
+            document_starts: `[b, s]`, for each token the position in the whole sequence at which its document begins;
+                no token sees another document. Needs no mask. Read on the host: give a CPU tensor.
             inference_context, packed_seq_params, extra_block_kwargs, inference_params, padding_mask: Megatron-LM's;
-                None alone.
+                only None is allowed.
 
         Returns:
             Losses `[b, s]`, or logits `[b, s, v / tp]` (`[b, s, v]` without `parallel_output`); without
             `post_process` hidden states `[s, b, h]`.
 
         Raises:
-            DataError: shapes that disagree, or a sequence beyond `max_sequence_length`.
-            ParallelConfigError: an argument that is refused.
+            DataError: shapes disagree, or the sequence is longer than `max_sequence_length`.
+            ParallelConfigError: an argument is refused.
         """
         no_inference = "generate as examples/gpt/sampling.py does, which calls the model"
         refuse(
@@ -244,9 +244,9 @@ class GPTModel(LanguageModule):
         return transposed(logits)
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """The weight that projects to the vocabulary, `[v / tp, h]`: the embedding's where they are shared.
+        """Returns the weight of the output projection, `[v / tp, h]`: the embedding's if they are shared.
 
-        None where the model has neither end.
+        None if the model has neither embedding nor output projection.
         """
         if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight
@@ -289,7 +289,7 @@ class GPTModel(LanguageModule):
 
 
 def _check_degrees(config: TransformerConfig) -> None:
-    """Refuses what the model cannot do, in its config and in the process groups, which must not disagree with it."""
+    """Refuses unsupported degrees in the config and in the process groups, and degrees that disagree."""
     asked, cp = config.context_parallel_size, parallel_state.get_context_parallel_world_size()
     if asked != cp:
         raise ParallelConfigError(

@@ -1,8 +1,8 @@
-"""How Hugging Face names, cuts and describes GPTs of the kinds Llama, Qwen2, Qwen3 and GPT-2; data and translation.
+"""Translates names, layouts and configs of Hugging Face's GPTs: Llama, Qwen2, Qwen3 and GPT-2.
 
-Facts, from `transformers`: a Llama has projections of queries, keys and values apart, heads in order, and gate and up
-apart; ours are fused, by query group and row by row. Both turn channel i together with channel i + d / 2, so no head
-is permuted. A GPT-2 fuses queries, keys and values one block after the other, and its weights are transposed.
+In `transformers` a Llama has separate projections of queries, keys and values, heads in order, and separate gate and
+up; ours are fused, by query group and by alternating rows. Both rotate channel i together with channel i + d / 2, so
+that no head is permuted. A GPT-2 fuses queries, keys and values as three blocks, and its weights are transposed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ACTIVATIONS = {
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 _REFUSED: dict[
     Layout, dict[str, tuple[bool, ...]]
-] = {  # settings that change what a model computes, and the values under which they do not
+] = {  # settings that change what a model computes, with the values that do not
     "gpt2": {
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
@@ -47,10 +47,10 @@ _REFUSED: dict[
 
 
 def choose_layout(architecture: Architecture) -> Layout:
-    """The kind of Hugging Face's that computes what this model does.
+    """Returns Hugging Face's kind of model with this architecture.
 
     Raises:
-        CheckpointError: none does; says of each what it cannot express.
+        CheckpointError: there is none; says of each kind what it cannot express.
     """
     reasons = {}
     for layout in _CLASSES:
@@ -71,7 +71,7 @@ def check_layout(layout: Layout, architecture: Architecture) -> None:
 
 
 def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float32") -> dict[str, Any]:
-    """The content of ``config.json``."""
+    """Returns the content of ``config.json``."""
     a = architecture
     common = {
         "architectures": [_CLASSES[layout]],
@@ -115,10 +115,10 @@ def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float
 
 
 def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
-    """The model that a ``config.json`` describes.
+    """Returns the model that a ``config.json`` describes.
 
     Raises:
-        CheckpointError: another kind of model, or settings that no model here has; names all of them.
+        CheckpointError: it is another kind of model, or has settings that no model here has; names all of them.
     """
     layout = layout_of(config)
     problems = [
@@ -182,10 +182,10 @@ def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
 
 
 def check_fits(architecture: Architecture, num_elements: int, num_tensors: int) -> None:
-    """Refuses a model that is larger than the tensors that are said to hold it, before memory is taken for it.
+    """Refuses a model that is larger than the tensors in its files, before it is allocated.
 
     Args:
-        num_elements, num_tensors: of all tensors that there are.
+        num_elements, num_tensors: totals over all files.
     """
     a = architecture
     attention = a["hidden_size"] * a["kv_channels"] * a["num_attention_heads"]
@@ -200,10 +200,10 @@ def check_fits(architecture: Architecture, num_elements: int, num_tensors: int) 
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
-    """The kind of model that a ``config.json`` describes.
+    """Returns the kind of model that a ``config.json`` describes.
 
     Raises:
-        CheckpointError: one that is not known here.
+        CheckpointError: the kind is unknown.
     """
     said = config.get("model_type")
     found: list[Layout] = [layout for layout in _CLASSES if layout == said]
@@ -213,10 +213,10 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
 
 
 def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None = None) -> list[Recipe]:
-    """What each of our parameters is made of, where theirs is a model of `architecture`.
+    """Returns the recipes of our parameters for a Hugging Face model of `architecture`.
 
     Args:
-        prefix: of all names but the output projection's; None is that of a model for text.
+        prefix: prefix of all names except the output projection's; None means that of a text model.
     """
     if prefix is None:
         prefix = "transformer." if layout == "gpt2" else "model."
@@ -224,7 +224,8 @@ def hf_recipes(layout: Layout, architecture: Architecture, *, prefix: str | None
 
 
 def names_without_meaning(layout: Layout, architecture: Architecture, prefix: str) -> set[str]:
-    """What files of this kind may hold besides: masks and angles of old versions, and a tied output projection."""
+    """Returns tensors that files of this kind may also have: masks and angles of old versions, a tied output
+    weight."""
     layers = range(architecture["num_layers"])
     ignored = {"lm_head.weight"} if architecture.tied else set()
     if layout == "gpt2":
@@ -263,7 +264,7 @@ def _inexpressible(layout: Layout, a: Architecture) -> Iterator[str]:
 
 
 class _Reader:
-    """Looks up what a config says, or its default where it says nothing or null."""
+    """Looks up a value of a config; returns a default if it is missing or null."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -276,7 +277,7 @@ class _Reader:
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A number of layers, heads, channels or tokens."""
+        """Returns a positive size: a number of layers, heads, channels or tokens."""
         value = self(name, default)
         if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
             raise CheckpointError(f"config.json has {name} {brief(value)}; it takes 1 to {_LARGEST_SIZE}")
@@ -290,7 +291,7 @@ class _Reader:
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
-    """The base of the rotation, and what about it models here do not have."""
+    """Returns the base of the rotation, and the settings of it that models here do not support."""
     tables = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]  # before transformers 5, since
     if not all(isinstance(table, dict) for table in tables):
         raise CheckpointError(f"config.json has {brief(tables)} for rope_scaling and rope_parameters, and no tables")
@@ -359,7 +360,7 @@ def _plain(name: str, source: str, rows: int, *, padded: bool = False) -> Recipe
 
 
 def _qkv_runs(a: Architecture, sources: list[tuple[str, int]], *, transposed: bool) -> tuple[Run, ...]:
-    """Group by group the queries of a group, its key and its value; theirs are all queries, all keys, all values."""
+    """Returns the runs of our rows, query group by query group; theirs are all queries, all keys, all values."""
     channels, groups = a["kv_channels"], a["num_query_groups"]
     queries = a["num_attention_heads"] // groups * channels
     runs = []

@@ -1,11 +1,11 @@
-"""GPTs into folders that `transformers` loads, and out of them, from any layout and into any.
+"""Saves GPTs into folders that `transformers` loads, and loads them from such folders, under any layout.
 
     save_hugging_face(model, "my-model")                          # all ranks call it
     AutoModelForCausalLM.from_pretrained("my-model")              # elsewhere
 
-    load_hugging_face(model, "my-model")                          # each rank reads what it holds of each tensor
+    load_hugging_face(model, "my-model")                          # each rank reads its part of each tensor
 
-`transformers` is not needed for either, `safetensors` is (extra `hf`).
+Both need `safetensors` (extra `hf`), not `transformers`.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ def save_hugging_face(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Writes a GPT as sharded safetensors with ``config.json``; the folder appears at once, complete.
+    """Writes a GPT as sharded safetensors with ``config.json``; the folder appears atomically.
 
-    Collective over `process_group`, whose first rank writes: it holds the tensors of one file at a time in its host's
-    memory, and the other ranks one parameter, whole.
+    Collective over `process_group`. Its first rank writes, with the tensors of one file at a time in host memory;
+    other ranks hold one whole parameter.
 
     Args:
-        model: a `GPTModel`, or what wraps one.
-        folder: new, or empty.
-        layout: None takes the kind that computes what the model does.
-        dtype: None keeps each tensor's own.
-        vocab_size: rows of the vocabulary to write, without those of the model that pad it; None writes all.
-        config: entries for ``config.json`` besides, such as the ids of special tokens.
-        max_shard_bytes: of the tensors in one file.
+        model: a `GPTModel`, or a wrapper of one.
+        folder: a new or empty folder.
+        layout: None chooses the kind with the model's architecture.
+        dtype: None keeps each tensor's dtype.
+        vocab_size: rows of the vocabulary to write, without the model's padding; None writes all.
+        config: further entries for ``config.json``, such as the ids of special tokens.
+        max_shard_bytes: bytes of the tensors in one file.
 
     Raises:
-        CheckpointError: on all ranks: what the layout cannot express of the model, or a folder that is in use.
-        MissingExtraError: `safetensors` is not installed; of several ranks, a CheckpointError that says so.
+        CheckpointError: on all ranks: the layout cannot express the model, or the folder is in use.
+        MissingExtraError: `safetensors` is not installed; with several ranks, a CheckpointError that says so.
     """
     folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
     architecture = architecture_of(gpt)
@@ -136,16 +136,16 @@ def load_hugging_face(
 ) -> None:
     """Fills a GPT in place from a folder of Hugging Face's, under any layout.
 
-    Each rank reads of each tensor what it holds; rows of the vocabulary that the folder does not have are zeros. An
-    optimizer built before keeps fp32 masters of weights in low precision: call its `reload_model_params`.
+    Each rank reads its part of each tensor; rows of the vocabulary that the folder does not have become zeros. An
+    optimizer built before has fp32 masters of low-precision weights: call its `reload_model_params`.
 
     Args:
-        model: a `GPTModel`, or what wraps one.
-        targets: tensors of the whole model to fill in the place of the model's own, by name: an optimizer's masters.
-        process_group: the ranks that call together; each reads for itself.
+        model: a `GPTModel`, or a wrapper of one.
+        targets: tensors of the whole model to fill instead of the model's own, by name: an optimizer's masters.
+        process_group: the ranks that call together; each reads by itself.
 
     Raises:
-        CheckpointError: on all ranks, before anything is written: another model, or files that are damaged.
+        CheckpointError: on all ranks, before anything is written: it is another model, or files are damaged.
         MissingExtraError: as :func:`save_hugging_face` does.
     """
     folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
@@ -175,7 +175,7 @@ def load_hugging_face(
 
 
 def read_hf_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What ``config.json`` says.
+    """Reads ``config.json``.
 
     Raises:
         CheckpointError: there is none.
@@ -193,10 +193,10 @@ def read_hf_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
-    """The model in a folder of Hugging Face's, which is no larger than the files there.
+    """Returns the architecture of the model in a folder of Hugging Face's; checks that it is no larger than the files.
 
     Raises:
-        CheckpointError: as :func:`load_hugging_face` does of a model that no model here can be.
+        CheckpointError: as :func:`load_hugging_face`, for a model that no model here can express.
     """
     try:
         architecture = architecture_from_hf(read_hf_config(folder))
@@ -208,11 +208,13 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
 
 
 class _Gathered:
-    """Our tensors whole, of which the last is kept: several of theirs are made of one of ours."""
+    """Gathers our tensors whole and caches the last one: several of theirs are made from one of ours."""
 
     def __init__(self, ours: Mapping[str, torch.Tensor]) -> None:
         self.ours = ours
-        self.last: tuple[str, torch.Tensor] | None = None
+        self.last: tuple[str, torch.Tensor] | None = (
+            None  # name and whole tensor of the last call; the next replaces it
+        )
 
     def __call__(self, recipe: Recipe) -> torch.Tensor:
         if self.last is None or self.last[0] != recipe.name:

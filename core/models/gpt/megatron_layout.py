@@ -1,14 +1,13 @@
-"""Weights of GPTs in Megatron-LM's ``torch_dist`` checkpoints, read into any layout without running their pickles.
+"""Reads weights of GPTs from Megatron-LM's ``torch_dist`` checkpoints into any layout, without running their pickles.
 
 Such a checkpoint is one of `torch.distributed.checkpoint`: an index (``.metadata``, read by an allow-list) and files
 of tensors (``weights_only``). Layers of one kind are stacked, ``decoder.layers.mlp.linear_fc1.weight`` of shape
-`[layers, rows, columns]`, or numbered. Queries, keys and values are fused as here, group by group; gate and up are
-one block after the other. The norms before attention and MLP carry the names that Transformer Engine's fused layers
-give them, or their own.
+`[layers, rows, columns]`, or numbered. Queries, keys and values are fused as here, group by group; gate and up are two
+blocks. The norms before attention and MLP have the names of Transformer Engine's fused layers, or their own.
 
-What else is there is left alone: the optimizer's state, whose cuts follow Megatron's buffers, and pickles
-(``common.pt`` with the arguments, random streams), which are never opened. So nothing tells what the model computes
-but the shapes of its tensors: activation, epsilon and rotation are for the caller to know.
+Everything else is ignored: the optimizer's state, whose layout follows Megatron's buffers, and pickles (``common.pt``
+with the arguments, random streams), which are never opened. The model is therefore known only by the shapes of its
+tensors: the caller has to know activation, epsilon and rotation.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
 
 
 def find_megatron(folder: Path) -> Path | None:
-    """The checkpoint in a folder of Megatron-LM's, or the folder itself if it is one; None if it is neither."""
+    """Returns the checkpoint in a folder of Megatron-LM's, or the folder itself if it is one; None if it is
+    neither."""
     pointer = folder / POINTER_FILE
     if pointer.is_file():
         said = pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -58,11 +58,11 @@ def load_megatron(
     targets: Mapping[str, torch.Tensor] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Fills a GPT in place with the weights of a checkpoint of Megatron-LM's; arguments as `load_hugging_face` takes.
+    """Fills a GPT in place with the weights of a checkpoint of Megatron-LM's; arguments as in `load_hugging_face`.
 
     Raises:
-        CheckpointError: on all ranks, before anything is written: no such checkpoint, one of another model, one with
-            mixtures of experts, or with anything in its index that no description of tensors needs.
+        CheckpointError: on all ranks, before anything is written: there is no such checkpoint, it is of another model
+            or one with experts, or its index has entries that no description of tensors needs.
     """
     gpt, ranks = gpt_of(model), Ranks(process_group)
     found = ranks.on_all(lambda: find_megatron(Path(folder)))
@@ -123,24 +123,25 @@ def _recipes(a: Architecture, index: CheckpointIndex, prefix: str) -> Iterator[R
 
 
 def _vocabulary(name: str, index: CheckpointIndex, prefix: str) -> Recipe:
-    """Padded there to another multiple than here: rows beyond theirs have no token."""
+    """Returns the recipe of a table padded to another multiple than ours: rows beyond theirs have no token."""
     entry = index.tensors.get(prefix + name)
     return Recipe(name, (Run(prefix + name, entry.shape[0] if entry and entry.shape else 0),), padded=True)
 
 
 class _Layer:
-    """Finds a layer's tensors, stacked with those of others or on their own."""
+    """Finds a layer's tensors, stacked with those of other layers or numbered."""
 
     def __init__(self, number: int, index: CheckpointIndex, prefix: str) -> None:
         self.number, self.index, self.prefix = number, index, prefix
 
     def plain(self, name: str, rows: int, *others: str) -> Recipe:
-        """Our tensor `name` of this layer, theirs under the same name or one of `others`."""
+        """Returns the recipe of our tensor `name` of this layer; theirs has the same name or one of `others`."""
         source, layer = self._find(*others, name)
         return Recipe(f"decoder.layers.{self.number}.{name}", (Run(source, rows, layer=layer),))
 
     def gated(self, name: str, rows: int) -> Recipe:
-        """Ours alternates gate and up; theirs are halves of one tensor, or two tensors."""
+        """Returns the recipe of gate and up: ours alternate by row, theirs are halves of one tensor, or two
+        tensors."""
         gate, layer = self._find(f"{name}_w", name)
         apart = gate.endswith("_w")
         up = f"{gate.removesuffix('_w')}_v" if apart else gate

@@ -1,4 +1,4 @@
-"""A run on disk and back: model, optimizer, schedule, random streams and the place in the data."""
+"""Saves and loads a run: model, optimizer, schedule, random streams and the position in the data."""
 
 from .run_checkpoint import (
     TOKENIZER_FILE,

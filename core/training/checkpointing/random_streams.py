@@ -1,6 +1,6 @@
-"""The random streams of a rank: all of them as one row of bytes, and back.
+"""Packs all random streams of a rank into one row of bytes, and unpacks them.
 
-They belong to ranks, and continue only where the same number of ranks does.
+Streams belong to ranks: they continue only on the same number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...tensor_parallel.random import get_rng_tracker
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """The state of every random stream of this rank, as byte tensors on the CPU."""
+    """Returns the state of every random stream of this rank, as byte tensors on the CPU."""
     version, numbers, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     streams = {
@@ -33,7 +33,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(streams: Mapping[str, torch.Tensor]) -> None:
-    """Continues every stream from :func:`rng_state`."""
+    """Restores every stream from :func:`rng_state`."""
     torch.set_rng_state(streams["torch"])
     version, *numbers = streams["python"].view(torch.int64).tolist()
     has_gauss, gauss = streams["python_gauss"].view(torch.float64).tolist()
@@ -48,16 +48,16 @@ def set_rng_state(streams: Mapping[str, torch.Tensor]) -> None:
 
 
 def rng_layout(streams: Mapping[str, torch.Tensor]) -> list[list[Any]]:
-    """Name and number of bytes of each stream, in the order in which :func:`pack` joins them."""
+    """Returns the name and number of bytes of each stream, in the order of :func:`pack`."""
     return [[name, value.numel()] for name, value in streams.items()]
 
 
 def pack(streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All streams as one row of bytes."""
+    """Joins all streams into one row of bytes."""
     return torch.cat([value.flatten() for value in streams.values()])
 
 
 def unpack(packed: torch.Tensor, layout: list[list[Any]]) -> dict[str, torch.Tensor]:
-    """The streams that :func:`pack` joined."""
+    """Splits a row of bytes into the streams that :func:`pack` joined."""
     pieces = packed.split([size for _, size in layout])
     return {name: piece.clone() for (name, _), piece in zip(layout, pieces, strict=True)}

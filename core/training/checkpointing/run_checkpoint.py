@@ -1,9 +1,8 @@
-"""All of a run's state on disk and back: model, optimizer, schedule, random streams and the place in the data.
+"""Saves and loads all of a run's state: model, optimizer, schedule, random streams and the position in the data.
 
-A checkpoint is laid out for the whole model, so that any number of ranks and any wrapper can continue it: fp32 master
-weights are saved in place of the low-precision parameters that were rounded from them, which is how FSDP2, whose
-parameters are the masters, writes them anyway. Frozen parameters have no masters: they are written as the model has
-them, and cast where the run that reads them has them in another precision.
+A checkpoint has tensors of the whole model, so that any number of ranks and any wrapper can continue it. It has fp32
+master weights instead of the low-precision parameters rounded from them; under FSDP2 the parameters are the masters.
+Frozen parameters have no masters: they are saved in the model's precision, and cast when the loading run has another.
 """
 
 from __future__ import annotations
@@ -81,18 +80,18 @@ def save_checkpoint(
 def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *, fall_back: bool = False) -> str:
     """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one; collective.
 
-    Warns where samples come in another order than the checkpoint's run had them.
+    Warns if samples come in another order than in the checkpoint's run.
 
     Args:
-        fall_back: where the latest is damaged, or its weights are not finite, continue from the newest that is good:
-            for a run that is started again with no person there to choose.
+        fall_back: if the latest is damaged or its weights are not finite, continue from the newest good one; for a run
+            that is restarted automatically.
 
     Returns:
-        A line that says what was compared with the hashes that were saved, and how long that took.
+        A line that says what was compared with hashes, and how long it took.
 
     Raises:
-        CheckpointError: there is none, it is damaged, its weights are not finite, or it is of another model. Of one
-            that is no good the newest older one that is good is named.
+        CheckpointError: there is none, it is damaged, its weights are not finite, or it is of another model. The
+            message names the newest older checkpoint that is good.
     """
     ranks = Ranks()
     folder = ranks.from_first(lambda: find_checkpoint(root, fall_back=fall_back))
@@ -138,13 +137,13 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *,
 def load_weights(
     model: nn.Module, folder: Path, *, verify: bool = True, report: Callable[[str], None] | None = None
 ) -> None:
-    """Fills a model's parameters alone from a checkpoint of any layout.
+    """Fills only a model's parameters from a checkpoint of any layout.
 
     Args:
-        verify, report: as those of :func:`core.dist_checkpointing.load`.
+        verify, report: as in :func:`core.dist_checkpointing.load`.
 
     Raises:
-        CheckpointError: it is damaged, where the newest older one that is good is named, or of another model.
+        CheckpointError: it is of another model, or damaged; then the newest older good one is named.
     """
     tensors = {f"model.{name}": tensor for name, tensor in model_state_dict(model).items()}
     stored = load_metadata(folder)["model_tensors"]
@@ -156,10 +155,10 @@ def load_weights(
 
 
 def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
-    """The latest checkpoint of a run's folder; the folder itself if it is a checkpoint.
+    """Returns the latest checkpoint of a run's folder, or the folder itself if it is a checkpoint.
 
     Args:
-        fall_back: where ``latest`` names none, take the one of the highest iteration.
+        fall_back: if ``latest`` names none, take the one of the highest iteration.
 
     Raises:
         CheckpointError: there is none.
@@ -181,18 +180,18 @@ def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether this is one checkpoint, and not the folder of a run."""
+    """Returns whether a folder is one checkpoint, not the folder of a run."""
     return (folder / INDEX_FILE).is_file()
 
 
 def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:
-    """Keeps the run's tokenizer next to its checkpoints, for programs that generate text; by one rank."""
+    """Saves the run's tokenizer next to its checkpoints, for programs that generate text. One rank calls it."""
     root.mkdir(parents=True, exist_ok=True)
     tokenizer.save(root / TOKENIZER_FILE)
 
 
 def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Every tensor of the whole model and its optimizer by name, sharing this rank's storage."""
+    """Returns every tensor of the whole model and its optimizer by name; they share this rank's storage."""
     optimizer = state.optimizer.state_tensors()
     masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
     model = model_state_dict(unwrap_model(state.model))
@@ -201,12 +200,12 @@ def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether every floating value that any rank holds is finite; collective."""
+    """Returns whether every floating value on every rank is finite; collective."""
     found = True
     for tensor in tensors.values():
         for _, values in held_boxes(tensor):
             if values.is_floating_point() and values.element_size() > 1 and values.numel():
-                low, high = torch.aminmax(values.detach())  # NaN shows in both
+                low, high = torch.aminmax(values.detach())  # both are NaN if any value is
                 found = found and bool(low.isfinite() & high.isfinite())
     everywhere = torch.tensor(int(found), device=device.current_device())
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)

@@ -1,4 +1,4 @@
-"""What a run's checkpoint says of itself: whether a run wrote it, and whether it is of this model and data."""
+"""Checks the metadata of a checkpoint: whether a run wrote it, and whether it is of this model and data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _METADATA: dict[str, type] = {
     "layout": dict,
 }
 _RNG_BYTES = 1 << 24
-"""Most that the random streams of a rank take; they take some 20,000."""
+"""Limit of the bytes of a rank's random streams, which are about 20,000."""
 MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of the transformer
     "model": TRANSFORMER_FIELDS,
     "gpt": (
@@ -38,7 +38,7 @@ MODEL_FIELDS = {  # what the model computes; a test holds this to all fields of 
 
 
 def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
-    """Refuses a checkpoint that :func:`save_checkpoint` did not write, or in which it would not have written this."""
+    """Refuses a checkpoint that :func:`save_checkpoint` did not write, or whose metadata it could not have written."""
     missing = _METADATA.keys() - metadata.keys()
     if missing:
         raise CheckpointError(
@@ -67,12 +67,12 @@ def check_is_run(metadata: Mapping[str, Any], folder: Path) -> None:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether this is a number of ranks, or of bytes of a generator's state."""
+    """Returns whether a value is a plausible number of ranks, or of bytes of a generator's state."""
     return type(value) is int and 0 < value < 1 << 20
 
 
 def check_same_model(metadata: Mapping[str, Any], state: TrainingState, config: PretrainConfig, folder: Path) -> None:
-    """Raises CheckpointError, with all that differs, where a checkpoint is of another model than `state`."""
+    """Raises CheckpointError, with all differences, if a checkpoint is of another model than `state`."""
     theirs = metadata["config"]
     ours = config.to_json()
     differing = [
@@ -95,9 +95,9 @@ def check_same_model(metadata: Mapping[str, Any], state: TrainingState, config: 
 
 
 def warn_of_another_order(theirs: Mapping[str, Any], state: TrainingState) -> None:
-    """Warns where samples come in another order than the checkpoint's run had them.
+    """Warns if samples come in another order than in the checkpoint's run.
 
-    A run may continue with other data, or for longer, on purpose; that samples repeat should not be a surprise.
+    A run may continue with other data, or for longer, on purpose; but samples then repeat.
     """
     ours = state.sample_order
     same = all(theirs.get(name) == ours.get(name) for name in ("order", "corpus", "seq_length"))
@@ -112,7 +112,7 @@ def warn_of_another_order(theirs: Mapping[str, Any], state: TrainingState) -> No
 
 
 def rank_layout() -> dict[str, int]:
-    """How many ranks there are, and how many of them share a model."""
+    """Returns the number of ranks and the degrees of model parallelism."""
     return {
         "ranks": dist.get_world_size(),
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,4 +1,4 @@
-"""A run's checkpoints as its settings ask for them: each before training goes on, or in the background."""
+"""Writes a run's checkpoints as its settings say: before training goes on, or in the background."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _LAST_WAIT_S = 60.0
 
 
 class CheckpointWriter:
-    """Saves while it is entered; every rank makes one, and leaving it waits for what is still being written."""
+    """Saves checkpoints of a run. Every rank enters it; leaving it waits for the checkpoint that is being written."""
 
     def __init__(self, config: PretrainConfig, folder: Path | None) -> None:
         self._config = config
         self._folder = folder
         self._saver = AsyncSaver() if config.checkpoint.async_save and folder is not None else None
         self.written: Path | None = None
-        """The last checkpoint that was begun; None where there is none."""
+        """The last checkpoint that was begun; `save` sets it. None before the first."""
 
     def save(self, state: TrainingState) -> str:
-        """Saves, or begins to, and says so in a line.
+        """Saves a checkpoint, or begins to, and returns a line about it.
 
         Raises:
-            CheckpointError: on all ranks: it failed, or the one before it, which was written in the background, did.
+            CheckpointError: on all ranks: this checkpoint failed, or the previous one, written in the background.
             OutOfStepError: another rank did not answer.
         """
         if self._folder is None:
@@ -42,18 +42,18 @@ class CheckpointWriter:
         seconds = time.perf_counter() - started
         if self._saver is None:
             return f"saved {self.written} in {seconds:.1f} s"
-        return f"saving {self.written} beside training, which waited {seconds:.2f} s"
+        return f"saving {self.written} while training went on, which waited {seconds:.2f} s"
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows of a failure that `finish` will raise on all."""
+        """Whether this rank knows of a failure, which `finish` will raise on all ranks."""
         return self._saver is not None and self._saver.failed
 
     def finish(self) -> None:
-        """Returns when the last checkpoint is complete.
+        """Waits until the last checkpoint is complete.
 
         Raises:
-            CheckpointError: on all ranks: it does not.
+            CheckpointError: on all ranks: it failed.
         """
         if self._saver is not None:
             self._saver.wait()
@@ -64,11 +64,12 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits, after an error of the user, which all ranks have, for a while; after a crash not at all."""
+        """Waits for the last checkpoint; after an error that all ranks raise, for a limited time; after a crash,
+        not."""
         if self._saver is None or (error is not None and not isinstance(error, ShardstackError)):
             return
         if error is None:
             self._saver.wait()
             return
-        with suppress(CheckpointError):  # the error that is being raised came first
+        with suppress(CheckpointError):  # the error that left the block came first
             self._saver.wait(_LAST_WAIT_S)

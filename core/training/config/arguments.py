@@ -1,8 +1,8 @@
-"""Command-line flags, made from the fields of `PretrainConfig`'s sections; none is written out by hand.
+"""Makes command-line flags from the fields of `PretrainConfig`'s sections.
 
 A field gives its flag the name (``num_layers`` -> ``--num-layers``), type, default and, by the docstring under it, the
-help. A field that several sections have is one flag that sets them all. The few flags that Megatron-LM calls by
-another name than the field are in the tables below. Parsing and help are done by cyclopts.
+help. A field of several sections is one flag that sets them all. The few flags whose name in Megatron-LM differs from
+the field are in the tables below. cyclopts parses flags and prints help.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _SHORTHANDS: dict[str, tuple[str, Any, str]] = {
     ),
 }
 _DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
-"""What follows from another field where it is not given: a program's default for it gives way when that one is."""
+"""Fields derived from another one if not given: a flag of that field overrides a program's default for these."""
 
 _ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
-"""Ways to say the same: a program's default for one gives way to the flag of another."""
+"""Alternatives: a flag for one overrides a program's default for another."""
 
 _TITLES = {
     "model": "Transformer",
@@ -83,11 +83,11 @@ def parse_arguments(
 
     Args:
         arguments: the command line after the program's name.
-        defaults: by field name, a program's own defaults in place of those of the dataclasses.
-        description: first paragraph of ``--help``, which is printed by the first rank alone and ends the program.
+        defaults: a program's defaults by field name, which replace those of the dataclasses.
+        description: first paragraph of ``--help``, which only the first rank prints, and which ends the program.
 
     Raises:
-        ConfigError: an unknown flag, a value of the wrong type, or settings that a section refuses.
+        ConfigError: a flag is unknown, a value has the wrong type, or a section refuses its settings.
         MissingExtraError: cyclopts is not installed.
     """
     given = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
@@ -99,13 +99,13 @@ def parse_arguments(
 def parse_call(
     function: Callable[..., Result], arguments: Sequence[str], *, description: str | None = None, name: str = ""
 ) -> Result:
-    """Calls `function`, whose keyword parameters are the flags, as a command line asks; returns what it returns.
+    """Calls `function` with keyword arguments parsed from a command line; returns its result.
 
     Args:
         description: first paragraph of ``--help``; None takes the function's docstring.
 
     Raises:
-        ConfigError: an unknown flag, or a value of the wrong type.
+        ConfigError: a flag is unknown, or a value has the wrong type.
         MissingExtraError: cyclopts is not installed.
     """
     cyclopts = _library("cyclopts")
@@ -114,7 +114,7 @@ def parse_call(
         help=description,
         version_flags=[],
         help_format="plaintext",
-        default_parameter=cyclopts.Parameter(allow_repeating=True),  # the last counts, as in Megatron-LM's parser
+        default_parameter=cyclopts.Parameter(allow_repeating=True),  # the last one wins, as in Megatron-LM's parser
     )
     app.default(function)
     if {"-h", "--help"} & set(arguments):
@@ -135,7 +135,7 @@ def parse_call(
 
 
 def flag_documentation(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass and of those it derives from, by field name.
+    """Returns the docstring under each field of a dataclass and its bases, by field name.
 
     Raises:
         MissingExtraError: docstring_parser, which cyclopts brings, is not installed.
@@ -146,7 +146,7 @@ def flag_documentation(kind: type) -> dict[str, str]:
 
 
 def _collector(defaults: dict[str, Any]) -> Any:
-    """A function whose keyword parameters are the flags; the parser reads them from its signature."""
+    """Returns a function whose keyword parameters are the flags, for cyclopts to read from its signature."""
     cyclopts = _library("cyclopts")
     groups = {name: cyclopts.Group.create_ordered(title) for name, title in _TITLES.items()}
     parameters: dict[str, inspect.Parameter] = {}
@@ -166,7 +166,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
         add(name, section, kind, False if kind is bool else None, help=text)
     common = section_types(use_torch_fsdp2=False)
     for section, kind in section_types(use_torch_fsdp2=True).items():
-        # Where FSDP2's settings only narrow those of every wrapper, the flag is explained as the wider one.
+        # FSDP2 narrows some settings of every wrapper: the flag's help is that of the wider one.
         hints = get_type_hints(kind)
         texts = flag_documentation(kind) | flag_documentation(common[section])
         entries = {entry.name: entry for entry in (*fields(kind), *fields(common[section]))}
@@ -175,7 +175,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
                 continue
             settings: dict[str, Any] = {"help": texts.get(name)}
             if name in _NEGATED:
-                # The positive name is kept too, so that a program's own default can be turned over either way.
+                # Keep the positive name too, so that either value can override a program's default.
                 settings.update(name=f"--{name.replace('_', '-')}", negative=_NEGATED[name])
             elif name in _OTHER_NAMES:
                 settings["name"] = _OTHER_NAMES[name]
@@ -200,7 +200,7 @@ def _integer_or_none(kind: Any, tokens: Sequence[Any]) -> int | None:
 
 
 def _integer(_: Any, tokens: Sequence[Any]) -> int:
-    """cyclopts itself would round 1.5 to 2."""
+    """Converts an integer strictly; cyclopts itself would round 1.5 to 2."""
     text = tokens[0].value
     try:
         return int(text)
@@ -216,7 +216,7 @@ def _library(name: str) -> Any:
 
 
 def _flag_type(hint: Any) -> Any:
-    """The type of a field, less what a command line cannot give: a dtype is its name, a function is left out."""
+    """Returns the type of a field's flag: a dtype is given by name, and a function is left out."""
     if torch.dtype in get_args(hint):
         return str | None
     values = [kind for kind in get_args(hint) if get_origin(kind) is not Callable]

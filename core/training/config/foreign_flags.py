@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM that there are none of here, and what to do instead: better than a guess at a similar name."""
+"""Hints for flags of Megatron-LM that do not exist here: what to do instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _ALONE = "there is one implementation here; drop it"
 _NOT_YET = "not here yet; drop it"
 
 _HINTS = {
-    "tokenizer-type": "it is the tokenizer.json beside the corpus; write --tokenizer-model for another",
+    "tokenizer-type": "it is the tokenizer.json next to the corpus; write --tokenizer-model for another",
     "vocab-file": "write --tokenizer-model with a tokenizer.json instead, or --vocab-size with a number",
     "merge-file": "write --tokenizer-model with a tokenizer.json instead, which holds the merges",
     "train-samples": "write --train-iters instead: samples divided by the global batch size",
@@ -33,10 +33,10 @@ _HINTS = {
     "distributed-backend": "it follows from the device, nccl on GPUs and gloo on CPUs; drop it",
     "skip-train": "not here yet; generate.py runs a trained model",
 }
-"""By name, without dashes in front."""
+"""Hints by the name of the flag, without its dashes."""
 
 
 def hint_for_foreign_flag(flag: str) -> str | None:
-    """One line about a flag of Megatron-LM that is unknown here; None for any other flag."""
+    """Returns a line about a flag of Megatron-LM that does not exist here; None for any other flag."""
     name = flag.lstrip("-").replace("_", "-")
     return f"Unknown option: --{name}: {_HINTS[name]}" if name in _HINTS else None

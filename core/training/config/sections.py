@@ -1,7 +1,6 @@
-"""The settings of a run that no other room has: embeddings, schedule, data, checkpoints, and the run itself.
+"""Sections of a run's settings: embeddings, schedule, data, checkpoints, and the run itself.
 
-Each checks itself when it is built. `core.training.config` puts them together with those of model, wrapper and
-optimizer.
+Each section checks itself when it is built. `PretrainConfig` combines them with those of model, wrapper and optimizer.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from ...transformer.lora import LoRATarget
 
 @dataclass(kw_only=True)
 class GPTConfig:
-    """What a GPT is made of beyond its transformer layers.
+    """Parts of a GPT outside of its transformer layers.
 
     Raises:
-        ConfigError: a size below one, or settings of adapters that contradict each other.
+        ConfigError: a size is below one, or settings of adapters contradict each other.
     """
 
     max_position_embeddings: int | None = None
@@ -31,24 +30,24 @@ class GPTConfig:
     """How positions enter: a learned table, or rotary embeddings."""
 
     untie_embeddings_and_output_weights: bool = False
-    """Give the projection to the vocabulary a weight of its own instead of the embedding's."""
+    """Give the output projection its own weight instead of the embedding's."""
 
     freeze: tuple[str, ...] = ()
-    """Leave parameters as they are, by shell patterns of their names, as `decoder.layers.0.*`; may be given
+    """Do not train parameters whose names match these shell patterns, such as `decoder.layers.0.*`; may be given
     repeatedly."""
 
     lora_rank: int | None = None
-    """Train LoRA adapters of this rank alone, added to linear layers that are frozen. None: all of the model."""
+    """Train only LoRA adapters of this rank, added to frozen linear layers. None: train the whole model."""
 
     lora_alpha: float | None = None
-    """What an adapter gives is scaled by `lora_alpha / lora_rank`. None: `lora_rank`, which scales by 1."""
+    """Scale an adapter's output by `lora_alpha / lora_rank`. None: `lora_rank`, which scales by 1."""
 
     lora_targets: tuple[LoRATarget, ...] | None = None
     """Layers that have adapters. None: all of these."""
 
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this, in entries, at every tensor-parallel size, so that one
-    checkpoint fits all of them; it has to divide it."""
+    """Pad the vocabulary to a multiple of this number of entries, at every tensor-parallel size, so that one
+    checkpoint fits all of them; the tensor-parallel size has to divide it."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_position_embeddings", "make_vocab_size_divisible_by", "lora_rank", least=1)
@@ -67,14 +66,14 @@ class GPTConfig:
 
 @dataclass(kw_only=True)
 class SchedulerConfig:
-    """The course of learning rate and weight decay; one step is one iteration.
+    """Schedules of learning rate and weight decay; one step is one iteration.
 
     Raises:
-        ConfigError: a length below zero, or warm-up given both ways.
+        ConfigError: a length is below zero, or the warm-up is given in two ways.
     """
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape of the fall from the peak to the minimal learning rate."""
+    """Shape of the decay from the peak to the minimal learning rate."""
 
     lr_decay_iters: int | None = None
     """Iterations until the minimal learning rate is reached. None: the length of the run."""
@@ -83,7 +82,7 @@ class SchedulerConfig:
     """Iterations of linear rise from `lr_warmup_init` to the peak."""
 
     lr_warmup_fraction: float | None = None
-    """Length of the warm-up as a share of `lr_decay_iters`, in place of `lr_warmup_iters`."""
+    """Length of the warm-up as a share of `lr_decay_iters`, instead of `lr_warmup_iters`."""
 
     lr_warmup_init: float = 0.0
     """Learning rate at which the warm-up starts."""
@@ -95,19 +94,19 @@ class SchedulerConfig:
     """Iterations of that last part."""
 
     start_weight_decay: float | None = None
-    """Weight decay at the first iteration, for a style that is not constant."""
+    """Weight decay at the first iteration, if the style is not constant."""
 
     end_weight_decay: float | None = None
-    """Weight decay at the last iteration, for a style that is not constant."""
+    """Weight decay at the last iteration, if the style is not constant."""
 
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the way from `start_weight_decay` to `end_weight_decay`."""
+    """Shape of the change from `start_weight_decay` to `end_weight_decay`."""
 
     use_checkpoint_opt_param_scheduler: bool = False
-    """On `load`, go on with the checkpoint's schedule. Without this or the next, the two have to agree."""
+    """On `load`, continue the checkpoint's schedule. Without this and the next setting, the two must be equal."""
 
     override_opt_param_scheduler: bool = False
-    """On `load`, go on with this schedule and not with the checkpoint's."""
+    """On `load`, use this schedule instead of the checkpoint's."""
 
     def __post_init__(self) -> None:
         check_range(self, "lr_decay_iters", "lr_wsd_decay_iters", least=1)
@@ -131,10 +130,10 @@ class SchedulerConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Where samples come from and how many make a step.
+    """The corpus, and the number of samples in a step.
 
     Raises:
-        ConfigError: a size below one.
+        ConfigError: a size is below one.
     """
 
     data_path: Path | None = None
@@ -156,13 +155,13 @@ class DataConfig:
     """Tokens of a sample."""
 
     micro_batch_size: int
-    """Samples that a rank takes through the model at once."""
+    """Samples that a rank runs through the model at once."""
 
     global_batch_size: int | None = None
     """Samples of a step over all ranks. None: one micro-batch a rank."""
 
     num_workers: int = 2
-    """Processes that read samples, on each rank; 0 reads in the rank itself."""
+    """Processes that read samples, on each rank; 0 reads in the rank's process."""
 
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
@@ -171,7 +170,7 @@ class DataConfig:
     """Hide the tokens of one document from those of another in the same sample."""
 
     eod_mask_loss: bool = False
-    """Leave out the loss of the token that follows an end of document."""
+    """Mask the loss of the token that follows an end of document."""
 
     def __post_init__(self) -> None:
         check_range(self, "vocab_size", "seq_length", "micro_batch_size", "global_batch_size", least=1)
@@ -180,39 +179,39 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """Where a run is kept: its checkpoints, log and loss curve.
+    """The folder of a run, and its checkpoints.
 
     Raises:
-        ConfigError: an interval or a number below one, or a setting that would do nothing.
+        ConfigError: an interval or a number is below one, or a setting would have no effect.
     """
 
     save: Path | None = None
-    """Folder of the run. None: that of `load`; without both nothing is written."""
+    """Folder of the run's checkpoints, log and loss curve. None: that of `load`; without both nothing is written."""
 
     load: Path | None = None
     """Folder of a run to continue from its latest checkpoint, or one of its checkpoints."""
 
     pretrained_checkpoint: Path | None = None
-    """Start with these weights, and a new optimizer, where no run is continued: a run's folder or checkpoint, a model
+    """Start with these weights and a new optimizer, unless a run is continued: a run's folder or checkpoint, a model
     of Hugging Face's (config.json and safetensors), or a torch_dist checkpoint of Megatron-LM's."""
 
     save_interval: int | None = None
     """Iterations between checkpoints. None: one at the end."""
 
     async_save: bool = False
-    """Write checkpoints while training goes on, which waits only until its state has been copied to host memory. The
-    copies take as much of it as this rank writes of a checkpoint."""
+    """Write checkpoints while training goes on; it waits only until its state is copied to host memory. The copies
+    take as much memory as this rank's part of a checkpoint."""
 
     keep_last: int | None = None
-    """Keep so many of the latest checkpoints and remove older ones when a new one is complete. None: keep all. With
-    one alone there is nothing to go back to when it is damaged."""
+    """Keep this many of the latest checkpoints; remove older ones when a new one is complete. None: keep all. With 1
+    there is no other checkpoint if it is damaged."""
 
     keep_every: int | None = None
-    """Beside `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
+    """In addition to `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
 
     verify_checkpoint: bool = True
-    """Compare every tensor that is loaded with the hash that was saved with it. Without, only tensors that are put
-    together from other pieces than they were saved in are compared."""
+    """Compare every loaded tensor with the hash that was saved with it. Without this, only tensors that are loaded
+    into another layout than they were saved in are compared."""
 
     def __post_init__(self) -> None:
         check_range(self, "save_interval", "keep_last", "keep_every", least=1)
@@ -224,12 +223,12 @@ class CheckpointConfig:
 
     @property
     def retention(self) -> Retention | None:
-        """Which checkpoints stay; None for all."""
+        """Returns which checkpoints to keep; None for all."""
         return None if self.keep_last is None else Retention(self.keep_last, self.keep_every)
 
     @property
     def folder(self) -> Path | None:
-        """Where this run writes."""
+        """The folder that this run writes into."""
         return self.save or self.load
 
 
@@ -238,10 +237,10 @@ _LONGEST_TIMEOUT_MINUTES = 365 * 24 * 60
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """Length of the run and what is reported of it.
+    """Length of the run, validation, logging, and seeds.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number is out of its range.
     """
 
     train_iters: int
@@ -260,20 +259,20 @@ class RunConfig:
     """Folder for TensorBoard's event files."""
 
     profile_memory: bool = False
-    """Measure the memory of the run's third iteration on the first rank, by what it is for, and draw it: memory.png
-    and memory.json in the run's folder. That iteration takes longer."""
+    """Measure the memory of the run's third iteration on the first rank by category, and draw it: memory.png and
+    memory.json in the run's folder. That iteration takes longer."""
 
     seed: int = 1234
     """Seed of initial weights, sample order and dropout."""
 
     data_parallel_random_init: bool = False
-    """Seed each data-parallel replica differently, by 10 times its rank, so that its samples get dropout masks of
-    their own. Replicas still start from the weights of the first, which the wrapper hands to all. Without it the masks
-    of all replicas are equal, as in Megatron-LM."""
+    """Seed each data-parallel replica differently, by 10 times its rank, so that its samples get other dropout masks.
+    Replicas still start from the weights of the first, which the wrapper broadcasts. Without this the masks of all
+    replicas are equal, as in Megatron-LM."""
 
     deterministic: bool = False
-    """Compute the same bits in every run, on the CPU and on one GPU, by choosing operations that do and refusing those
-    that have no such form. Over several GPUs this also takes a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""
+    """Compute the same bits in every run, on the CPU and on one GPU: choose deterministic operations and refuse those
+    that have none. Several GPUs also need a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""
 
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that not all ranks joined is an error."""

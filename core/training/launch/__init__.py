@@ -1,9 +1,9 @@
-"""How ranks start and end: one command that starts them on this machine, and how a program of several ranks fails.
+"""Starts ranks on this machine, and ends a program of several ranks with one message.
 
 python -m core.training.launch --nproc-per-node 2 script.py --flags
 
-ranks             starts them, waits for them, passes signals on; `signals` counts these
+ranks             starts ranks, waits for them, passes signals on; `signals` counts these
 parent_death      ends a rank with its launcher
-environment       what a launcher says to a rank, checked
-entry             a program's exit status: one line for a user's mistake, one traceback for a crash
+environment       reads and checks the environment that a launcher sets
+entry             sets a program's exit status: one line for a user's mistake, one traceback for a crash
 """

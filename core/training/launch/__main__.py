@@ -24,10 +24,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--max-restarts",
         type=int,
         default=0,
-        help="start all ranks again after a failure, so many times; 0 by default",
+        help="how many times to start all ranks again after a failure; 0 by default",
     )
     parser.add_argument("script", help="the program that each rank runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what is passed on to it")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)
     if options.nproc_per_node < 1:
         parser.error(f"--nproc-per-node is {options.nproc_per_node}; it takes a positive number")

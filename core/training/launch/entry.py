@@ -1,8 +1,8 @@
-"""How a program of several ranks fails: one line for a user's mistake, one traceback for a crash, and no hang.
+"""Ends a failed program of several ranks: one line for a user's mistake, one traceback for a crash, and no hang.
 
-When a rank fails, the others soon fail too, because a collective lost its partner. What a reader needs is the first
-failure alone. Ranks therefore ask the store of the process group who was first: that one tells all, the others at
-most one line.
+When a rank fails, the others soon fail too, because a collective lost its partner. Only the first failure is of use to
+a reader. Ranks therefore ask the store of the process group which was first: that rank prints its whole report, the
+others at most one line.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FIRST = "shardstack/first_failure"
 
 
 def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] | None = None) -> None:
-    """Runs a program's `main` on its command line, and ends the process with the status that belongs to the outcome.
+    """Runs a program's `main` on its command line, and ends the process with an exit status.
 
-    0 when `main` returns; 2 after an error of the user, with one line printed over all ranks, or 3 where it
-    ended a run that had begun, as a full disk does; 1 after any other exception, whose traceback the first rank to
-    fail prints, as of ranks that fell out of step and of memory that did not suffice: there the place counts, and the
-    table; 130 after an interrupt.
+    0: `main` returned. 2: an error of the user; all ranks together print one line. 3: the same, but a run had begun,
+        for
+    example with a full disk. 1: any other exception; the first rank to fail prints its traceback. Ranks out of step
+    and failed allocations count as such, because their place and table matter. 130: an interrupt.
     """
     try:
         main(sys.argv[1:] if arguments is None else arguments)
@@ -48,12 +48,12 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks; its type's name where it has no message."""
+    """Returns an error's message without line breaks, or the name of its type if it has none."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
 
 
 def _shut_down() -> None:
-    """Takes the process group down once every rank is done."""
+    """Destroys the process group once every rank is done."""
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
         parallel_state.destroy_model_parallel()
@@ -62,52 +62,52 @@ def _shut_down() -> None:
 
 def _leave_after_crash(error: Exception) -> None:
     where = f"rank {_rank_in_reports()} of {os.environ.get('WORLD_SIZE', '1')}"
-    told = "".join(traceback.format_exception(error))
-    _leave(CRASH_STATUS, f"\n{where}:\n{told}", f"{where} stopped too: {one_line(error)[:200]}\n")
+    trace = "".join(traceback.format_exception(error))
+    _leave(CRASH_STATUS, f"\n{where}:\n{trace}", f"{where} stopped too: {one_line(error)[:200]}\n")
 
 
 def _leave(status: int, first_report: str, later_report: str = "") -> None:
     has_group = dist.is_available() and dist.is_initialized()
     first_status = _claim_first_failure(status) if has_group else None
     if first_status is None:
-        # Before there is a group every rank fails in the same way, in reading its flags: one speaks. A crash differs.
+        # Before there is a group all ranks fail in the same way, reading their flags: one reports it. Crashes differ.
         if has_group or _speaks_for_all() or status == CRASH_STATUS:
             _tell(first_report)
     elif first_status == CRASH_STATUS and later_report:
         _tell(later_report)
     if has_group:
-        # A normal exit would wait for the group's threads, and these for ranks that no longer answer.
+        # A normal exit would wait for the group's threads, which wait for ranks that no longer answer.
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 
 
 def _rank_in_reports() -> str:
-    """What the launcher said, be it a number or not: it may be what the report is about."""
+    """Returns the rank as the launcher set it, even if it is no number: the report may be about that."""
     return os.environ.get("RANK", "0")
 
 
 def _speaks_for_all() -> bool:
-    """Whether this is the first rank, or one whose place nothing good is known of: it may be the only one in error."""
+    """Returns whether this is the first rank, or one without a valid rank, which may be the only one in error."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     known = rank.isascii() and rank.isdigit() and size.isascii() and size.isdigit()
     return not known or int(rank) == 0 or int(rank) >= int(size)
 
 
 def _tell(report: str) -> None:
-    # One write, so that the lines of several ranks do not interleave. The line break leaves a progress bar standing.
+    # One write, so that the lines of several ranks do not interleave. The line break keeps a progress bar visible.
     on_terminal = sys.stderr.isatty() and dist.is_initialized()
     sys.stderr.write(("\n" if on_terminal else "") + report)
     sys.stderr.flush()
 
 
 def _claim_first_failure(status: int) -> int | None:
-    """None for the rank that fails first; for a later one the status of the first."""
+    """Returns None on the rank that fails first, and on a later one the status of the first."""
     try:
         store = dist.distributed_c10d._get_default_store()
         if store.add(f"{_FIRST}/count", 1) == 1:
             store.set(f"{_FIRST}/status", str(status))
             return None
         return int(store.get(f"{_FIRST}/status"))
-    except Exception:  # the store went away with the rank that held it: that one failed first
+    except Exception:  # the store is gone with the rank that held it, which failed first
         return CRASH_STATUS

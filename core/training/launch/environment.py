@@ -1,4 +1,4 @@
-"""What a launcher (ours, ``torchrun`` or Slurm) says to a rank in environment variables, checked."""
+"""Reads and checks the environment variables that a launcher (ours, ``torchrun`` or Slurm) sets for a rank."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ import os
 from ...errors import ConfigError
 
 RUN_STARTED = "SHARDSTACK_RUN_STARTED"
-"""Variable of the environment: when the launcher started, which stays the same over its restarts of the ranks."""
+"""Environment variable: when the launcher started; unchanged when it restarts the ranks."""
 
 
 def environment_rank() -> int:
-    """This process's rank as its launcher gave it; 0 without a launcher. Known before any process group.
+    """Returns this process's rank from the environment; 0 without a launcher. Needs no process group.
 
     Raises:
-        ConfigError: no number, as from every function here that reads the environment.
+        ConfigError: the variable is no number; so do all functions here that read the environment.
     """
     return environment_int("RANK", 0)
 
 
 def environment_world_size() -> int:
-    """The number of ranks as the launcher gave it; 1 without a launcher."""
+    """Returns the number of ranks from the environment; 1 without a launcher."""
     return environment_int("WORLD_SIZE", 1, least=1) if "RANK" in os.environ else 1
 
 
 def environment_restart_count() -> int:
-    """How many times the launcher, ours or ``torchrun``, has started the ranks again."""
+    """Returns how many times the launcher, ours or ``torchrun``, has restarted the ranks."""
     return environment_int("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def environment_threads() -> int:
-    """Threads that a rank computes with: OMP_NUM_THREADS, or 1."""
+    """Returns the number of threads that a rank computes with: OMP_NUM_THREADS, or 1."""
     return environment_int("OMP_NUM_THREADS", 1, least=1)
 
 
 def check_launcher() -> None:
-    """Refuses an environment in which ranks could not meet.
+    """Refuses an environment in which ranks cannot connect.
 
     Raises:
-        ConfigError: a rank beyond the number of ranks, or one without the address at which ranks meet.
+        ConfigError: the rank is beyond the number of ranks, or the address of the rendezvous is missing.
     """
     if "RANK" not in os.environ:
         return
@@ -55,7 +55,7 @@ def check_launcher() -> None:
 
 
 def environment_int(name: str, default: int, *, least: int = 0) -> int:
-    """A number in the environment, or `default` where the variable is not set."""
+    """Returns a number in the environment, or `default` if the variable is not set."""
     text = os.environ.get(name)
     if text is None:
         return default

@@ -1,8 +1,8 @@
 """Ends a process with its launcher: ``python -I parent_death.py LAUNCHER_PID command ...`` becomes that command.
 
-Linux sends the signal when the launcher dies, for any reason; the request survives ``exec``. A launcher that died
-before the request was made is found by its absence. It imports nothing of this package, so that there is little time
-in between.
+Linux sends the signal when the launcher dies for any reason; the request survives ``exec``. If the launcher died
+before the request, the parent's process id has changed, and the process ends itself. This file imports nothing of the
+package, so that the time in between is short.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def end_with_parent(parent: int) -> None:
-    """Has this process killed when its parent, of the process id `parent`, dies; on Linux alone."""
+    """Makes the kernel kill this process when its parent, of process id `parent`, dies. Linux only."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:

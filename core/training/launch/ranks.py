@@ -1,11 +1,11 @@
 """Starts the ranks of a program on this machine, waits for them, and passes signals on to them.
 
-Ranks are processes of torch's elastic agent (`torch.distributed.elastic.multiprocessing`), which here has no other
-machine to agree with. For one machine this takes the place of ``torchrun``, whose environment variables it sets, and
-differs in what a person sees: a mistake in the flags is the one line that a rank prints, and ends with that rank's
-status; a crash shows the traceback of the rank that crashed; Ctrl-C, SIGTERM and SIGHUP are passed on and waited for,
-so that a run can save, a second one ends all ranks at once, a third kills them. No rank outlives its launcher.
-Stores and collectives listen on the loopback interface alone. Several machines need ``torchrun`` or Slurm.
+Ranks are processes of torch's elastic agent (`torch.distributed.elastic.multiprocessing`). On one machine this
+replaces ``torchrun``, whose environment variables it sets. It differs in its output: a mistake in the flags is one
+line, printed by a rank, and that rank's status; a crash is the traceback of the rank that crashed. Ctrl-C, SIGTERM and
+SIGHUP are passed on and waited for, so that a run can save; a second signal ends all ranks at once, a third one kills
+them. No rank outlives its launcher. Stores and collectives listen on the loopback interface only. Several machines
+need ``torchrun`` or Slurm.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .environment import RUN_STARTED
 from .signals import SignalCount
 
 GRACE_S = 5.0
-"""How long the other ranks may take to end by themselves once one has failed."""
+"""Time for the other ranks to end by themselves after one has failed."""
 
 SECOND_SIGNAL_GRACE_S = 1.0
-"""How long ranks may take to end after a second signal: one that waits for another rank cannot answer."""
+"""Time for ranks to end after a second signal: a rank that waits for another one cannot react."""
 
 _POLL_S = 0.05
 _HINTS = {
@@ -46,11 +46,14 @@ _HINTS = {
 
 
 def run_ranks(num_ranks: int, command: list[str], *, max_restarts: int = 0) -> int:
-    """Runs ranks of this Python with a command line, a script or ``-m module`` first; returns as `main` does.
+    """Runs ranks of this Python with a command line that begins with a script or ``-m module``.
 
     Args:
-        max_restarts: so many times all ranks are started again after a failure that is no mistake of the user's
-            (status 2) and no answer to a signal; they see TORCHELASTIC_RESTART_COUNT, as under ``torchrun``.
+        max_restarts: how many times to start all ranks again after a failure, except for a user's mistake (status 2)
+            and a signal to the launcher. Ranks see TORCHELASTIC_RESTART_COUNT, as under ``torchrun``.
+
+    Returns:
+        the exit status: 0, or that of the first rank to fail.
     """
     started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     with SignalCount() as signals, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -75,11 +78,11 @@ def run_ranks(num_ranks: int, command: list[str], *, max_restarts: int = 0) -> i
 
 @dataclass
 class _Ended:
-    """How the ranks of one start ended."""
+    """The outcome of one start of the ranks."""
 
     status: int
     reason: str = ""
-    """What the ranks could not say themselves; empty where they did."""
+    """Why the ranks ended, if they could not print it themselves; else empty."""
 
 
 def _run_once(
@@ -89,7 +92,7 @@ def _run_once(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
         common = _common_environment(num_ranks, port) | environment
-        # Served on a socket that is open before any rank starts: no port can be lost to another program.
+        # Serve the store on a socket that is open before any rank starts, so that no other program can take the port.
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     guard = [sys.executable, "-I", parent_death.__file__, str(os.getpid())]
     arguments = (*guard[1:], sys.executable, *command)
@@ -114,19 +117,19 @@ def _common_environment(num_ranks: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the launcher's, and outlives a rank that fails
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # use the launcher's store, which outlives a rank that fails
     }
     defaults = {"OMP_NUM_THREADS": "1"}
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
-        # Otherwise both choose an interface that other machines may reach.
+        # By default both choose an interface that other machines may reach.
         defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
     return common | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
 @contextmanager
 def _agent_leaves_signals_alone() -> Iterator[None]:
-    """torch's agent puts handlers that raise in the place of those of this process: only for SIGQUIT, and back."""
+    """Restricts torch's agent, which installs signal handlers that raise, to SIGQUIT; restores it on exit."""
     name, before = "TORCHELASTIC_SIGNALS_TO_HANDLE", signal.getsignal(signal.SIGQUIT)
     asked = os.environ.get(name)
     os.environ[name] = "SIGQUIT"
@@ -140,7 +143,7 @@ def _agent_leaves_signals_alone() -> Iterator[None]:
 
 
 def _wait(context: SubprocessContext, signals: SignalCount) -> _Ended:
-    """Waits for all ranks; once one has failed, the others have a grace to end in."""
+    """Waits for all ranks; after one has failed, ends the others after a grace period."""
     ranks = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
     deadline = float("inf")
     first: tuple[int, int] | None = None
@@ -174,7 +177,7 @@ def _wait(context: SubprocessContext, signals: SignalCount) -> _Ended:
 
 def _first_failure(ranks: dict[int, Any]) -> tuple[int, int] | None:
     failed = [(rank, process.returncode) for rank, process in ranks.items() if process.poll()]
-    # Of several in one moment, one that a signal ended is more telling than those that lost a partner.
+    # Of ranks that fail at the same time, one ended by a signal says more than those that lost a partner.
     return min(failed, key=lambda item: item[1], default=None)
 
 

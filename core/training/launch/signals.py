@@ -1,4 +1,4 @@
-"""Signals to a launcher, counted, so that it can pass them on to the ranks that it waits for."""
+"""Counts signals to a launcher, so that it can pass them on to the ranks that it waits for."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from types import FrameType
 from typing import Any
 
 ECHO_S = 0.5
-"""Signals that follow one another more closely count as one: some programs send them to a process and its group."""
+"""Signals within this time count as one: some programs send a signal to a process and to its group."""
 
 
 class SignalCount:
-    """While it is entered, SIGTERM, SIGINT and SIGHUP are counted: whoever waits for the ranks passes them on."""
+    """Counts SIGTERM, SIGINT and SIGHUP while it is entered; the launcher passes them on to the ranks."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Signals so far, echoes left out."""
+        """Signals so far, without echoes."""
         self.number = 0
-        """The last one."""
-        self._at = -ECHO_S
-        self._before: dict[signal.Signals, Any] = {}
+        """Number of the last signal; 0 before the first."""
+        self._at = -ECHO_S  # time of the last signal that counted
+        self._before: dict[signal.Signals, Any] = {}  # handlers to restore; set on entering, used on leaving
 
     @property
     def name(self) -> str:
@@ -28,16 +28,16 @@ class SignalCount:
 
     @property
     def sent(self) -> int:
-        """What ranks get of it: a hang-up asks the same of them as SIGTERM."""
+        """The signal to pass on to ranks: SIGTERM for a hang-up, else the last one."""
         return signal.SIGTERM if self.number == signal.SIGHUP else self.number
 
     def ended_by(self, code: int) -> bool:
-        """Whether a rank of this exit code was ended by what was passed on to it, for want of a handler."""
+        """Returns whether an exit code means that the signal passed on ended a rank, which had no handler."""
         return self.count > 0 and code == -self.sent
 
     def __enter__(self) -> SignalCount:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # keep nohup's setting
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -1,4 +1,4 @@
-"""What is written of a run: progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss. One rank writes."""
+"""Writes the log of a run: progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss. One rank writes."""
 
 from .log_file import LOG_FILE, read_log
 from .measures import Stopwatch

@@ -1,8 +1,8 @@
-"""Reads ``log.jsonl``, and cuts it where a resumed run goes on.
+"""Reads ``log.jsonl``, and truncates it where a resumed run continues.
 
-A line of ``log.jsonl`` has ``step``, and either the numbers of training since the line before (``loss`` is their mean,
-in nats a token; ``memory_bytes`` the most that this rank has held) or ``validation_loss``. A resumed run goes on in
-the same file, from which lines after its checkpoint are removed first: it has every step once.
+A line of ``log.jsonl`` has ``step``, and either figures of training since the line before (``loss`` is the mean, in
+nats per token; ``memory_bytes`` this rank's peak) or ``validation_loss``. A resumed run removes the lines after its
+checkpoint and continues the file, so that it has every step once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _NO_LOG = "{} is not the log of a run; move it away, or choose another --save"
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``log.jsonl``; a last one that a crash cut short is left out.
+    """Returns the lines of a ``log.jsonl``, without a last one that a crash truncated.
 
     Raises:
-        CheckpointError: it is no text.
+        CheckpointError: the file is no text.
     """
     return [line for line, _ in _lines_and_ends(path)]
 
 
 def _lines_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """The whole lines of a log, each with the byte at which it ends."""
+    """Yields the complete lines of a log, each with the byte at which it ends."""
     end = 0
     try:
         with path.open("rb") as file:
@@ -48,9 +48,9 @@ def _lines_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def drop_lines_after(path: Path, iteration: int) -> int:
-    """Removes what a run that is resumed, or begun anew, will write again; returns the length of what is left.
+    """Truncates the log after a step, because a resumed or new run writes later lines again; returns its new length.
 
-    The file is cut, which takes no room: steps follow one another in it.
+    Steps are in order, so that truncation suffices; it works on a full disk.
     """
     if not path.exists():
         return 0

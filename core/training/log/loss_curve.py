@@ -1,4 +1,4 @@
-"""The picture of a run's losses."""
+"""Draws a run's losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw_loss_curve(log: Path, picture: Path) -> None:
 
 
 def figure_class() -> Any:
-    """Matplotlib's class of figures; raises MissingExtraError where it is not installed."""
+    """Returns matplotlib's class of figures; raises MissingExtraError if it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

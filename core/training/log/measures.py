@@ -1,4 +1,4 @@
-"""What a rank measures of itself for the log: seconds, and the most memory that it has held."""
+"""Measures a rank for the log: seconds, and its peak memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ... import device
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this rank has held: of the GPU where there is one, else of the process."""
+    """Returns this rank's peak memory in bytes: of the GPU if there is one, else of the process."""
     if device.device_type() == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB on Linux
@@ -26,7 +26,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def read(self) -> float:
-        """Seconds, never zero, and starts again."""
+        """Returns the seconds, never zero, and restarts."""
         now = time.perf_counter()
         seconds, self._start = max(now - self._start, 1e-9), now
         return seconds

@@ -1,4 +1,5 @@
-"""Files that a run can do without for a while: logs, pages, plots. A full disk makes them wait, not the run."""
+"""Writes files that a run does not depend on: logs, pages, plots. On a full disk they are retried, and training goes
+on."""
 
 from __future__ import annotations
 
@@ -7,16 +8,16 @@ from pathlib import Path
 
 
 class OptionalFiles:
-    """Writes files, and tries again later those that could not be written.
+    """Writes files, and retries those that could not be written.
 
     Args:
-        say: is given a line when writing pauses, one when all that waited is written, and no others.
+        say: called with one line when writing pauses, and one when all pending files are written.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._waiting: dict[Path, Callable[[], None]] = {}
-        """What could not be written, by file, with what writes it; emptied by `retry`."""
+        """Functions that write the pending files, by file. `write` adds on failure, `retry` removes on success."""
 
     def write(self, path: Path, write: Callable[[], None]) -> None:
         """Calls `write`, which may raise OSError and be called again; `path` is named in messages."""
@@ -34,11 +35,11 @@ class OptionalFiles:
                 self._say("logs, pages and plots are written again")
 
     def retry(self) -> None:
-        """Tries again what waits."""
+        """Writes the pending files again."""
         for path, write in list(self._waiting.items()):
             self.write(path, write)
 
     @property
     def waiting(self) -> list[Path]:
-        """The files that are not written."""
+        """The pending files."""
         return list(self._waiting)

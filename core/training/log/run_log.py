@@ -1,4 +1,4 @@
-"""The log of a run while it goes on: progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss."""
+"""Logs a run while it goes on: progress bar, ``log.jsonl``, TensorBoard, pictures of model and loss."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _PIPE_INTERVAL_S = 10.0
 
 
 class RunLog:
-    """The log of a run that starts, or goes on, at `iteration`.
+    """The log of a run that starts or continues at `iteration`.
 
     Args:
-        folder: of ``log.jsonl``, ``config.json``, ``model.html`` and ``loss.png``; None writes no files.
+        folder: folder of ``log.jsonl``, ``config.json``, ``model.html`` and ``loss.png``; None writes no files.
         enabled: False on ranks that write nothing.
 
     Raises:
-        MissingExtraError: tqdm, matplotlib, or TensorBoard where it was asked for, is not installed.
-        CheckpointError: the folder holds another file of such a name.
+        MissingExtraError: tqdm, matplotlib, or the requested TensorBoard is not installed.
+        CheckpointError: the folder has another file of such a name.
     """
 
     def __init__(self, config: PretrainConfig, folder: Path | None, iteration: int, *, enabled: bool) -> None:
@@ -49,23 +49,24 @@ class RunLog:
         self._log_interval, self._last = config.run.log_interval, config.run.train_iters
         self._losses: list[float] = []
         self._num_tokens, self._seconds, self._skipped = 0, 0.0, 0
-        """Sums since the last line of training, like the losses; `step` adds to them, and clears them with a line."""
+        """Sums since the last line of training, as `_losses`. `step` adds to them, and clears them when it writes
+        one."""
         self._lines: deque[str] = deque(maxlen=_MOST_LINES_WAITING)
-        """Lines of the log that are not in the file yet, because it could not be written."""
+        """Lines that are not in the file yet. `_write` adds; `_write_lines` clears it once they are written."""
         self._log_bytes = 0
-        """Length of the file up to the last whole line that this run knows of."""
+        """Length of the file up to its last complete line; a partial line after it is overwritten."""
         self._bar: Any = None
-        """From here until the log is left; None on ranks that write nothing."""
+        """The progress bar, from here until the log is left; None on ranks that write nothing."""
         self._tensorboard: Any = None
-        """None also while TensorBoard's folder cannot be written."""
+        """TensorBoard's writer; None if it was not requested, and while its folder cannot be written."""
         self._tensorboard_dir = config.run.tensorboard_dir if enabled else None
         self.files = OptionalFiles(self.message)
-        """Writes what the run can do without for a while."""
+        """Writes the files, and keeps those pending that could not be written."""
         if not enabled:
             return
         settings = None
         if self._folder is not None:
-            figure_class()  # found missing now, not after the training
+            figure_class()  # raise now if it is missing, not after the training
             make_folders(self._folder)
             self._log_bytes = drop_lines_after(self._folder / LOG_FILE, iteration)
             settings = self._folder / "config.json"
@@ -80,7 +81,7 @@ class RunLog:
     def step(
         self, iteration: int, result: StepResult, *, lr: float, loss_scale: float, num_tokens: int, seconds: float
     ) -> None:
-        """Notes one iteration of `num_tokens` tokens over all ranks; writes a line when one is due."""
+        """Records one iteration of `num_tokens` tokens over all ranks; writes a line if one is due."""
         if not self.enabled:
             return
         self._losses.append(result.loss)
@@ -107,7 +108,7 @@ class RunLog:
         self._losses, self._num_tokens, self._seconds, self._skipped = [], 0, 0.0, 0
 
     def model(self, model: _BaseDataParallel, num_microbatches: int) -> None:
-        """Shows what the wrapper made of the model, and writes it as a page, ``model.html``."""
+        """Shows the description of the wrapped model, and writes it as a page, ``model.html``."""
         if not self.enabled:
             return
         self.message(model.describe(num_microbatches=num_microbatches))
@@ -125,7 +126,7 @@ class RunLog:
     def message(self, text: str) -> None:
         """Shows a line above the progress bar."""
         if self._bar is not None:
-            with suppress(OSError):  # it goes into a file, on a disk that is full
+            with suppress(OSError):  # the output may be a file on a full disk
                 self._bar.write(text, file=sys.stderr)
 
     def __enter__(self) -> RunLog:
@@ -134,7 +135,7 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends bar and files, and draws the loss curve of the whole run, earlier parts included."""
+        """Closes bar and files, and draws the loss curve of the whole run, earlier parts included."""
         if not self.enabled:
             return
         with suppress(OSError):
@@ -142,7 +143,7 @@ class RunLog:
         if self._tensorboard is not None:
             with suppress(OSError):
                 self._tensorboard.close()
-        if self._folder is not None and kind is None:  # else what went wrong comes first
+        if self._folder is not None and kind is None:  # after an error, leave its message as the last one
             log, curve = self._folder / LOG_FILE, self._folder / CURVE_FILE
             self.files.write(curve, lambda: draw_loss_curve(log, curve))
         self.files.retry()
@@ -168,7 +169,7 @@ class RunLog:
         self.files.retry()
 
     def _write_lines(self) -> None:
-        """Appends all lines that wait; what a full disk cut short is written again as a whole."""
+        """Appends all pending lines; overwrites a line that a full disk truncated."""
         if self._folder is None or not self._lines:
             return
         data = "".join(self._lines).encode()
@@ -180,7 +181,7 @@ class RunLog:
         self._lines.clear()
 
     def _write_scalars(self, folder: Path, line: dict[str, Any]) -> None:
-        """Gives TensorBoard a line; its writer does not outlive an error, so that one is made anew."""
+        """Writes a line to TensorBoard; creates a new writer after an error, which the old one does not survive."""
         try:
             if self._tensorboard is None:
                 self._tensorboard = _tensorboard_writer(folder, line["step"] - 1)

@@ -1,4 +1,4 @@
-"""Every way in, told to do the same: a small model, a door by its name, and the serial run that is the oracle."""
+"""Every adapter with the same request: a small model, an adapter by its name, and the serial run as the oracle."""
 
 from __future__ import annotations
 

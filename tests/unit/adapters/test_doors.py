@@ -1,4 +1,4 @@
-"""One test over all doors: the same units, losses, gradients and weights as the serial run, whatever is asked for."""
+"""One test over all adapters: the same units, losses, gradients and weights as the serial run for every request."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_the_mixin_moves_task_and_model_in_fp32_or_fp64_and_names_folders(tmp_pa
         trainer._get_task_model(Task(), Net())
 
 
-def test_a_strategy_may_be_named_and_a_wrong_one_is_told_the_nearest():
+def test_a_strategy_may_be_named_and_the_error_of_a_wrong_one_has_the_nearest():
     assert ml.ParallelConfig(sharding_strategy="SHARD_GRAD_OP").sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     with pytest.raises(ConfigError, match=r"'HYBRID'; did you mean|'HYBRID'; it takes one of FULL_SHARD"):
         ml.ParallelConfig(sharding_strategy="HYBRID")

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class _Hooked(Net):
-    """Shards its second layer alone, and frees it after forward whatever the config says."""
+    """Shards its second layer alone, and frees it after forward under every config."""
 
     def fully_shard(self, **kwargs: Any) -> None:
         fully_shard(self.layers[1], **{**kwargs, "reshard_after_forward": True})

@@ -73,7 +73,7 @@ def test_reductions_of_any_size_and_dtype_receive_into_the_same_memory():
         assert inboxes[0][1] == 2 * gloo.CHUNK_BYTES
 
 
-def test_the_memory_to_receive_into_is_nobody_elses_meanwhile_and_not_used_again_after_an_error():
+def test_inbox_memory_is_exclusive_and_not_reused_after_an_error():
     gloo._idle_inboxes.clear()
     with torch.inference_mode(), gloo._inbox_memory(64) as first, gloo._inbox_memory(64) as second:
         assert first.data_ptr() != second.data_ptr()

@@ -1,4 +1,4 @@
-"""The lane runs what it is given in order, beside the main thread, and keeps nothing alive longer than needed."""
+"""The lane runs tasks in order while the main thread runs, and keeps nothing alive longer than needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def test_tasks_run_in_order_and_beside_the_main_thread():
+def test_tasks_run_in_order_while_the_main_thread_runs():
     lane, done, gate = comm_lane(CPU), [], threading.Event()
     first = lane.submit(lambda: (gate.wait(), done.append(threading.current_thread())))
     second = lane.submit(lambda: done.append("second"))

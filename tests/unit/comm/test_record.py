@@ -79,7 +79,7 @@ def _records_of_a_step(kind: str) -> list[tuple[str, str]]:
     loss_of(model, batches(dist.get_rank())[0]).backward()
     model.finish_grad_sync()
     assert all(call.ended_at is not None for call in record_of(group).calls)
-    return [(call.kind, call.subject) for call in record_of(group).calls if "structure" not in call.subject]
+    return [(call.kind, call.what) for call in record_of(group).calls if "structure" not in call.what]
 
 
 def test_every_collective_of_a_step_is_recorded_with_its_unit():

@@ -35,7 +35,7 @@ def test_the_global_order_does_not_depend_on_ranks_or_micro_batches(ranks: int, 
     total, consumed, batch = 45, 3, 8
     by_rank = [_micro_batches(total, consumed, micro, batch, rank, ranks) for rank in range(ranks)]
     dealt = [sample for step in zip(*by_rank, strict=True) for part in step for sample in part]
-    assert dealt == list(range(3, 43))  # five full steps; the two samples beyond them are nobody's
+    assert dealt == list(range(3, 43))  # five full steps; no rank gets the two samples beyond them
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 3])

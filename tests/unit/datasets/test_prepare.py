@@ -79,9 +79,7 @@ def test_a_failure_leaves_the_old_corpus_and_nothing_else(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_an_old_corpus_never_stands_beside_a_new_tokenizer(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_old_corpus_is_never_next_to_a_new_tokenizer(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch):
     prepare([source], tmp_path / "c")
     readable: list[bool] = []
     save = Tokenizer.save

@@ -54,7 +54,7 @@ def test_a_bpe_compresses_round_trips_and_is_deterministic(tmp_path: Path):
     assert train_bpe(iter(corpus), 300).to_json() == tokenizer.to_json()
 
 
-def test_a_saved_tokenizer_is_found_beside_its_corpus(tmp_path: Path):
+def test_a_saved_tokenizer_is_found_next_to_its_corpus(tmp_path: Path):
     path = tokenizer_path(tmp_path / "corpus")
     assert path == tmp_path / "corpus.tokenizer.json"
     for tokenizer in (build_byte_tokenizer(), train_bpe(["aaa bbb aaa bbb"], 260)):
@@ -98,7 +98,7 @@ def _published(folder: Path, special: dict[str, int], **fields: object) -> Path:
     return path
 
 
-def test_the_end_of_document_is_told_by_argument_configuration_or_custom(tmp_path: Path):
+def test_the_end_of_document_comes_from_argument_configuration_or_convention(tmp_path: Path):
     path = _published(tmp_path, {"<s>": 3, "</s>": 4, "<|eot|>": 5})
     assert load_tokenizer(path).eod == 4
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot|>"}}))

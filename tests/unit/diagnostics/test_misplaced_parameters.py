@@ -61,7 +61,7 @@ def _reads_outside(how: str) -> str:
         ("gain", "blocks.0.gain", "blocks.0", "return self.blocks[0](x) + x * self.blocks[0].gain"),
     ],
 )
-def test_a_forward_that_reads_another_units_weight_is_told_which(how, parameter, unit, code):
+def test_a_forward_that_reads_another_units_weight_names_it(how, parameter, unit, code):
     for message in run_distributed(_reads_outside, 2, how):
         assert message.startswith(f"parameter {parameter} was used outside the forward of its unit, {unit}, where")
         assert f"in forward: {code})" in message
@@ -71,7 +71,7 @@ def test_a_forward_that_reads_another_units_weight_is_told_which(how, parameter,
 def _calls_a_method_of_a_module_inside() -> str:
     model = build("fsdp2", toy(), config=SimpleNamespace())
     with pytest.raises(RuntimeError, match="mixed"):
-        model.module.blocks[0].up(torch.ones(2, 7))  # past the wrapper nobody watches
+        model.module.blocks[0].up(torch.ones(2, 7))  # calls that bypass the wrapper are not watched
     with pytest.raises(UnitError) as caught, failures_explained(model):
         model.module.blocks[0].up(torch.ones(2, 7))
     return str(caught.value)

@@ -34,7 +34,7 @@ def _short_group() -> dist.ProcessGroup:
 def _explained(run: Any) -> str:
     with pytest.raises(OutOfStepError) as caught:
         run()
-    # Whoever waits second in a group of which the time is up hears that the connection was closed for the first.
+    # A rank that waits second in a group whose time is up hears that the connection was closed by the first.
     assert re.search("Timed out|closed|pair closure", str(caught.value))
     return str(caught.value)
 
@@ -116,7 +116,7 @@ def _one_of_four_stays_away() -> str:
     return _explained(run)
 
 
-def test_ranks_that_wait_are_told_from_those_that_stay_away():
+def test_ranks_that_wait_are_distinguished_from_absent_ones():
     first, second, _, fourth = run_distributed(_one_of_four_stays_away, 4)
     assert (
         "rank 2 never came: it was in no collective, the last was all-reduce 1 of the loss (16 B), its call 1" in first
@@ -190,7 +190,7 @@ def test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder():
         "rank 0 of 2 failed in a collective that was not the wrapper's, after all-reduce 1 of the hash of the model's "
         "structure (64 B) in one of 2 ranks. "
     )
-    assert "Torch's flight recorder stands here at gloo:all_reduce, number" in message
+    assert "Torch's flight recorder is here at gloo:all_reduce, number" in message
 
 
 def test_only_failures_of_a_backend_are_taken_for_ranks_out_of_step():

@@ -41,7 +41,7 @@ def test_an_optimizer_that_was_built_before_wrapping_names_the_fix_at_its_first_
     run_distributed(_steps_stale_optimizers, 2)
 
 
-def _frees_what_nobody_holds() -> None:
+def _frees_unreferenced_parameters() -> None:
     module = toy()
     old = weakref.ref(module.blocks[0].up.weight)
     kept = module.blocks[0].down.weight
@@ -52,7 +52,7 @@ def _frees_what_nobody_holds() -> None:
 
 
 def test_marking_keeps_no_old_parameter_alive():
-    run_distributed(_frees_what_nobody_holds, 1)
+    run_distributed(_frees_unreferenced_parameters, 1)
 
 
 def _steps_after_a_move_into_buffers() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint written beside training holds the state of the moment at which it was begun, or says why not."""
+"""A checkpoint written while training goes on holds the state at the call, or an error says why not."""
 
 import threading
 import time
@@ -68,7 +68,7 @@ def test_what_is_written_is_what_it_was_when_saving_began(tmp_path, layout):
     assert latest_checkpoint(tmp_path) == tmp_path / "again"
 
 
-def test_one_process_without_a_group_saves_beside_its_work_too(tmp_path):
+def test_one_process_without_a_group_saves_asynchronously_too(tmp_path):
     saver, w = AsyncSaver(), torch.ones(3)
     saver.save({"w": w}, tmp_path / "it", metadata={})
     w.zero_()
@@ -93,7 +93,7 @@ def _fails_on_rank_1(root: str) -> list[str]:
     saver, kept = AsyncSaver(), writer._append
     saver.save({"w": torch.ones(2)}, f"{root}/iter_0000001", metadata={})
     saver.wait()
-    told = []
+    messages = []
     if dist.get_rank() == 1:
         writer._append = _cannot_write
     saver.save({f"w{dist.get_rank()}": torch.ones(2)}, f"{root}/iter_0000002", metadata={})
@@ -105,9 +105,9 @@ def _fails_on_rank_1(root: str) -> list[str]:
         try:
             then()
         except CheckpointError as error:
-            told.append(str(error))
+            messages.append(str(error))
     saver.wait()
-    return told
+    return messages
 
 
 def _cannot_write(*args):
@@ -115,9 +115,9 @@ def _cannot_write(*args):
 
 
 def test_a_failure_of_one_writer_is_raised_once_on_all(tmp_path):
-    told = run_distributed(_fails_on_rank_1, 2, str(tmp_path))
-    assert told[0] == told[1] and len(told[0]) == 1
-    assert "iter_0000002" in told[0][0] and "no space left" in told[0][0]
+    messages = run_distributed(_fails_on_rank_1, 2, str(tmp_path))
+    assert messages[0] == messages[1] and len(messages[0]) == 1
+    assert "iter_0000002" in messages[0][0] and "no space left" in messages[0][0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000003", "latest"]
 
 

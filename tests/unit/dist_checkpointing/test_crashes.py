@@ -54,7 +54,7 @@ def saving_killed_at(operation: int, root: Path, iteration: int):
     return run
 
 
-@pytest.mark.parametrize("iteration", [1, 3], ids=["in place of one", "beside two"])
+@pytest.mark.parametrize("iteration", [1, 3], ids=["in place of one", "in addition to two"])
 def test_killed_at_any_operation_a_whole_checkpoint_is_left(tmp_path, iteration):
     operation, survived = 0, False
     seen = set()
@@ -116,14 +116,14 @@ def _save_with_little_room(root: Path) -> None:
         save(state(2), checkpoint_directory(root, 2), metadata={})
 
 
-def test_when_the_kernel_takes_no_more_bytes_the_last_checkpoint_stands(tmp_path):
+def test_when_the_kernel_takes_no_more_bytes_the_last_checkpoint_remains(tmp_path):
     save(state(1), checkpoint_directory(tmp_path, 1), metadata={"n": 1})
     assert in_child(lambda: _save_with_little_room(tmp_path)) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest"]
     assert load(state(0), latest_checkpoint(tmp_path), verify=True) == {"n": 1}
 
 
-def test_a_full_disk_is_told_in_its_own_words(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_with_the_systems_message(tmp_path, monkeypatch):
     save(state(1), checkpoint_directory(tmp_path, 1), metadata={"n": 1})
     begin = folders.begin
 
@@ -138,11 +138,11 @@ def test_a_full_disk_is_told_in_its_own_words(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest"]
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match=r"/proc/self/run/it.*(No such file|denied|not permitted)"):
         save(state(1), "/proc/self/run/it", metadata={})
 
-    def as_nobody() -> None:
+    def as_unprivileged_user() -> None:
         os.setgid(65534)
         os.setuid(65534)
         with pytest.raises(CheckpointError, match="Permission denied"):
@@ -154,5 +154,5 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     for folder in (tmp_path, *tmp_path.parents):
         if folder.is_relative_to(tmp_path.parents[-3]) and folder.stat().st_uid == os.getuid():
             folder.chmod(folder.stat().st_mode | 0o055)
-    assert in_child(as_nobody if os.getuid() == 0 else lambda: None) == 0
+    assert in_child(as_unprivileged_user if os.getuid() == 0 else lambda: None) == 0
     assert latest_checkpoint(tmp_path / "run").name == "iter_0000001"

@@ -53,7 +53,7 @@ def test_one_page_says_where_it_comes_from_and_what_it_holds(run: Path, capsys: 
     assert ["optimizer.step", "8", "B", "int64", "[]"] in tree
 
 
-def test_layers_that_are_alike_are_told_apart_on_request(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_equal_layers_are_listed_one_by_one_on_request(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(run), "--expand"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-15:-1]] == [
         "layers",
@@ -104,7 +104,7 @@ def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytes
     ]
 
 
-def test_files_are_compared_with_their_hashes_unless_told_not_to(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_files_are_compared_with_their_hashes_unless_switched_off(run: Path, capsys: pytest.CaptureFixture[str]):
     for arguments in ([str(run)], [str(run), str(run)]):
         assert main(arguments) == 0
         lines = capsys.readouterr().err.splitlines()
@@ -134,13 +134,13 @@ def test_what_cannot_be_read_is_one_line(
     (tmp_path / "other").mkdir()
     write_safetensors(tmp_path / "other", {"x": (torch.float32, (1,))}, lambda name: torch.zeros(1))
     index = run / "iter_0000030" / "checkpoint.json"
-    for arguments, told in (
+    for arguments, message in (
         ([tmp_path / "nowhere"], "there is no such folder"),
         ([run, tmp_path / "other"], "no tensor's name in common"),
     ):
         assert main([str(argument) for argument in arguments]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and told in error and error.count("\n") == 1
+        assert error.startswith("error: ") and message in error and error.count("\n") == 1
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert main([str(tmp_path / "other")]) == 2
     assert "pip install 'shardstack[hf]'" in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_what_four_ranks_write_any_other_reads(tmp_path, writer, reader):
     _round_trip(writer, reader, tmp_path / "it")
 
 
-def test_all_that_does_not_fit_is_told_at_once_and_nothing_is_touched(tmp_path):
+def test_all_misfits_are_one_error_and_nothing_changes(tmp_path):
     save({"same": torch.ones(2), "gone": torch.ones(1), "shape": torch.ones(2), "kind": torch.ones(2)}, tmp_path / "a",
          metadata={})  # fmt: skip
     mine = {"same": torch.zeros(2), "new": torch.zeros(1), "shape": torch.zeros(3), "kind": torch.zeros(2).bfloat16()}
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_named_and_nothing_is_touched(tmp_path, damage):
     assert not mine["a"].any()
 
 
-def test_no_checkpoint_is_told_apart_from_a_damaged_one(tmp_path):
+def test_no_checkpoint_and_a_damaged_one_are_different_errors(tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         load({"a": torch.zeros(1)}, tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no checkpoint\.json"):
@@ -239,15 +239,15 @@ def _cannot_write(*args):
 
 
 @pytest.mark.parametrize(
-    ("moment", "told"),
+    ("moment", "message"),
     [("before writing", "odd is a int"), ("while writing", "no space left"), ("reading", "float32 [3] here")],
 )
-def test_what_fails_on_one_rank_is_raised_on_all(tmp_path, moment, told):
+def test_what_fails_on_one_rank_is_raised_on_all(tmp_path, moment, message):
     save({"w": torch.ones(2)}, tmp_path / "old", metadata={})
     directory = tmp_path / ("old" if moment == "reading" else "new")
     messages = run_distributed(_fails_on_rank_1, 2, moment, str(directory))
     assert messages[0] == messages[1]
-    assert told in messages[0]
+    assert message in messages[0]
     assert {path.name for path in tmp_path.iterdir()} == {"old", "latest"}
 
 
@@ -312,7 +312,7 @@ def _rise_while_loading(directory: str, cut: bool, verify: bool) -> int:
 
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
 @pytest.mark.parametrize("cut", [False, True], ids=["as it was cut", "cut anew"])
-def test_loading_holds_at_most_one_tensor_beside_what_it_fills(tmp_path, cut, verify):
+def test_loading_holds_at_most_one_tensor_on_top_of_its_targets(tmp_path, cut, verify):
     """16 tensors of 4 MiB: holding all of what is read would show as 32 or 64."""
     save({str(number): torch.zeros(1024, 1024) for number in range(16)}, tmp_path / "it", metadata={})
     rises = run_distributed(_rise_while_loading, 2, str(tmp_path / "it"), cut, verify)

@@ -39,7 +39,7 @@ class Recomputed(Toy):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trainable one of rank 2 beside it (LoRA, Hu et al., 2021)."""
+    """A frozen linear layer with a trainable one of rank 2 next to it (LoRA, Hu et al., 2021)."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()

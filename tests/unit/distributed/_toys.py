@@ -109,7 +109,7 @@ UNITS = (Block, nn.Embedding, nn.Linear)
 
 
 def settings(kind: str, **fields: Any) -> DistributedDataParallelConfig:
-    """What a wrapper of the given kind is told."""
+    """The arguments for a wrapper of the given kind."""
     if kind in BUFFERED:
         return DistributedDataParallelConfig(**{**BUFFERED[kind], **fields})
     if kind == "zero3":

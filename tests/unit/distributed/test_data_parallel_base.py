@@ -241,7 +241,7 @@ def _names_the_bad_gradient(kind: str) -> str:
 
 
 def test_a_gradient_that_is_not_finite_is_named_with_rank_and_step(kind):
-    reduced = ", reduced over ranks of which any may be at fault," if kind == "fsdp2" else ""
+    reduced = ", reduced over ranks that may each be at fault," if kind == "fsdp2" else ""
     for rank, message in enumerate(run_distributed(_names_the_bad_gradient, 2, kind)):
         assert f"rank {rank}, step 1: the gradient of blocks.1.down.weight{reduced} is not finite" in message
 
@@ -295,7 +295,7 @@ def test_an_evaluation_at_any_moment_changes_nothing(kind, moment):
 
 
 class _Router(nn.Module):
-    """Of two branches a rank uses one, and nobody a third."""
+    """Each rank uses one of two branches, and no rank a third."""
 
     def __init__(self) -> None:
         super().__init__()

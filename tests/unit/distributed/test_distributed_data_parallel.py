@@ -382,7 +382,7 @@ def _leaves_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BUFFERED)
-def test_a_wrapper_that_nobody_holds_is_freed_with_its_model(kind):
+def test_an_unreferenced_wrapper_is_freed_with_its_model(kind):
     run_distributed(_leaves_nothing, 1, kind)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of parameters that tensor-parallel ranks hold alike, finished under every wrapper; the rest of
+"""Gradients of parameters replicated over tensor-parallel ranks, finished under every wrapper; the rest of
 `finalize_model_grads` is part of the contract in `test_data_parallel_base.py`."""
 
 from __future__ import annotations
@@ -56,5 +56,5 @@ def test_gradients_sharded_under_tensor_parallelism_equal_the_serial_ones(wrappe
 def test_without_the_sum_over_tensor_parallel_ranks_norms_and_biases_are_wrong(wrapper):
     serial = run_distributed(_gradients, 1, wrapper, 1, False, False)[0]
     partial = run_distributed(_gradients, 2, wrapper, 2, True, True)[0]
-    held_alike = {name for name in serial if "norm" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias"))}
-    assert _wrong(partial, serial, 1e-2) == held_alike
+    replicated = {name for name in serial if "norm" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias"))}
+    assert _wrong(partial, serial, 1e-2) == replicated

@@ -215,7 +215,7 @@ def _wrappers_agree() -> bool:
     return norms == sharded_norms and all(torch.equal(weights[key], sharded[key]) for key in weights)
 
 
-def test_wrappers_train_alike_and_name_their_state_alike():
+def test_wrappers_train_equally_and_name_their_state_equally():
     assert run_distributed(_wrappers_agree, 2) == [True, True]
 
 

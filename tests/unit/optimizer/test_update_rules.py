@@ -45,7 +45,7 @@ def _cut(tensor: Tensor, rows: int) -> list[Tensor]:
 def test_equals_torchs_own(name: str):
     starts = [torch.randn(5, 32), torch.randn(48), torch.randn(16)]
     grads: list[list[Tensor | None]] = [[torch.randn_like(start) for start in starts] for _ in range(4)]
-    grads[1][0] = grads[2][2] = None  # a parameter's step count stands still without a gradient
+    grads[1][0] = grads[2][2] = None  # a parameter's step count does not move without a gradient
     ours, torchs = _train(RULES[name], starts, grads), _train(TORCHS[name], starts, grads)
     assert all(torch.equal(a, b) for a, b in zip(ours, torchs, strict=True))
 
@@ -60,7 +60,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", RULES)
-def test_a_tensor_and_its_pieces_are_updated_alike(name: str, device: str):
+def test_a_tensor_and_its_pieces_are_updated_equally(name: str, device: str):
     chooser = random.Random(0)
     starts = [torch.randn(shape, device=device) for shape in SHAPES]
     grads = [[torch.randn_like(start) * 10.0 ** chooser.randint(-6, 1) for start in starts] for _ in range(5)]
@@ -99,7 +99,7 @@ def test_state_created_ahead_changes_nothing(name: str):
 
 
 class _FusedAdam(torch.optim.Optimizer):
-    """Stands for NVIDIA apex's: counts the steps of a group."""
+    """Replaces NVIDIA apex's: counts the steps of a group."""
 
     def __init__(self, params, lr, betas, eps, weight_decay) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

@@ -17,7 +17,7 @@ def normal(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def integer_tensor(*shape: int, seed: int = 7) -> torch.Tensor:
-    """The same on every rank, whatever was drawn before."""
+    """Returns the same on every rank, independent of earlier draws."""
     return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 

@@ -1,4 +1,4 @@
-"""The loss over a cut vocabulary beside torch's over the whole: values, gradients, precision, extremes."""
+"""The loss over a split vocabulary compared with torch's over the whole: values, gradients, precision, extremes."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Around(nn.Module):
         self.inner = nn.Linear(3, 5)
         self.gain = nn.Parameter(torch.empty(3))
         self.plain = nn.Module()
-        self.plain.weight = nn.Parameter(torch.empty(3, 2))  # nobody else would fill it
+        self.plain.weight = nn.Parameter(torch.empty(3, 2))  # nothing else would fill it
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -1,4 +1,4 @@
-"""Layers cut over two ranks beside the serial layer: outputs and every gradient, bit by bit on exact integers."""
+"""Layers split over two ranks compared with the serial layer: outputs and gradients, bitwise on exact integers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ S, B, H, OUT, V = 6, 2, 4, 10, 12
 
 
 def _pair(cls: type[nn.Module], *sizes: int, sequence_parallel: bool = False, **options: Any) -> list[nn.Module]:
-    """The serial layer and this rank's part of it, with equal values because both are seeded alike."""
+    """The serial layer and this rank's part of it, with equal values because both have one seed."""
     layers_built = []
     for tp, group in ((1, None), (2, dist.group.WORLD)):
         torch.manual_seed(0)

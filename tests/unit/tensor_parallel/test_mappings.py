@@ -1,4 +1,4 @@
-"""Each mapping's forward and backward, on two ranks, beside what the ranks hold together."""
+"""Each mapping's forward and backward on two ranks, compared with what the ranks hold together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients in borrowed memory beside torch's own, bit by bit, and who may not borrow."""
+"""Gradients in borrowed memory compared bitwise with torch's own, and who may not borrow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ S, B, K, N = 7, 3, 33, 21
 
 
 class Memory:
-    """Lends one piece of memory, full of what nobody may add to, and counts how often."""
+    """Lends one piece of memory, full of values that must not be added to, and counts how often."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.memory, self.times = torch.full_like(weight, float("nan")), 0

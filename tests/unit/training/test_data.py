@@ -25,7 +25,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_the_tokenizer_beside_the_corpus_decides_the_vocabulary(corpus: Path):
+def test_the_tokenizer_next_to_the_corpus_decides_the_vocabulary(corpus: Path):
     data = load_data(small_config(global_batch_size=4, eval_iters=2), corpus, 1)
     assert data.vocab_size == 384  # 257, padded
     assert data.tokenizer is not None and data.tokenizer.decode([104, 105]) == "hi"
@@ -36,7 +36,7 @@ def test_the_tokenizer_beside_the_corpus_decides_the_vocabulary(corpus: Path):
         load_data(small_config(vocab_size=100), corpus, 1)
 
 
-def test_a_corpus_without_a_tokenizer_needs_to_be_told_its_vocabulary(corpus: Path, tmp_path: Path):
+def test_a_corpus_without_a_tokenizer_needs_a_vocabulary_size(corpus: Path, tmp_path: Path):
     shutil.move(tokenizer_path(corpus), tmp_path / "elsewhere.json")
     with pytest.raises(ConfigError, match="--vocab-size"):
         load_data(small_config(), corpus, 1)
@@ -89,7 +89,7 @@ def test_validation_is_left_out_where_no_document_falls_to_it(tmp_path: Path, co
         assert load_data(small_config(), tmp_path / "one", 1).valid is None
 
 
-def test_the_order_of_samples_is_told_apart(corpus: Path):
+def test_orders_of_samples_are_distinguished(corpus: Path):
     def order(**changes) -> dict:
         return dict(load_data(small_config(eval_iters=0, **changes), corpus, 1).sample_order)
 

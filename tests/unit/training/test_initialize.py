@@ -1,4 +1,4 @@
-"""What a run stands on: groups by its settings, and seeds that tensor-parallel ranks share where they must."""
+"""A run starts with groups by its settings, and seeds that tensor-parallel ranks share where they must."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _initialized(tensor_parallel: int) -> tuple[int, int, float, float]:
 
 
 def test_groups_and_seeds_follow_the_settings():
-    alike, cut = run_distributed(_initialized, 2, 1), run_distributed(_initialized, 2, 2)
-    assert [ranks[:2] for ranks in alike] == [(1, 2), (1, 2)]
+    replicated, cut = run_distributed(_initialized, 2, 1), run_distributed(_initialized, 2, 2)
+    assert [ranks[:2] for ranks in replicated] == [(1, 2), (1, 2)]
     assert [ranks[:2] for ranks in cut] == [(2, 1), (2, 1)]
     assert len({ranks[2] for ranks in cut}) == 1  # what tensor-parallel ranks hold whole
     assert len({ranks[3] for ranks in cut}) == 2  # what they hold in part

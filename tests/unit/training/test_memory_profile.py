@@ -82,7 +82,7 @@ def test_each_category_holds_what_is_known_of_it(kind):
         assert 2 * WEIGHT <= _most(timeline, "gathered parameters") <= 5 * WEIGHT
     else:
         assert _most(timeline, "gathered parameters") == 0
-    # Between micro-batches gradients are whole under every wrapper; beside them there are shards and one reduction.
+    # Between micro-batches gradients are whole under every wrapper; in addition there are shards and one reduction.
     assert whole <= _most(timeline, "gradients") <= whole + whole // 2 + 2 * WEIGHT
     # Backward begins with the input of every layer and the output of the last, and computes a few more.
     assert LAYERS * ACTIVATION <= _most(timeline, "activations and other") <= (LAYERS + 5.1) * ACTIVATION

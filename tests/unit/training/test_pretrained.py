@@ -109,24 +109,24 @@ def _refused(folder: Path, how: str) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_started_from_is_told(tmp_path: Path):
+def test_what_cannot_be_started_from_is_refused(tmp_path: Path):
     model = build("qwen3", vocab_size=64)
     save_weights(model, build_config(_settings_of(architecture_of(model))), tmp_path / "ours")
-    told = run_distributed(_refused, 1, tmp_path / "ours", "load")[0]
-    assert f"holds weights alone, and no run to continue; start one with --pretrained-checkpoint {tmp_path}" in told
+    message = run_distributed(_refused, 1, tmp_path / "ours", "load")[0]
+    assert f"holds weights alone, and no run to continue; start one with --pretrained-checkpoint {tmp_path}" in message
     assert "rotary_base 7.0 and 5000.0 (here and there)" in run_distributed(_refused, 1, tmp_path / "ours", "other")[0]
     assert "no such folder" in run_distributed(_refused, 1, tmp_path / "nowhere", "missing")[0]
     add_lora(model, 3)
     with pytest.raises(CheckpointError, match="has LoRA adapters, which a qwen3 has no place for; merge them first"):
         save_hugging_face(model, tmp_path / "hf")
     save_weights(model, build_config(_settings_of(architecture_of(model))), tmp_path / "adapted")
-    told = run_distributed(_refused, 1, tmp_path / "adapted", "adapters")[0]
-    assert "holds LoRA adapters; continue their run with --load, or merge them with convert.py" in told
+    message = run_distributed(_refused, 1, tmp_path / "adapted", "adapters")[0]
+    assert "holds LoRA adapters; continue their run with --load, or merge them with convert.py" in message
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_the_flags_that_are_told_make_the_model(kind: str, tied: bool, tmp_path: Path):
+def test_the_printed_flags_make_the_model(kind: str, tied: bool, tmp_path: Path):
     save_hugging_face(build(kind, tied), tmp_path / "hf")
     architecture = hf_architecture(tmp_path / "hf")
     program = load_program("pretrain_gpt").DEFAULTS | {"seq_length": 8}  # which would say otherwise

@@ -1,4 +1,4 @@
-"""Skipped steps are told once, and end a run when they do not stop."""
+"""Skipped steps are reported once, and end a run when they do not stop."""
 
 import warnings
 
@@ -9,21 +9,21 @@ from core.training.skipped_steps import LIMIT, SkippedSteps
 
 
 def test_the_first_is_warned_of_and_a_row_ends_the_run():
-    skips = SkippedSteps(scale_adapts=False)
+    skipped = SkippedSteps(scale_adapts=False)
     with pytest.warns(UserWarning, match="iteration 3 is skipped") as caught:
         for iteration in range(3, 2 + LIMIT):
-            skips.note(iteration, False)
-        skips.note(2 + LIMIT, True)  # the row begins anew
+            skipped.note(iteration, False)
+        skipped.note(2 + LIMIT, True)  # the row begins anew
         for iteration in range(LIMIT - 1):
-            skips.note(iteration, False)
+            skipped.note(iteration, False)
     assert len(caught) == 1
     with pytest.raises(OptimizerError, match=r"iteration 99.*--lr"):
-        skips.note(99, False)
+        skipped.note(99, False)
 
 
 def test_with_a_dynamic_loss_scale_it_is_normal():
-    skips = SkippedSteps(scale_adapts=True)
+    skipped = SkippedSteps(scale_adapts=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for iteration in range(2 * LIMIT):
-            skips.note(iteration, False)
+            skipped.note(iteration, False)

@@ -1,4 +1,4 @@
-"""Adapters cut over two ranks beside the serial one, bit by bit; and what they make of a model."""
+"""Adapters split over two ranks compared bitwise with the serial one; and what they do to a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation: what is computed twice, and that nobody can tell from the numbers."""
+"""Recomputation: what is computed twice, and that the numbers do not change."""
 
 import pytest
 import torch

@@ -92,7 +92,7 @@ def test_sizes_that_tensor_parallelism_cannot_split(changes, message):
     assert " | " not in str(raised.value)
 
 
-def test_groups_that_divide_neither_heads_nor_ranks_are_told_once_with_numbers_that_do():
+def test_groups_that_do_not_divide_are_one_error_with_numbers_that_do():
     with pytest.raises(ConfigError) as raised:
         config(num_attention_heads=12, num_query_groups=5, tensor_model_parallel_size=4)
     assert str(raised.value) == "num_query_groups 5 does not divide num_attention_heads 12; take 4 or 12 groups"

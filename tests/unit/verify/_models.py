@@ -58,7 +58,7 @@ def build_in_bf16() -> tuple[nn.Module, object]:
 
 
 def build_with_a_hook() -> tuple[nn.Module, object]:
-    """A gradient that is changed by a hook on the parameter, of which torch's FSDP2 knows nothing."""
+    """A gradient that is changed by a hook on the parameter, which torch's FSDP2 does not call."""
     model = Net()
     model.layers[0][0].bias.register_hook(lambda gradient: 2 * gradient)
     return model, loss

@@ -66,7 +66,7 @@ def _one_weight_stale_on_the_second_rank() -> Iterator[None]:
 
 @contextmanager
 def _a_sum_in_place_of_a_mean() -> Iterator[None]:
-    """Every wrapper alike, so that only one process shows it."""
+    """In every wrapper, so that only one process shows it."""
     with FAULTS["doubled_gradients"].planted():
         yield
 
@@ -157,7 +157,7 @@ def test_a_planted_difference_is_named(fault: str, wrappers: list[str], expected
                     assert found.off == pytest.approx(parting.off, rel=0.05)
 
 
-def test_a_setting_that_does_not_apply_and_a_wrapper_that_refuses_are_told_apart():
+def test_inapplicable_settings_and_refusals_are_distinguished():
     (verdicts, _) = run_distributed(_verified, 2, "Tokens", Options(steps=1), ["fsdp2, recomputed"])
     assert verdicts[0].is_equal and "no unit has more than one layer" in verdicts[0].inapplicable
     assert str(verdicts[0]).startswith("fsdp2, recomputed         not run: ")

@@ -19,7 +19,7 @@ def one_line(function, *arguments) -> str:
     return str(caught.value)
 
 
-def test_a_model_is_built_alike_each_time():
+def test_a_model_is_built_equally_each_time():
     tested = load_model_under_test(f"{MODELS}:build")
     model = tested.check()
     assert model.training

@@ -1,4 +1,4 @@
-"""Tokens and positions as vectors and angles."""
+"""Embeddings of tokens and positions."""
 
 from .language_model_embedding import LanguageModelEmbedding
 from .rotary_pos_embedding import RotaryEmbedding, apply_rotary_pos_emb

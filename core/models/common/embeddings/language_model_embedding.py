@@ -1,4 +1,4 @@
-"""Token ids to the first hidden states."""
+"""Embeds token ids into the first hidden states."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PositionEmbedding(ParameterOwner):
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """Word embeddings over the vocabulary cut by tensor-parallel ranks, learned positions if asked for, dropout.
+    """Word embeddings with the vocabulary split over tensor-parallel ranks, optional learned positions, dropout.
 
     Args:
         position_embedding_type: "learned_absolute" adds a table of positions; "rope" none.
@@ -57,12 +57,12 @@ class LanguageModelEmbedding(MegatronModule):
         tp_group: the tensor-parallel group of `core.parallel_state`.
 
     Raises:
-        ConfigError: a size that the config leaves at 0.
-        ParallelConfigError: another group, or an argument that is refused.
+        ConfigError: the config leaves a size at 0.
+        ParallelConfigError: another group is given, or an argument is refused.
     """
 
     weights_used_in_backward = False
-    """Read by fully sharded wrappers: the gradient of a look-up needs ids, not the table, which need not be there."""
+    """Read by fully sharded wrappers: the backward of a look-up needs ids only, so that the table may be resharded."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class LanguageModelEmbedding(MegatronModule):
         config.check_sizes_given("num_layers", "hidden_size")
         super().__init__(config)
         learned = position_embedding_type == "learned_absolute"
-        # Positions are added before the sequence is cut; without them the sum over ranks can do the cutting.
+        # Positions are added before the sequence is split; without them the reduce-scatter of the look-up splits it.
         self.scatters_sequence = config.sequence_parallel and learned
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
@@ -105,13 +105,13 @@ class LanguageModelEmbedding(MegatronModule):
 
         Args:
             position_ids: `[b, s]`, for learned positions; None is 0 to s - 1 in every row.
-            tokentype_ids: Megatron-LM's; None alone.
+            tokentype_ids: Megatron-LM's; only None is allowed.
         """
         refuse("LanguageModelEmbedding", tokentype_ids=(tokentype_ids, None, "tokens have one type"))
         if self.word_embeddings.reduce_scatter_embeddings:
             embeddings = self.word_embeddings(input_ids)  # [s / tp, b, h]
         else:
-            embeddings = self.word_embeddings(input_ids.t())  # [s, b, h] at once: moving ids is cheaper
+            embeddings = self.word_embeddings(input_ids.t())  # [s, b, h]; transposing ids is cheaper
         if self.position_embeddings is not None:
             if position_ids is None:
                 positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(1)  # [s, 1]

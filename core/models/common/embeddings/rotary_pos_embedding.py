@@ -1,4 +1,4 @@
-"""The angles of rotary position embeddings (Su et al., 2021)."""
+"""Computes the angles of rotary position embeddings (Su et al., 2021)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of position x base^(-2i / r) for the first r = kv_channels x rotary_percent channels.
 
-    Holds neither parameters nor buffers, so that no cast, no sharding and no start on meta can touch the angles:
-    they are computed in fp32 on the device that asks, and those of the last length are kept.
+    It has neither parameters nor buffers, so that casts, sharding and construction on meta do not change the angles:
+    they are computed in fp32 on the given device, and those of the last length are cached.
 
     Args:
         rotary_interleaved, seq_len_interpolation_factor, rope_scaling: Megatron-LM's; refused unless at the defaults.
-        rope_scaling_factor: read with `rope_scaling` alone.
-        use_cpu_initialization, cp_group: Megatron-LM's; angles are computed where they are asked for, for all ranks.
+        rope_scaling_factor: used only with `rope_scaling`.
+        use_cpu_initialization, cp_group: Megatron-LM's; ignored, as angles are computed on the given device.
 
     Raises:
         ConfigError: the number of rotated channels is not even.
@@ -54,13 +54,14 @@ class RotaryEmbedding(nn.Module):
                 f"kv_channels {kv_channels} x rotary_percent {rotary_percent:g} is {self.size} rotated channels, and "
                 "channels turn in pairs; choose sizes that give an even number from 2"
             )
+        # The last length and device, and their angles. `forward` sets it; None before the first forward.
         self._kept: tuple[tuple[int, torch.device], Rotation] | None = None
 
     def forward(self, max_seq_len: int, *, device: torch.device, position_ids: torch.Tensor | None = None) -> Rotation:
-        """Cosine and sine, `[s, 1, 1, r]` each, fp32; `[s, b, 1, r]` with explicit positions.
+        """Returns cosine and sine, `[s, 1, 1, r]` each, fp32; `[s, b, 1, r]` with explicit positions.
 
         Args:
-            max_seq_len: of the whole sequence, also where a rank holds a part of the activations.
+            max_seq_len: length of the whole sequence, also if a rank has a part of the activations.
             position_ids: `[b, s]`; None is 0 to s - 1 in every row.
         """
         if position_ids is not None:
@@ -71,7 +72,7 @@ class RotaryEmbedding(nn.Module):
         rotation = self._rotation(torch.arange(max_seq_len, device=device).unsqueeze(1))
         if not (
             torch.is_inference_mode_enabled() or torch.compiler.is_compiling()
-        ):  # neither's tensors may outlive it
+        ):  # tensors of these modes must not be cached
             self._kept = key, rotation
         return rotation
 

@@ -1,4 +1,4 @@
-"""What models of language share."""
+"""The base of language models."""
 
 from .language_module import LanguageModule
 

@@ -1,4 +1,4 @@
-"""The loss of a language model, and the weight that may serve both its ends."""
+"""The loss of a language model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ....transformer.transformer_config import TransformerConfig
 
 
 class LanguageModule(MegatronModule):
-    """A module with a vocabulary cut over tensor-parallel ranks.
+    """A module with a vocabulary split over tensor-parallel ranks.
 
     Args:
-        pg_collection: process groups; those of `core.parallel_state`, which are also the default.
+        pg_collection: process groups; must be those of `core.parallel_state`, the default.
 
     Attributes:
-        tp_group: the ranks that hold parts of the vocabulary.
+        tp_group: the ranks that share the vocabulary.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
@@ -28,7 +28,7 @@ class LanguageModule(MegatronModule):
         self.tp_group: Group = resolve_group(None)
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The loss of each token, `[b, s]` in fp32, from labels `[b, s]` and logits `[s, b, v / tp]`.
+        """Returns the loss of each token, `[b, s]` in fp32, from labels `[b, s]` and logits `[s, b, v / tp]`.
 
         A token with label -100 has loss zero.
         """
@@ -38,5 +38,6 @@ class LanguageModule(MegatronModule):
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """`[s, b, ...]` to `[b, s, ...]`, contiguous and never a view, which FSDP2 warns of: it may be written into."""
+    """Transposes `[s, b, ...]` to `[b, s, ...]`; always a contiguous copy, because FSDP2 warns of outputs that are
+    views."""
     return tensor.transpose(0, 1).clone(memory_format=torch.contiguous_format)

@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_named():
     run_distributed(_bad_input, 2)
 
 
-def _beside_parallel_state() -> None:
+def _with_parallel_state() -> None:
     parallel_state.initialize_model_parallel(2)
     model = hugging_face_model("qwen3")
     serial = serial_gradients(copy.deepcopy(model), 1)
@@ -202,7 +202,7 @@ def _beside_parallel_state() -> None:
 
 
 def test_the_norm_counts_each_element_once_where_parallel_state_knows_the_same_ranks():
-    run_distributed(_beside_parallel_state, 2)
+    run_distributed(_with_parallel_state, 2)
 
 
 def _says() -> None:

@@ -1,4 +1,4 @@
-"""Whatever rows our tensors are made of, each piece of them gets what the whole one would have there."""
+"""Each piece of our tensors gets the values that the whole tensor has there, for any recipe of rows."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def test_any_run_of_elements_gets_its_own(folder: Path):
             assert torch.equal(values, whole.flatten()[start:end]), (name, start, end)
 
 
-def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_loaded(folder: Path):
+def test_all_misfits_are_one_error_and_nothing_is_loaded(folder: Path):
     found = {name: torch.zeros_like(tensor) for name, tensor in OURS.items()}
     del found["vector"]
     found |= {"gated": torch.zeros(10, 3), "more": torch.zeros(1), "words": torch.zeros(5, 2, dtype=torch.int64)}
     found["turned"] = torch.zeros(8, 5)
     with pytest.raises(CheckpointError, match="nothing was loaded") as caught:
         _load(found, folder)
-    for told in (
+    for message in (
         "the model has no vector",
         "nothing there makes up more",
         "left over there: one",
@@ -104,7 +104,7 @@ def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_loaded(fold
         "words has 5 rows here, and 6 there",
         "turned has 8 rows here, and 7 there",
     ):
-        assert told in str(caught.value)
+        assert message in str(caught.value)
     assert not any(tensor.any() for tensor in found.values())
 
 

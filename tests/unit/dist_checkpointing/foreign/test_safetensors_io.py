@@ -128,7 +128,7 @@ def _place(name: str, start: int, end: int) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), DAMAGED),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), DAMAGED),
@@ -149,32 +149,32 @@ def _place(name: str, start: int, end: int) -> Callable[[Path], None]:
         (_header_changed(lambda header: header["half"].update(shape=[2**62, 8])), DAMAGED),
     ],
 )
-def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], told: str):
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str):
     folder = _write(tmp_path / "ours")
     (folder / "pytorch_model.bin").write_bytes(b"")
     damage(folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         read_safetensors_index(folder)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
-        ({"half": "../model-00001-of-00002.safetensors"}, "does not name files beside it"),
+        ({"half": "../model-00001-of-00002.safetensors"}, "does not name files next to it"),
         ({"half": "model-00002-of-00002.safetensors"}, "holds half, which"),
         ({"more": "model-00002-of-00002.safetensors"}, "names more, which"),
         ({"half": "absent.safetensors"}, "absent.safetensors is missing"),
         ({"half": 3}, "does not name files"),
     ],
 )
-def test_an_index_that_is_not_what_the_files_hold_is_refused(tmp_path: Path, change: dict[str, str], told: str):
+def test_an_index_that_is_not_what_the_files_hold_is_refused(tmp_path: Path, change: dict[str, str], message: str):
     folder = _write(tmp_path / "ours", max_shard_bytes=110)
     path = folder / "model.safetensors.index.json"
     document = json.loads(path.read_text())
     document["weight_map"] |= change
     path.write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         read_safetensors_index(folder)
 
 
@@ -195,7 +195,7 @@ def test_tensors_of_one_file_are_held_at_a_time(tmp_path: Path, writes: bool):
     assert len([*tmp_path.iterdir()]) == (4 if writes else 0)
 
 
-def test_what_cannot_be_written_is_told_by_name(tmp_path: Path):
+def test_what_cannot_be_written_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"absent/model\.safetensors cannot be written"):
         write_safetensors(tmp_path / "absent", {"x": (torch.float32, (1,))}, lambda name: torch.zeros(1))
 

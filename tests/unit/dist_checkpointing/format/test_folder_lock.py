@@ -34,7 +34,7 @@ def holder(tmp_path: Path):
     process.join()
 
 
-def test_a_second_writer_is_told_who_the_first_is(tmp_path, holder, monkeypatch):
+def test_a_second_writer_learns_who_the_first_is(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(folder_lock, "_WAIT_S", 0.1)
     pid, connection, process = holder
     with pytest.raises(CheckpointError, match=rf"run is in use by process {pid} on \S+ since 20\S+; wait") as caught:
@@ -61,7 +61,7 @@ def test_a_crash_releases_the_lock(tmp_path, holder):
         assert json.loads((tmp_path / "run" / LOCK_FILE).read_text())["process"] == os.getpid()
 
 
-def test_what_stands_in_the_lock_of_another_is_not_believed_blindly(tmp_path, holder, monkeypatch):
+def test_the_content_of_a_foreign_lock_is_not_trusted(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(folder_lock, "_WAIT_S", 0.1)
     for text in ("", "[]", '{"process": "x"}', "[" * 500):
         (tmp_path / "run" / LOCK_FILE).write_text(text)

@@ -138,7 +138,7 @@ def test_one_list_of_pieces_for_many_tensors_is_not_multiplied(torch_checkpoint)
         load(_empty_state(), torch_checkpoint)
 
 
-def test_a_payload_of_ours_is_bytes_whatever_they_say(tmp_path):
+def test_a_payload_of_ours_is_bytes_of_any_content(tmp_path):
     """A pickle in a raw file is read as the numbers that its bytes are."""
     bomb = tmp_path / "ran"
     attack = pickle.dumps(_Bomb(bomb))

@@ -29,7 +29,7 @@ def _write(layout: str, folder: str) -> None:
 
 
 def flip(folder, tensor: str, bit: int = 3, piece: int = 0) -> str:
-    """Flips one bit of a tensor where it lies, and returns the name of the file."""
+    """Flips one bit of a stored tensor, and returns the name of the file."""
     tensors = json.loads((folder / "checkpoint.json").read_text())["tensors"]
     _, _, file, start, num_bytes, _ = tensors[tensor]["pieces"][piece]
     path = folder / file
@@ -56,20 +56,20 @@ def _load(layout: str, folder: str, all_: bool) -> str | None:
 
 
 @pytest.mark.parametrize("layout", ["plain", "fsdp", "tp2"])
-def test_a_flipped_bit_is_found_named_and_told_by_all_ranks(tmp_path, layout):
+def test_a_flipped_bit_is_named_by_all_ranks(tmp_path, layout):
     run_distributed(_write, 2, "fsdp", str(tmp_path / "it"))
     assert run_distributed(_load, 2, layout, str(tmp_path / "it"), True) == [None, None]
     verify(tmp_path / "it")
     file = flip(tmp_path / "it", "rows.weight", piece=1)
-    told = run_distributed(_load, 2, layout, str(tmp_path / "it"), True)
-    assert told[0] == told[1]
-    assert re.search(rf"{tmp_path / 'it' / file} is damaged in rows\.weight \(bytes \d+ to \d+\)", told[0])
-    assert told[0].endswith(": rows.weight")
+    messages = run_distributed(_load, 2, layout, str(tmp_path / "it"), True)
+    assert messages[0] == messages[1]
+    assert re.search(rf"{tmp_path / 'it' / file} is damaged in rows\.weight \(bytes \d+ to \d+\)", messages[0])
+    assert messages[0].endswith(": rows.weight")
     with pytest.raises(CheckpointError, match=rf"{file} is damaged in rows\.weight \(bytes \d+ to \d+\)$"):
         verify(tmp_path / "it")
     # where it is not wanted only what is cut anew is compared
     assert run_distributed(_load, 2, layout, str(tmp_path / "it"), False) == (
-        [None, None] if layout == "fsdp" else told
+        [None, None] if layout == "fsdp" else messages
     )
 
 

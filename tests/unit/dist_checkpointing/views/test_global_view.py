@@ -1,4 +1,4 @@
-"""Views of the whole tensor: every rank's piece lies where the whole tensor has it, however the cuts fall."""
+"""Views of the whole tensor: every rank's piece has its place in the whole tensor, for every layout."""
 
 import gc
 
@@ -30,7 +30,7 @@ def _fsdp_piece(whole: torch.Tensor, dim: int | None, mesh: DeviceMesh) -> nn.Pa
 
 
 def _check(param: torch.Tensor, whole: torch.Tensor) -> None:
-    """The view is the whole tensor, shares storage with the parameter, and the slices say where the piece lies."""
+    """The view is the whole tensor, shares storage with the parameter, and the slices say where the piece is."""
     view = global_view(param)
     assert not view.requires_grad
     assert view.shape == whole.shape == global_shape(param)
@@ -150,7 +150,7 @@ def test_cuts_that_no_view_describes_are_refused():
     ],
 )
 def test_every_rank_of_a_plane_builds_the_same_mesh(order, instances):
-    """With context parallelism too, and wherever tp stands in the order of ranks: nobody asks the others."""
+    """With context parallelism too, and for every position of tp in the order of ranks: no rank asks another."""
     planes: dict[int, list[list[int]]] = {}
     for rank in range(8):
         with fake_world(rank, 8):

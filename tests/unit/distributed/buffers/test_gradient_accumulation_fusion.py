@@ -285,7 +285,7 @@ def _pickles() -> None:
     assert not hasattr(pickle.loads(pickle.dumps(weight)), "lend_gradient_memory")
 
 
-def test_a_pickled_parameter_has_nobody_who_lends():
+def test_a_pickled_parameter_has_no_lender():
     run_distributed(_pickles, 1)
 
 

@@ -1,4 +1,5 @@
-"""The wrapper on buffers and its module's parameters: gathered in time, found where they were, stepped by nobody else.
+"""The wrapper on buffers and its module's parameters: gathered in time, found where they were, stepped by no other
+optimizer.
 
 With `param_placement.py` this tests the parameter half of `distributed_data_parallel.py` and `parameter_owner.py`.
 """
@@ -26,7 +27,7 @@ from tests.unit.distributed._toys import BUFFERED, batches, build, gradients, lo
 GATHERED_LATER = [kind for kind, fields in BUFFERED.items() if "overlap_param_gather" in fields]
 
 
-# ---- parameters gathered beside forward
+# ---- parameters gathered during forward
 
 
 def _update_shards(model: nn.Module, value: float) -> None:
@@ -35,7 +36,7 @@ def _update_shards(model: nn.Module, value: float) -> None:
             group.bucket.local_param_shard.fill_(value)
 
 
-def _gathers_beside_forward(kind: str, read: str) -> None:
+def _gathers_during_forward(kind: str, read: str) -> None:
     model = build(kind, toy(tied=False))
     gate, gather = threading.Event(), collectives.all_gather
 
@@ -65,13 +66,13 @@ def _gathers_beside_forward(kind: str, read: str) -> None:
 
 @pytest.mark.parametrize("read", ["forward", "state_dict", "evaluation", "directly"])
 @pytest.mark.parametrize("kind", GATHERED_LATER)
-def test_parameters_are_gathered_beside_what_does_not_read_them(kind, read):
-    run_distributed(_gathers_beside_forward, 2, kind, read)
+def test_parameters_are_gathered_while_other_code_runs(kind, read):
+    run_distributed(_gathers_during_forward, 2, kind, read)
 
 
 def test_parameters_that_did_not_wait_would_be_seen_to_be_stale():
     with pytest.raises(RankFailure, match="stale parameters"):
-        run_distributed(_gathers_beside_forward, 2, "zero1_overlap", "without waiting")
+        run_distributed(_gathers_during_forward, 2, "zero1_overlap", "without waiting")
 
 
 def _switches_hooks() -> None:
@@ -82,7 +83,7 @@ def _switches_hooks() -> None:
     with pytest.raises(ShardstackError, match="no forward pre-hooks"):
         model.disable_forward_pre_hook()
     _update_shards(model, 0.5)
-    model.start_param_sync()  # without hooks nobody would wait later
+    model.start_param_sync()  # without hooks nothing would wait later
     assert all((p == 0.5).all() for p in model.parameters())
     model.enable_forward_pre_hook()
 
@@ -194,7 +195,7 @@ def _steps_with_a_plain_optimizer(kind: str) -> str:
     optimizer = torch.optim.AdamW([*other.parameters(), *model.parameters()])
     loss_of(model, batches(0)[0]).backward()
     finalize_model_grads([model])
-    torch.optim.SGD(other.parameters(), lr=0.1).step()  # of other parameters: nobody minds
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # of other parameters: allowed
     try:
         optimizer.step()
     except ShardstackError as error:

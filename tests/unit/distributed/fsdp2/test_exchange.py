@@ -115,7 +115,7 @@ def _is_dropped() -> None:
     dist.barrier()
 
 
-def test_a_gather_that_nobody_used_is_freed_and_forgotten():
+def test_an_unused_gather_is_freed_and_forgotten():
     run_distributed(_is_dropped, 2)
 
 
@@ -138,7 +138,7 @@ def _reduces_in(settings: dict) -> set[str]:
     return set(threads)
 
 
-def test_units_are_reduced_beside_the_backward_that_ends_with_their_gradients():
+def test_units_are_reduced_during_backward_and_done_at_its_end():
     assert run_distributed(_reduces_in, 2, {}) == [{"comm-lane"}] * 2
 
 

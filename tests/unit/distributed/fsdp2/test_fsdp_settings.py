@@ -249,7 +249,7 @@ def test_offloaded_shards_give_the_same_step_and_pinning_without_an_accelerator_
 # ---- hybrid
 
 
-def _clips_alike(num_instances: int) -> float:
+def _clips_equally(num_instances: int) -> float:
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=num_instances)
     ddp_config = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=num_instances)
     model = TorchFullyShardedDataParallel(SimpleNamespace(), ddp_config, toy(), _toys.UNITS)
@@ -262,5 +262,5 @@ def _clips_alike(num_instances: int) -> float:
 
 
 def test_the_norm_on_a_two_dimensional_mesh_counts_every_element_once():
-    hybrid, sharded = (run_distributed(_clips_alike, 4, instances) for instances in (2, 1))
+    hybrid, sharded = (run_distributed(_clips_equally, 4, instances) for instances in (2, 1))
     assert len(set(hybrid)) == 1 and hybrid[0] == pytest.approx(sharded[0], rel=1e-6)

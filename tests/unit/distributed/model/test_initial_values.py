@@ -1,4 +1,4 @@
-"""What a wrapped model starts from: the first rank's values, held by it alone or drawn alike by all."""
+"""What a wrapped model starts from: the first rank's values, held by it alone or drawn equally by all."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _starts_on_meta(kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_foreign_model_on_meta_starts_alike_at_every_world_size(kind):
+def test_a_foreign_model_on_meta_starts_equally_at_every_world_size(kind):
     module = on_meta()
     torch.manual_seed(40)
     run = [run_distributed(_starts_on_meta, world_size, kind) for world_size in (1, 2)]
@@ -151,7 +151,7 @@ def test_hybrid_sharding_receives_the_same():
     run_distributed(_instances_agree, 4)
 
 
-def _nobody_fills() -> None:
+def _leaves_unfilled() -> None:
     module = toy().to("meta")  # `offset` and the gains have no owner that could fill them
     with pytest.raises(ConfigError, match="nothing says how to"):
         build("fsdp2", module)
@@ -160,8 +160,8 @@ def _nobody_fills() -> None:
     assert torch.equal(module.running_var, torch.ones(3))
 
 
-def test_what_nobody_fills_is_named():
-    run_distributed(_nobody_fills, 2)
+def test_unfilled_tensors_are_named():
+    run_distributed(_leaves_unfilled, 2)
 
 
 def _wraps_a_model_of_transformers() -> dict[str, torch.Tensor]:

@@ -87,7 +87,7 @@ def test_parameters_without_a_gradient_on_some_ranks_or_on_all_get_zeros():
 
 
 class Shared(Toy):
-    """One block stands in three places, and one of its layers in another block."""
+    """One block is used in three places, and one of its layers in another block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Wide(nn.Module):
 
 
 def _allocates_for_adapters_alone() -> None:
-    # Nothing is gathered in backward, so that whatever it allocates is for gradients.
+    # Nothing is gathered in backward, so that everything it allocates is for gradients.
     model = build("fsdp2", nn.Sequential(Wide(), Wide()), unit_classes=(Wide,), reshard_after_forward=False)
     model(torch.ones(1, 256)).sum().backward()  # what is made once and kept
     model.zero_grad_buffer()
@@ -248,7 +248,7 @@ def test_adapters_alone_have_gradient_memory():
 
 
 class LowBase(Adapted):
-    """The frozen weight in bf16, the adapters in fp32: two dtypes in one unit, of which one has gradients."""
+    """The frozen weight in bf16, the adapters in fp32: two dtypes in one unit, only one with gradients."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x.bfloat16()).float() + self.up(self.down(x))
@@ -338,5 +338,5 @@ def _unknown_method() -> None:
         build("fsdp2", Methods(), unit_classes=(Coder,), forward_methods=("twice", "thrice"))
 
 
-def test_a_method_that_nobody_has_is_refused():
+def test_a_method_that_no_module_has_is_refused():
     run_distributed(_unknown_method, 1)

@@ -1,4 +1,4 @@
-"""Units that are alike become one line, and numbers are in units that one reads."""
+"""Equal units become one line, and numbers are in readable units."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def test_long_names_lose_their_middle():
         (1, 1, None),
     ],
 )
-def test_what_lies_under_a_wrapper_is_said_not_to_be_counted(tp, cp, said):
+def test_traffic_inside_the_model_is_said_not_to_be_counted(tp, cp, said):
     facts = ModelFacts("X", 1, 1, 1, StepPlan(2, False), (LAYER,), (), (), 0, 0, "", tp, cp)
     assert [note for note in notes(facts) if "not counted" in note] == ([] if said is None else [said])

@@ -164,7 +164,7 @@ def test_half_precision_goes_out_and_is_rounded_back(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"normalization": "LayerNorm"}, r"llama cannot express normalization 'LayerNorm'; .*gpt2 cannot express"),
         ({"rotary_percent": 0.5, "kv_channels": 8}, r"qwen3 cannot express .*rotary_percent 0.5"),
@@ -172,9 +172,9 @@ def test_half_precision_goes_out_and_is_rounded_back(tmp_path: Path):
         ({"add_qkv_bias": True, "qk_layernorm": True}, r"qwen3 cannot express add_qkv_bias True"),
     ],
 )
-def test_what_no_layout_can_express_is_one_error(changes: dict[str, Any], told: str, tmp_path: Path):
+def test_what_no_layout_can_express_is_one_error(changes: dict[str, Any], message: str, tmp_path: Path):
     model = build("llama with wide heads", **changes)
-    with pytest.raises(CheckpointError, match=told) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         save_hugging_face(model, tmp_path / "model")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
@@ -185,7 +185,7 @@ def test_what_no_layout_can_express_is_one_error(changes: dict[str, Any], told: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"model_type": "mixtral"}, "model_type is 'mixtral'; llama, qwen2, qwen3, gpt2 are known"),
         (
@@ -197,9 +197,9 @@ def test_what_no_layout_can_express_is_one_error(changes: dict[str, Any], told: 
         ({"hidden_size": None}, "config.json has no hidden_size"),
     ],
 )
-def test_what_no_model_here_can_express_is_one_error(changes: dict[str, Any], told: str):
+def test_what_no_model_here_can_express_is_one_error(changes: dict[str, Any], message: str):
     config = hf_config("llama", architecture_of(build("llama"))) | changes
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         architecture_from_hf(config)
 
 
@@ -218,7 +218,7 @@ def test_another_model_is_refused_with_all_that_differs(tmp_path: Path):
         load_hugging_face(build("llama"), tmp_path / "nowhere")
 
 
-def test_every_kind_is_told_from_the_others():
+def test_every_kind_is_recognized():
     assert [choose_layout(architecture_of(build(kind))) for kind in KINDS] == [layout for layout, _ in KINDS.values()]
     for kind, (layout, _) in KINDS.items():
         architecture = architecture_of(build(kind))

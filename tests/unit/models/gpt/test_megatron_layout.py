@@ -107,7 +107,7 @@ def test_another_vocabulary_padding_and_another_model(tmp_path: Path):
         load_megatron(build("llama"), _write(tmp_path / "other", other, tmp_path / "ran"))
 
 
-def test_what_is_no_checkpoint_of_theirs_is_told(tmp_path: Path):
+def test_what_is_no_megatron_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="holds no torch_dist checkpoint"):
         load_megatron(build("llama"), tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")

@@ -27,14 +27,14 @@ def test_every_field_of_the_transformer_is_compared_or_changes_no_function():
 ORDER = {"num_samples": 8, "seed": 1, "split": "1", "seq_length": 4, "corpus": "c.bin (9 bytes)", "order": "8-00"}
 
 
-def test_another_order_of_samples_is_told_in_one_warning():
+def test_another_order_of_samples_is_one_warning():
     state = SimpleNamespace(sample_order=ORDER | {"num_samples": 16, "seed": 2, "order": "16-01"}, consumed_samples=5)
     with pytest.warns(UserWarning, match=r"num_samples 8 -> 16, seed 1 -> 2\).* sample 5 .* repeat") as caught:
         warn_of_another_order(ORDER, state)
     assert len(caught) == 1
 
 
-def test_a_longer_run_over_the_same_order_is_told_nothing():
+def test_a_longer_run_over_the_same_order_gets_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_another_order(ORDER, SimpleNamespace(sample_order=ORDER | {"num_samples": 9}, consumed_samples=5))

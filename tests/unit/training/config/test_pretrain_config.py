@@ -102,7 +102,7 @@ def test_a_valid_run_passes():
     validate(small_config(use_torch_fsdp2=True, fp16=True, loss_scale=2.0, global_batch_size=16), 2)
 
 
-def test_everything_that_ranks_do_not_divide_is_told_at_once():
+def test_all_sizes_that_ranks_do_not_divide_are_one_error():
     with pytest.raises(ParallelConfigError) as caught:
         small_config(
             tensor_model_parallel_size=4,
@@ -125,6 +125,6 @@ def test_everything_that_ranks_do_not_divide_is_told_at_once():
         assert said in str(caught.value)
 
 
-def test_a_hidden_size_that_heads_do_not_divide_is_told_with_the_rest():
+def test_a_hidden_size_that_heads_do_not_divide_is_in_the_same_error():
     with pytest.raises(ConfigError, match=r"(?s)hidden_size of 14 or 21, or give kv_channels.*take 4 or 8"):
         small_config(num_attention_heads=7, context_parallel_size=2, seq_length=6)

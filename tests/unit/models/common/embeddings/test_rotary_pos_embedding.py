@@ -20,7 +20,7 @@ def test_pairs_of_channels_turn_as_complex_numbers(channels, percent, turned):
     found = apply_rotary_pos_emb(x, rotation)
     torch.testing.assert_close(found[..., :turned], torch.cat((expected.real, expected.imag), -1))
     assert torch.equal(found[..., turned:], x[..., turned:])
-    # more dims between batch and channels turn alike
+    # more dims between batch and channels turn in the same way
     torch.testing.assert_close(apply_rotary_pos_emb(x.unflatten(2, (1, 3)), rotation).flatten(2, 3), found)
 
 
