@@ -12,7 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...distributed.data_parallel_base import _BaseDataParallel
-from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES, DistributedDataParallelConfig
+from ...distributed.distributed_data_parallel_config import (
+    SHARDING_STRATEGIES,
+    DistributedDataParallelConfig,
+    shards_parameters,
+)
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
@@ -100,7 +104,7 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer=fsdp_double_buffer,
     )
     _compare_with_meta(model, init_nvfsdp_with_meta_device)
-    if axes.tensor is not None and strategy != "optim_grads_params":
+    if axes.tensor is not None and not shards_parameters(strategy):
         raise ParallelConfigError(
             f"data_parallel_sharding_strategy is {strategy!r} on a mesh with {axes.tensor.size()} tensor-parallel "
             "ranks, and flat buffers take no DTensors; use 'optim_grads_params', or a mesh without them"
@@ -111,7 +115,7 @@ def nvfsdp_strategy_parallelize(
         "average_in_collective": average_in_collective,
     }
     param_dtype: torch.dtype | None = None
-    if strategy == "optim_grads_params":
+    if shards_parameters(strategy):
         param_dtype = _with_fp32_shards(model) if preserve_fp32_weights else None
         _warn_of_fsdp2(overlap_grad_reduce=overlap_grad_reduce, disable_bucketing=disable_bucketing)
         # As `wrap_model` chooses for this strategy; the settings of FSDP2 say more than those of every wrapper.

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from ..._torch_compat import fsdp_param_groups
 from ...distributed import TorchFullyShardedDataParallelConfig
 from ...distributed.fsdp2.sharded_model import ShardedModel
+from ...distributed.fully_sharded_data_parallel_config import Reshard
 from ...distributed.groups import DataParallelGroups, whole_group
 from ...distributed.plan import plan_fsdp2
 from ...distributed.plan.units import UnitChoice
-from ...distributed.resharding import Reshard
 from ...errors import ParallelConfigError
 from ...warn import warn_once
 from ..nemo.fsdp2 import ITEMS_OF_CONTAINERS

@@ -26,10 +26,7 @@ class KeptBetweenMicroBatches:
         kept = [unit for unit in (*plan.units, plan.root) if unit.is_kept]
         # Whose backward does not gather them stay through it; the others come back for it, and stay from there.
         self._gathered_once = _as_fsdp(
-            module
-            for unit in kept
-            if unit.reshard_after_forward is True and not unit.is_needed_in_backward
-            for module in unit.modules
+            module for unit in kept if unit.is_freed and not unit.is_needed_in_backward for module in unit.modules
         )
         self._kept = _as_fsdp(module for unit in kept for module in unit.modules)
 

@@ -16,12 +16,13 @@ from ...errors import ParallelConfigError
 from ...tensor_parallel.initialization import ParameterOwner
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
-from ..resharding import Reshard, check_reshard, parse_overrides, reshard_of
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .common import common_plan
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
+from .resharding import check_reshard, reshard_of
 from .units import Unit, UnitChoice, find_units
 from .values import FSDP2Plan, ModuleUnitPlan, ParamPlan
 
