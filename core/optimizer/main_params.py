@@ -32,8 +32,8 @@ class MainParam:
     a parameter in fp16 or bf16 it is an fp32 master copy, from which the parameter is refreshed after each step.
 
     What this rank updates is here all that it holds: the whole of a plain parameter, or its shard of a DTensor. The
-    distributed optimizer, which updates a run of elements of a parameter that all ranks hold, says otherwise
-    (:class:`~core.optimizer.distrib_optimizer.MainRange`); nothing else knows the two apart.
+    distributed optimizer updates a run of elements of a parameter that all ranks hold
+    (:class:`~core.optimizer.distrib_optimizer.MainRange`); everything else treats both equally.
     """
 
     name: str
@@ -49,7 +49,11 @@ class MainParam:
     """The parameter's name in `owner`."""
 
     main: Tensor = field(init=False)
+    """In the shape of `local`. A view is valid while the parameter keeps its storage, which `check_storage` checks; a
+    master is the optimizer's own memory. Its ``grad`` is set during the update alone."""
+
     _address: int = field(init=False)
+    """Where this rank's part of the parameter was when `main` was made, by which `check_storage` notices a move."""
 
     def __post_init__(self) -> None:
         if self.param.is_complex():

@@ -85,7 +85,7 @@ def fsdp2_strategy_parallelize(
         caller="fsdp2_strategy_parallelize",
         mp_policy=mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
-    ShardedModel(model, plan).let_be_called_directly()
+    ShardedModel(model, plan).make_callable_without_wrapper()
     return model
 
 

@@ -91,7 +91,7 @@ def nvfsdp_strategy_parallelize(
     Raises:
         ParallelConfigError: a strategy that there is none of, a mesh without a data-parallel axis, or tensor-parallel
             ranks without a plan.
-        WrapError: a class path that does not import, or a class of which the model has no module.
+        WrapError: a class path that does not import, or a class that no module of the model has.
     """
     strategy = _as_strategy(data_parallel_sharding_strategy)
     axes = mesh_axes(device_mesh)
@@ -149,7 +149,7 @@ def nvfsdp_strategy_parallelize(
         disable_bucketing=disable_bucketing,
     )
     if isinstance(wrapped, TorchFullyShardedDataParallel):
-        wrapped.sharded.let_be_called_directly()
+        wrapped.sharded.make_callable_without_wrapper()
     return wrapped
 
 
@@ -163,7 +163,7 @@ def _warn_of_fsdp2(*, overlap_grad_reduce: bool, disable_bucketing: bool) -> Non
 def _warn_of_buffers(strategy: str, *, nvfsdp_unit_modules: bool, preserve_fp32_weights: bool) -> None:
     if nvfsdp_unit_modules:
         warn_once(
-            f"nvfsdp_unit_modules: under {strategy} parameters lie in buffers, which are cut into buckets and not "
+            f"nvfsdp_unit_modules: under {strategy} parameters are in buffers, which are cut into buckets and not "
             "units. No number changes"
         )
     if preserve_fp32_weights:

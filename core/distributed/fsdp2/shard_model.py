@@ -94,4 +94,4 @@ def _reject_what_cannot_be_sharded(module: nn.Module) -> None:
     reject_unfit_for_fsdp2(module)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
-            raise WrapError(f"parameter {name} lies on a mesh of {parameter.device_mesh.ndim} axes already")
+            raise WrapError(f"parameter {name} is on a mesh of {parameter.device_mesh.ndim} axes already")

@@ -194,7 +194,7 @@ def accumulated_in_fp32(
 
 
 def _order_of_leaving(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:
-    """That in which backward is expected to finish buckets: by the first of their parameters, the last one first."""
+    """Returns buckets in the order in which backward should finish them: by their first parameter, the last first."""
     place = {
         (index, number): bucket.place
         for index, buffer in enumerate(buffers)

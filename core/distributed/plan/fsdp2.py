@@ -124,7 +124,7 @@ def _kept_between_micro_batches(units: Sequence[Unit], settings: TorchFullyShard
 
 
 def _reshards(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConfig, shard_size: int) -> list[Reshard]:
-    """For each unit, and last for the root, what becomes of it after its forward.
+    """Returns for each unit, and last for the root, whether it is freed after its forward.
 
     The last unit and the root stay gathered, because backward begins with them, unless an override names them.
     """
@@ -225,7 +225,7 @@ def _pins_memory(settings: TorchFullyShardedDataParallelConfig) -> bool:
     has_accelerator = device.device_type() != "cpu"
     if asked and not has_accelerator:
         warn_once(
-            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards lie in ordinary "
+            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
             "memory. No number changes"
         )
     return asked and has_accelerator

@@ -1,4 +1,4 @@
-"""What a step puts on the wire: calls and bytes of the collectives of one unit, from its settings alone.
+"""Calls and bytes of the collectives of one unit in a step, from its settings alone.
 
 These are the wrapper's own collectives over the data-parallel group, on this rank. A unit that one forward uses
 several times is gathered as often; here it counts once.
@@ -63,7 +63,7 @@ def sharded_traffic(
     again = step.num_microbatches if gathered_again_over else 0
     if gathered_again_over == shard_size:
         gathers, again = gathers + again, 0
-    return _without_the_silent(
+    return _drop_idle(
         Traffic("all-gather", gathers, gathered_bytes, shard_size),
         Traffic("all-gather", again, gathered_bytes, gathered_again_over),
         Traffic("reduce-scatter", reductions, reduced_bytes, shard_size),
@@ -83,9 +83,9 @@ def bucket_traffic(
         num_replicas: ranks that hold the same, whole or shard.
     """
     if shard_size is None:
-        return _without_the_silent(Traffic("all-reduce", 1, grad_bytes, num_replicas))
+        return _drop_idle(Traffic("all-reduce", 1, grad_bytes, num_replicas))
     reductions = _num_reductions(step)
-    return _without_the_silent(
+    return _drop_idle(
         Traffic("all-gather", 1, param_bytes, shard_size),
         Traffic("reduce-scatter", reductions, grad_bytes, shard_size),
         Traffic("all-reduce", reductions, grad_bytes // shard_size, num_replicas),
@@ -96,5 +96,5 @@ def _num_reductions(step: StepPlan) -> int:
     return step.num_microbatches if step.reduces_every_micro_batch else 1
 
 
-def _without_the_silent(*traffic: Traffic) -> tuple[Traffic, ...]:
+def _drop_idle(*traffic: Traffic) -> tuple[Traffic, ...]:
     return tuple(entry for entry in traffic if entry.calls and entry.ranks > 1)

@@ -7,7 +7,7 @@ _ALONE = "there is one implementation here; drop it"
 _NOT_YET = "not here yet; drop it"
 
 _HINTS = {
-    "tokenizer-type": "it is the tokenizer.json beside the corpus; write --tokenizer-model for another",
+    "tokenizer-type": "it is the tokenizer.json next to the corpus; write --tokenizer-model for another",
     "vocab-file": "write --tokenizer-model with a tokenizer.json instead, or --vocab-size with a number",
     "merge-file": "write --tokenizer-model with a tokenizer.json instead, which holds the merges",
     "train-samples": "write --train-iters instead: samples divided by the global batch size",

@@ -196,7 +196,9 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
     for name in ("fp16", "bf16"):
         model, optimizer = getattr(config.model, name), getattr(config.optimizer, name)
         if model != optimizer:
-            yield ConfigError(f"{name} is {model} for the model and {optimizer} for the optimizer; set both alike")
+            yield ConfigError(
+                f"{name} is {model} for the model and {optimizer} for the optimizer; set both to one value"
+            )
     if config.optimizer.loss_scale is not None and not config.model.fp16:
         yield ConfigError(f"loss_scale {config.optimizer.loss_scale} is given without fp16, where nothing reads it")
     if config.model.fp16 and config.optimizer.loss_scale is None and config.ddp.check_for_nan_in_grad:

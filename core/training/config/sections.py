@@ -208,7 +208,7 @@ class CheckpointConfig:
     one alone there is nothing to go back to when it is damaged."""
 
     keep_every: int | None = None
-    """Beside `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
+    """In addition to `keep_last`, keep the checkpoints whose iteration is a multiple of this."""
 
     verify_checkpoint: bool = True
     """Compare every tensor that is loaded with the hash that was saved with it. Without, only tensors that are put
