@@ -118,7 +118,7 @@ def nvfsdp_strategy_parallelize(
     if shards_parameters(strategy):
         param_dtype = _with_fp32_shards(model) if preserve_fp32_weights else None
         _warn_of_fsdp2(overlap_grad_reduce=overlap_grad_reduce, disable_bucketing=disable_bucketing)
-        # As `wrap_model` chooses for this strategy; the settings of FSDP2 say more than those of every wrapper.
+        # FSDP2 takes DTensors of tensor parallelism, and fp32 shards that are cast when they are gathered.
         ddp_config: DistributedDataParallelConfig = TorchFullyShardedDataParallelConfig(
             **shared,
             param_dtype=param_dtype,
