@@ -87,7 +87,8 @@ class ModuleUnitPlan(UnitPlan):
     names: tuple[str, ...]
     """Of each module below the model, whose own is empty."""
     reshard_after_forward: Reshard
-    """What becomes of gathered parameters between forward and backward; `is_freed` and its neighbours say it too."""
+    """What becomes of gathered parameters between forward and backward, as asked; readers take `is_freed`,
+    `stays_gathered` and `kept_among`."""
     is_needed_in_backward: bool
     """False where no backward of the unit reads a weight, as in an embedding: it is gathered once only."""
     precision: MixedPrecisionPolicy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,17 @@ from core.distributed import (
     wrap_model,
 )
 from core.distributed.groups import DataParallelGroups
-from core.distributed.plan import FlatPlan, FSDP2Plan, GradientReduction, plan_model
+from core.distributed.plan import (
+    FlatPlan,
+    FlatUnitPlan,
+    FSDP2Plan,
+    FullyShardedPlan,
+    GradientReduction,
+    ModuleUnitPlan,
+    ShardingPlan,
+    plan_model,
+)
+from core.transformer import TransformerConfig
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, toy
 
@@ -164,3 +175,12 @@ def test_a_setting_is_written_where_it_is_asked_for_planned_and_carried_out_and_
 def test_one_function_says_which_engine_a_strategy_means():
     compared = _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)')
     assert compared == {"distributed/distributed_data_parallel_config.py"}
+
+
+@pytest.mark.parametrize("plan", [FlatPlan, FullyShardedPlan, FSDP2Plan])
+def test_advice_names_settings_that_there_are(plan: type[ShardingPlan]):
+    settings = {f.name for kind in (TorchFullyShardedDataParallelConfig, TransformerConfig) for f in fields(kind)}
+    said = {f.name for kind in (plan, ModuleUnitPlan, FlatUnitPlan) for f in fields(kind)} | set(dir(plan))
+    for name, asked_by in plan.asked_by.items():
+        assert name in said
+        assert {part.partition("=")[0] for part in asked_by.split(", ")} <= settings
