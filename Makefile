@@ -14,7 +14,7 @@ export OMP_NUM_THREADS := 1
 
 # What meets torch's private and newer interfaces, in one to two minutes: CI runs it on the oldest torch too.
 SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tensor_parallel/test_weight_gradients \
-          $(addprefix distributed/, model/test_unit_cases test_torch_fully_sharded_data_parallel test_resharding \
+          $(addprefix distributed/, model/test_unit_cases test_torch_fully_sharded_data_parallel plan/test_resharding \
           test_data_parallel_base $(addprefix fsdp2/test_, prefetch fsdp_settings exchange micro_batches \
           fsdp_precision sharded_model)))) \
           tests/unit/diagnostics/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder

@@ -57,7 +57,7 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
         raise ParallelConfigError(
             f"the mesh has the axes {', '.join(axis_names) or '(without names)'}, none of which is a data-parallel "
             f"one that parameters could be sharded over: {choices(unknown[0] if unknown else '', known)}"
-            + (f", beside {REPLICATE_AXIS}" if has_replicas else "")
+            + (f", next to {REPLICATE_AXIS}" if has_replicas else "")
             + "; tensor parallelism is the axis tensor_parallel or tp"
         )
     shard = _with_context(device_mesh, shard, axis_names)

@@ -28,7 +28,7 @@ def units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
-    """Adds to `chosen` what is found, and returns how many parameters lie in it."""
+    """Adds to `chosen` what is found, and returns how many parameters it holds."""
     total = sum(parameter.numel() for parameter in module.parameters())
     if total < least or isinstance(module, _KEPT_WHOLE):
         return 0
@@ -61,7 +61,7 @@ def _class_of(model: nn.Module, name: str, asked_by: str) -> type[nn.Module]:
         if type(module).__name__ == name:
             return type(module)
     raise WrapError(
-        f"{asked_by} names the class {name!r}, of which {type(model).__name__} has no module; "
+        f"{asked_by} names the class {name!r}, and {type(model).__name__} has no module of it; "
         f"{choices(name, class_names(model))}"
     )
 

@@ -91,21 +91,19 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     """
     plan, config = wrapper.plan, wrapper.config
     spared = 1.0 - 1.0 / wrapper.process_group.size()
-    is_fully_sharded = plan.strategy == "optim_grads_params"
+    asked_by, is_fully_sharded = plan.asked_by, plan.shards_parameters
     units = plan.units if is_fully_sharded else ()
     num_units, num_layers = max(1, len(units)), _num_layers(wrapper.module)
-    recomputes = getattr(config, "recompute_granularity", None) == "full" or any(
-        unit.recomputes != "none" for unit in units
-    )
+    recomputes = getattr(config, "recompute_granularity", None) == "full" or plan.recomputes
     computes_in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16"))
-    is_cast = is_fully_sharded and plan.root.precision.param_dtype is not None
     candidates: list[tuple[str, float]] = [
         ("half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
     ]
     if not recomputes:
-        how = "activation_checkpointing='full'" if is_fully_sharded else "recompute_granularity='full'"
-        candidates.append((f"recomputation of activations ({how})", table[REST] * (1 - 1 / num_layers)))
-    if computes_in_fp32 and not is_cast:
+        candidates.append(
+            (f"recomputation of activations ({asked_by['recomputes']})", table[REST] * (1 - 1 / num_layers))
+        )
+    if computes_in_fp32 and not plan.casts_parameters:
         candidates.append(("computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2))
     if not is_fully_sharded:
         sharded = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
@@ -115,28 +113,30 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
                 spared * sum(table[name] for name in sharded.get(plan.strategy, (PARAMETERS,))),
             )
         )
-    elif sum(unit.reshard_after_forward is True for unit in units) < num_units - 1:  # the last one stays in any case
+    elif sum(unit.is_freed for unit in units) < num_units - 1:  # the last one stays in any case
         candidates.append(
             (
-                "freeing gathered parameters after forward (reshard_after_forward=True, "
-                "keep_gathered_between_micro_batches='none')",
+                f"freeing gathered parameters after forward ({asked_by['is_freed']})",
                 table[GATHERED] * max(0.0, 1 - 2 / num_units),
             )
         )
     if table[WHOLE_GRADIENTS] and not plan.reduces_every_micro_batch:
         candidates.append(
-            ("reducing each micro-batch (reduce_every_micro_batch=True)", spared * table[WHOLE_GRADIENTS])
+            (
+                f"reducing each micro-batch ({asked_by['reduces_every_micro_batch']})",
+                spared * table[WHOLE_GRADIENTS],
+            )
         )
-    if is_fully_sharded and plan.forward_prefetch + plan.backward_prefetch > 0:
+    if is_fully_sharded and plan.gathers_ahead:
         candidates.append(
             (
-                "no unit gathered ahead (forward_prefetch=0, backward_prefetch=0)",
+                f"no unit gathered ahead ({asked_by['gathers_ahead']})",
                 table[PARAMETERS] * wrapper.process_group.size() / num_units,
             )
         )
-    if is_fully_sharded and device_type == "cuda" and not plan.offloads:
+    if "offloads" in asked_by and device_type == "cuda" and not plan.offloads:
         kept = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
-        candidates.append(("shards on the host (cpu_offload=True)", kept))
+        candidates.append((f"shards on the host ({asked_by['offloads']})", kept))
     yield from ((setting, int(size)) for setting, size in candidates if size >= 1)
 
 

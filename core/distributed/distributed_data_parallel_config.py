@@ -9,6 +9,13 @@ from ..foreign_arguments import ForeignFields, takes_foreign_fields
 from ..warn import warn_once
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def shards_parameters(strategy: str) -> bool:
+    """Whether a sharding strategy cuts parameters too, so that they are gathered for their use."""
+    return strategy == "optim_grads_params"
+
+
 """Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""
 
 

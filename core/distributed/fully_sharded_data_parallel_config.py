@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .resharding import parse_overrides
+
+Reshard = bool | int
+"""False: parameters stay gathered. True: back to this rank's shard. A number: to shards over that many ranks."""
 
 
 @takes_foreign_fields(ForeignFields())
@@ -24,7 +27,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
     # ---- when parameters are gathered
 
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: Reshard = True
     """Free a unit's gathered parameters after its forward and gather them again for its backward.
 
     FSDP2 keeps the last unit and the root gathered in between, because backward begins with them; on flat buffers
@@ -60,3 +63,24 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
             if getattr(self, field) < 0:
                 raise ParallelConfigError(f"{field} is {getattr(self, field)}; it takes 0 (off) or a positive number")
         parse_overrides(self.reshard_overrides)
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Reshard]]:
+    """Pairs of a shell pattern for module names and a value, from ``"PATTERN=VALUE"``.
+
+    Raises:
+        ParallelConfigError: an entry that is not of this form.
+    """
+    return [_parse_override(entry) for entry in overrides]
+
+
+def _parse_override(entry: str) -> tuple[str, Reshard]:
+    pattern, separator, value = entry.rpartition("=")
+    if separator and value.lower() in ("true", "false"):
+        return pattern, value.lower() == "true"
+    if separator and value.isdecimal():
+        return pattern, int(value)
+    raise ParallelConfigError(
+        f"reshard_overrides holds {entry!r}; an entry is a pattern of module names, '=', and True, False or a number, "
+        "as decoder.layers.0=False"
+    )

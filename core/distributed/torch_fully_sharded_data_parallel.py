@@ -96,6 +96,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded = ShardedModel(module, plan)
         self.units = plan.units
         self._replicas = groups.replicate
+        # Set for good by the first `load_state_dict` that loads nothing: it warns once.
         self._warned_about_load = False
         self._own_parameters()
 
@@ -156,7 +157,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded.reshard()
         gradients = [g for p in self.module.parameters() if (g := local_gradient(p)) is not None]
         if gradients and isinstance(scaling_factor, torch.Tensor):
-            scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards lie elsewhere
+            scaling_factor = scaling_factor.to(gradients[0].device)  # offloaded shards are on the host
         if gradients:
             torch._foreach_mul_(gradients, scaling_factor)
 

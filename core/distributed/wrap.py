@@ -10,7 +10,7 @@ from torch import nn
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
-from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .groups import Ranks
 from .plan import uses_fsdp2
@@ -46,6 +46,6 @@ def wrap_model(
     }
     if uses_fsdp2(ddp_config):
         return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
-    if ddp_config.sharding_strategy == "optim_grads_params":
+    if shards_parameters(ddp_config.sharding_strategy):
         return FullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
     return DistributedDataParallel(config, ddp_config, module, **common)

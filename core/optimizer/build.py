@@ -99,7 +99,8 @@ def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[n
     ]
     if sharding and len(sharding) < len(model_chunks):
         raise ConfigError(
-            f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all alike"
+            f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all "
+            "of them by one strategy"
         )
     wanted = config.use_distributed_optimizer
     if wanted is not None and wanted != bool(sharding):
@@ -117,7 +118,7 @@ def _check_whole(params: list[MainParam]) -> None:
         if wrapper is not None and isinstance(wrapper.plan, FlatPlan) and wrapper.plan.strategy != "no_shard":
             raise OptimizerError(
                 f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
-                "was given something else than that wrapper; give it what wrap_model returned"
+                "was not given that wrapper; give it what wrap_model returned"
             )
 
 

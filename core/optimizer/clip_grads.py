@@ -40,6 +40,8 @@ class GradientStatistics:
             self._model_group = parallel_state.get_model_parallel_group()
             tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self._is_first_of_model = tp_rank == 0
+        # By the names of the groups over which a parameter's update is shared, and fixed from here on: the groups;
+        # those that sum over tensor-parallel ranks already; and the indices of the parameters that count on this rank.
         self._shard_groups: dict[tuple[str, ...], tuple[dist.ProcessGroup, ...]] = {}
         self._summed_over_model: set[tuple[str, ...]] = set()
         self._members: dict[tuple[str, ...], list[int]] = {}

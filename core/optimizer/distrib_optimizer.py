@@ -66,8 +66,8 @@ class DistributedOptimizer(MegatronOptimizer):
     with the wrapper's all-gather of the parameters, straight into the buffers that they are views of; with
     ``overlap_param_gather`` it is left running during what follows: the first use of a parameter waits for it.
 
-    Its checkpoint is that of any other optimizer: `state_tensors` are the whole model's tensors, of which this rank
-    holds flat ranges, so that any wrapper and world size continues it.
+    Its checkpoint is that of any other optimizer: `state_tensors` are flat ranges of the whole model's tensors, so
+    that any wrapper and world size continues it.
     """
 
     @staticmethod
@@ -105,7 +105,7 @@ def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[_F
     def make(name: str, param: nn.Parameter, owner: nn.Module, attribute: str) -> MainRange:
         if param not in ranges:
             raise OptimizerError(
-                f"parameter {name} lies in none of the wrapper's buffers: it was added, replaced or unfrozen after "
+                f"parameter {name} is in none of the wrapper's buffers: it was added, replaced or unfrozen after "
                 "wrapping; wrap the model when it is complete"
             )
         return MainRange(name, param, owner, attribute, *ranges[param])

@@ -9,14 +9,15 @@ from .optimizer_config import OptimizerConfig
 
 
 class GradScaler(ABC):
-    """A loss scale and how it answers to overflow. Every rank holds the same one: it only hears what all agreed on."""
+    """A loss scale that reacts to overflow. It is equal on all ranks, because they agree on each overflow first."""
 
     def __init__(self, initial_scale: float) -> None:
+        # What losses are multiplied by until the next `update`, which may change it, as `load_state_dict` does.
         self.scale = initial_scale
 
     @abstractmethod
     def update(self, found_inf: bool) -> None:
-        """Takes notice of a step; `found_inf`: some gradient of the model was not finite and the step was skipped."""
+        """To be called once a step; `found_inf`: a gradient was not finite on some rank, and the step was skipped."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +64,9 @@ class DynamicGradScaler(GradScaler):
         self.hysteresis = hysteresis
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
+        # Finite steps in a row, since the last overflow or growth.
         self._finite_steps = 0
+        # Overflows until the scale backs off; at 0 and below each one does. Reset when the scale grows.
         self._overflows_left = hysteresis
 
     def update(self, found_inf: bool) -> None:

@@ -32,8 +32,8 @@ class MainParam:
     a parameter in fp16 or bf16 it is an fp32 master copy, from which the parameter is refreshed after each step.
 
     What this rank updates is here all that it holds: the whole of a plain parameter, or its shard of a DTensor. The
-    distributed optimizer, which updates a run of elements of a parameter that all ranks hold, says otherwise
-    (:class:`~core.optimizer.distrib_optimizer.MainRange`); nothing else knows the two apart.
+    distributed optimizer updates a run of elements of a parameter that all ranks hold
+    (:class:`~core.optimizer.distrib_optimizer.MainRange`); everything else treats both equally.
     """
 
     name: str
@@ -49,7 +49,11 @@ class MainParam:
     """The parameter's name in `owner`."""
 
     main: Tensor = field(init=False)
+    """In the shape of `local`. A view is valid while the parameter keeps its storage, which `check_storage` checks; a
+    master is the optimizer's own memory. Its ``grad`` is set during the update alone."""
+
     _address: int = field(init=False)
+    """Where this rank's part of the parameter was when `main` was made, by which `check_storage` notices a move."""
 
     def __post_init__(self) -> None:
         if self.param.is_complex():
@@ -63,7 +67,7 @@ class MainParam:
                 f"parameter {self.name} is on the meta device; materialise the model before its optimizer is built"
             )
         self.main = local.detach().float() if self.is_low_precision else local.detach()
-        self._address = self._data_ptr()
+        self._address = local_part(self.param).data_ptr()
 
     @property
     def is_low_precision(self) -> bool:
@@ -72,7 +76,7 @@ class MainParam:
 
     def local(self) -> Tensor:
         """What this rank updates of the parameter, sharing its storage."""
-        return self._local_param()
+        return local_part(self.param.detach())
 
     def local_gradient(self) -> Tensor | None:
         """The gradient of what this rank updates, in the same shape; None leaves the parameter out of the step."""
@@ -81,7 +85,7 @@ class MainParam:
             return None
         if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
             grad = grad.redistribute(placements=self.param.placements)
-        return local_part(grad.detach())
+        return local_part(grad).detach()  # of a DTensor the other order would cost a dispatch
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups over whose ranks together the parameter is updated once.
@@ -116,7 +120,7 @@ class MainParam:
         # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one; between
         # forward and backward of a unit that a part of the ranks keeps whole, a DTensor on the mesh of those.
         replaced = held is not self.param and _mesh_of(held) == _mesh_of(self.param)
-        if replaced or self._data_ptr() != self._address:
+        if replaced or local_part(self.param).data_ptr() != self._address:
             raise OptimizerError(
                 f"the storage of parameter {self.name} was replaced after the optimizer was built (a move to another "
                 "device or dtype, a wrapper that moved it into its buffers, or a load with assign=True); build the "
@@ -142,15 +146,6 @@ class MainParam:
                 f"{list(self.main.shape)} of the parameter; finish the gradient synchronisation before the step"
             )
         return grad.to(self.main.dtype)
-
-    def _local_param(self) -> Tensor:
-        """All that this rank holds of the parameter."""
-        return local_part(self.param.detach())
-
-    def _data_ptr(self) -> int:
-        """Of what this rank holds; one that is not gathered has its address all the same."""
-        held = self._local_param() if isinstance(self.param, DTensor) else self.param
-        return held.data_ptr()
 
 
 def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:

@@ -60,6 +60,7 @@ class MegatronOptimizer:
         self._statistics = statistics
         self._wrappers = wrappers
         self._state_names = state_names(config)
+        # Sums of parameters in low precision as of the last agreement with their masters; see there.
         self._written_params = WrittenParams(params)
         self._is_double = all(p.main.dtype == torch.float64 for p in params)
 

@@ -91,6 +91,7 @@ class OptimizerParamScheduler:
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.wsd_decay_steps = wsd_decay_steps
         self.lr_wsd_decay_style = lr_wsd_decay_style
+        # Steps made so far, in the caller's unit. Moved on by `step`, set by `load_state_dict`.
         self.num_steps = 0
         self._check()
         self._check_groups()
@@ -133,7 +134,7 @@ class OptimizerParamScheduler:
         """Continues from :meth:`state_dict`, with the schedule that the rules given at construction choose.
 
         Raises:
-            CheckpointError: the schedules differ, and nothing was said of which one counts.
+            CheckpointError: the schedules differ, and no setting says which one counts.
         """
         if not self.override_opt_param_scheduler:
             stored = {name: state_dict[name] for name in _CHECKPOINTED if name in state_dict}
@@ -177,7 +178,7 @@ class OptimizerParamScheduler:
         _require(self.min_lr >= 0.0, "min_lr", self.min_lr, "it takes zero or a positive number")
         _require(self.max_lr >= self.min_lr, "max_lr", self.max_lr, f"it has to reach min_lr {self.min_lr}")
         _require(
-            0.0 <= self.init_lr <= self.max_lr, "init_lr", self.init_lr, f"it lies between 0 and max_lr {self.max_lr}"
+            0.0 <= self.init_lr <= self.max_lr, "init_lr", self.init_lr, f"it is between 0 and max_lr {self.max_lr}"
         )
         _require(self.lr_decay_steps > 0, "lr_decay_steps", self.lr_decay_steps, "it takes a positive number")
         _require(
@@ -199,7 +200,7 @@ class OptimizerParamScheduler:
             0.0 <= self.start_wd <= self.end_wd,
             "start_wd",
             self.start_wd,
-            f"it lies between 0 and end_wd {self.end_wd}",
+            f"it is between 0 and end_wd {self.end_wd}",
         )
         if self.wd_incr_style == "constant":
             _require(

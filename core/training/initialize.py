@@ -16,6 +16,7 @@ import torch.distributed as dist
 from .. import device, parallel_state
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
+from ..distributed.distributed_data_parallel_config import shards_parameters
 from ..errors import ConfigError
 from ..tensor_parallel.random import model_parallel_manual_seed
 from .config import PretrainConfig, validate
@@ -117,7 +118,8 @@ def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
     attention = 2 * model.hidden_size * (model.kv_channels or 1) * model.num_attention_heads
     mlp = model.hidden_size * (model.ffn_hidden_size or 1) * (3 if model.gated_linear_unit else 2)
     parameters = vocab_size * model.hidden_size + model.num_layers * (attention + mlp)
-    pieces = dist.get_world_size() if config.use_torch_fsdp2 else model.tensor_model_parallel_size
+    is_cut = shards_parameters(config.ddp.sharding_strategy)
+    pieces = dist.get_world_size() if is_cut else model.tensor_model_parallel_size
     needed, there = 4 * parameters // pieces, device.memory_bytes()
     if needed > there:
         raise ConfigError(

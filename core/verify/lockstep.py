@@ -37,7 +37,7 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
     "zero2, overlapped": _ZERO2 | _OVERLAP_BOTH,
     "zero2, every micro-batch": {**_ZERO2, "reduce_every_micro_batch": True},
     "fsdp2": {},
-    "fsdp2, kept gathered": {"reshard_after_forward": False},
+    "fsdp2, kept gathered": {"reshard_overrides": ("*=False",)},
     "fsdp2, every micro-batch": {"reduce_every_micro_batch": True},
     "fsdp2, recomputed": {"activation_checkpointing": "full"},
     "hybrid zero2": _ZERO2 | _HYBRID,

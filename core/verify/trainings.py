@@ -15,13 +15,9 @@ from torch.distributed.tensor import DTensor
 from .. import parallel_state
 from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
 from ..dist_checkpointing import FlatRange
-from ..distributed import (
-    DistributedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
-    finalize_model_grads,
-    wrap_model,
-)
+from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
+from ..distributed.distributed_data_parallel_config import shards_parameters
 from ..optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from .model_under_test import ModelUnderTest, scalar_loss
 
@@ -72,14 +68,14 @@ class WrappedTraining(Training):
         if instances > 1:
             parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         model, self._loss = tested.build()
-        is_fsdp2 = isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
-        # No config of the model's: under every wrapper it runs in the precision in which it was built.
+        items = ITEMS_OF_CONTAINERS if shards_parameters(ddp_config.sharding_strategy) else None
+        # No config of the model's: it runs in the precision in which it was built, under every wrapper.
         self.model = self._wrapper = wrap_model(
             model,
             SimpleNamespace(),
             ddp_config,
             process_group=None if instances > 1 else dist.group.WORLD,
-            sub_modules_to_wrap=ITEMS_OF_CONTAINERS if is_fsdp2 else None,
+            sub_modules_to_wrap=items,
         )
         self.optimizer = get_megatron_optimizer(optimizer, [self.model])
         self._tested, self._micro_batches = tested, micro_batches

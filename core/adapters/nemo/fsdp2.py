@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ...distributed.fsdp2.sharded_model import ShardedModel
+from ...distributed.fully_sharded_data_parallel_config import Reshard
 from ...distributed.groups import DataParallelGroups
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.model.unit_transforms import ActivationCheckpointing
 from ...distributed.plan import plan_fsdp2
-from ...distributed.resharding import Reshard
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from ..mesh_axes import mesh_axes
 from .tensor_parallel_plan import Plan, cut_as_planned
@@ -85,7 +85,7 @@ def fsdp2_strategy_parallelize(
         caller="fsdp2_strategy_parallelize",
         mp_policy=mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     )
-    ShardedModel(model, plan).let_be_called_directly()
+    ShardedModel(model, plan).make_callable_without_wrapper()
     return model
 
 

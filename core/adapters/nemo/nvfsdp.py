@@ -12,7 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...distributed.data_parallel_base import _BaseDataParallel
-from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES, DistributedDataParallelConfig
+from ...distributed.distributed_data_parallel_config import (
+    SHARDING_STRATEGIES,
+    DistributedDataParallelConfig,
+    shards_parameters,
+)
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
@@ -87,7 +91,7 @@ def nvfsdp_strategy_parallelize(
     Raises:
         ParallelConfigError: a strategy that there is none of, a mesh without a data-parallel axis, or tensor-parallel
             ranks without a plan.
-        WrapError: a class path that does not import, or a class of which the model has no module.
+        WrapError: a class path that does not import, or a class that no module of the model has.
     """
     strategy = _as_strategy(data_parallel_sharding_strategy)
     axes = mesh_axes(device_mesh)
@@ -100,7 +104,7 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer=fsdp_double_buffer,
     )
     _compare_with_meta(model, init_nvfsdp_with_meta_device)
-    if axes.tensor is not None and strategy != "optim_grads_params":
+    if axes.tensor is not None and not shards_parameters(strategy):
         raise ParallelConfigError(
             f"data_parallel_sharding_strategy is {strategy!r} on a mesh with {axes.tensor.size()} tensor-parallel "
             "ranks, and flat buffers take no DTensors; use 'optim_grads_params', or a mesh without them"
@@ -111,10 +115,10 @@ def nvfsdp_strategy_parallelize(
         "average_in_collective": average_in_collective,
     }
     param_dtype: torch.dtype | None = None
-    if strategy == "optim_grads_params":
+    if shards_parameters(strategy):
         param_dtype = _with_fp32_shards(model) if preserve_fp32_weights else None
         _warn_of_fsdp2(overlap_grad_reduce=overlap_grad_reduce, disable_bucketing=disable_bucketing)
-        # As `wrap_model` chooses for this strategy; the settings of FSDP2 say more than those of every wrapper.
+        # FSDP2 takes DTensors of tensor parallelism, and fp32 shards that are cast when they are gathered.
         ddp_config: DistributedDataParallelConfig = TorchFullyShardedDataParallelConfig(
             **shared,
             param_dtype=param_dtype,
@@ -145,7 +149,7 @@ def nvfsdp_strategy_parallelize(
         disable_bucketing=disable_bucketing,
     )
     if isinstance(wrapped, TorchFullyShardedDataParallel):
-        wrapped.sharded.let_be_called_directly()
+        wrapped.sharded.make_callable_without_wrapper()
     return wrapped
 
 
@@ -159,7 +163,7 @@ def _warn_of_fsdp2(*, overlap_grad_reduce: bool, disable_bucketing: bool) -> Non
 def _warn_of_buffers(strategy: str, *, nvfsdp_unit_modules: bool, preserve_fp32_weights: bool) -> None:
     if nvfsdp_unit_modules:
         warn_once(
-            f"nvfsdp_unit_modules: under {strategy} parameters lie in buffers, which are cut into buckets and not "
+            f"nvfsdp_unit_modules: under {strategy} parameters are in buffers, which are cut into buckets and not "
             "units. No number changes"
         )
     if preserve_fp32_weights:

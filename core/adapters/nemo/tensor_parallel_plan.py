@@ -170,7 +170,7 @@ def _tie(model: nn.Module, names: list[str]) -> None:
         if _layout(other) != _layout(first):
             raise WrapError(
                 f"{names[0]} and {name} are one parameter, and tp_shard_plan cuts them differently ({_layout(first)} "
-                f"and {_layout(other)}); give their modules styles that cut the weight alike, as embedding_rowwise "
+                f"and {_layout(other)}); give their modules styles that cut the weight equally, as embedding_rowwise "
                 "and colwise_gather_output"
             )
         module, _, attribute = name.rpartition(".")

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from ..._torch_compat import fsdp_param_groups
 from ...distributed import TorchFullyShardedDataParallelConfig
 from ...distributed.fsdp2.sharded_model import ShardedModel
+from ...distributed.fully_sharded_data_parallel_config import Reshard
 from ...distributed.groups import DataParallelGroups, whole_group
 from ...distributed.plan import plan_fsdp2
 from ...distributed.plan.units import UnitChoice
-from ...distributed.resharding import Reshard
 from ...errors import ParallelConfigError
 from ...warn import warn_once
 from ..nemo.fsdp2 import ITEMS_OF_CONTAINERS
@@ -69,7 +69,7 @@ class DDPWrappedModel(Replicas):
     """A model replicated over a group; gradients are in ``param.grad`` after backward."""
 
     def accumulation_context(self, is_last_microbatch: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch, of which the last alone communicates."""
+        """Around forward and backward of a micro-batch; the last one of a step alone communicates."""
         return nullcontext() if is_last_microbatch else self.no_sync()
 
     def make_parameter_groups(self) -> Any:
@@ -118,8 +118,8 @@ class FullyShardTransform(BaseDistributedTransform):
     """Shards the model in place over the data-parallel ranks; alone, a rank keeps the model as it is.
 
     Units are what the model's own ``fully_shard(**kwargs)`` shards, where it has one, with the resharding that it
-    chooses; else the items of its lists. It is called on a copy of the model without values, so that what it asks for
-    is done here, together with everything else that a sharded model needs.
+    chooses; else the items of its lists. It is called on a copy of the model without values, and the units that it
+    shards there are sharded here, together with everything else that a sharded model needs.
     """
 
     cfg: FullyShardTransformConfig
@@ -153,7 +153,7 @@ class FullyShardTransform(BaseDistributedTransform):
         groups = DataParallelGroups.of_mesh(mesh)
         plan = plan_fsdp2(model, None, settings, groups, units, caller="FullyShardTransform", mp_policy=mp_policy)
         sharded = ShardedModel(model, plan)
-        sharded.let_be_called_directly()
+        sharded.make_callable_without_wrapper()
 
         @contextmanager
         def accumulation_context(is_last_microbatch: bool) -> Iterator[None]:

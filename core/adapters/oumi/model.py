@@ -77,7 +77,7 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
     config = SimpleNamespace(fp16=dtype == torch.float16)
     wrapped = wrap_model(model, config, settings, process_group=mesh, sub_modules_to_wrap=_units(model, params))
     if isinstance(wrapped, TorchFullyShardedDataParallel):
-        wrapped.sharded.let_be_called_directly()
+        wrapped.sharded.make_callable_without_wrapper()
     return wrapped
 
 

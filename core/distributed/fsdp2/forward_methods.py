@@ -51,7 +51,7 @@ def register_forward_methods(
 def _freeing(
     root: nn.Module, method: Callable[..., Any], prepare: Callable[[], None], free: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Without a backward to come nothing would free what stays gathered, and the next forward would use old values."""
+    """With no backward to follow, frees gathered parameters; otherwise the next forward would read stale weights."""
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is gathered always has the values of its shards: neither outlives a change of the other in silence."""
+"""Notices writes to shards and to gathered parameters, so that neither is used with values that the other lost."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class GatheredValues:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        # As they were at the last call; a parameter joins the second when it is first gathered.
+        # Versions of shards at the last `are_stale`, which replaces them.
         self._of_shards = shard_versions(root)
+        # Versions of gathered parameters at the last `check_unwritten`, which replaces them. A parameter is here once
+        # it has been gathered.
         self._of_gathered: dict[Any, int] = {}
 
     def are_stale(self) -> bool:

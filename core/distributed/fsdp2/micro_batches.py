@@ -1,8 +1,8 @@
-"""What stays gathered from one micro-batch of a step to the next.
+"""Keeps units gathered from one micro-batch of a step to the next.
 
-Between micro-batches a rank holds every gradient whole, until the last one reduces them. Beside that, what a
-micro-batch begins and ends with is little memory, and gathering it again each time is much waiting: nothing runs yet,
-or anymore, that a gather could hide behind.
+Between micro-batches a rank holds every gradient whole, until the last one reduces them. Compared with that, the units
+that a micro-batch begins and ends with take little memory, and gathering them again takes long: at that moment nothing
+runs that could hide a gather.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from ..plan import FSDP2Plan
 
 
 class KeptBetweenMicroBatches:
-    """What of a sharded model stays gathered from one micro-batch of a step to the next.
+    """Sets, before each micro-batch, which units stay gathered after it; keeps no state but FSDP2's own settings.
 
     Args:
-        plan: its units, and the root, say whether they are kept.
+        plan: says of each unit, and of the root, whether it is kept (`ModuleUnitPlan.is_kept`).
     """
 
     def __init__(self, plan: FSDP2Plan) -> None:
         kept = [unit for unit in (*plan.units, plan.root) if unit.is_kept]
-        # Whose backward does not gather them stay through it; the others come back for it, and stay from there.
+        # Units not needed in backward stay gathered through it; the rest are gathered again in backward and kept.
         self._gathered_once = _as_fsdp(
-            module
-            for unit in kept
-            if unit.reshard_after_forward is True and not unit.is_needed_in_backward
-            for module in unit.modules
+            module for unit in kept if unit.is_freed and not unit.is_needed_in_backward for module in unit.modules
         )
         self._kept = _as_fsdp(module for unit in kept for module in unit.modules)
 
     def expect(self, *, another_micro_batch: bool) -> None:
-        """Says, before each micro-batch, whether the step has another one after it."""
+        """To be called before each micro-batch.
+
+        Args:
+            another_micro_batch: the step has one after it, so that kept units are not freed.
+        """
         for module in self._kept:
             module.set_reshard_after_backward(not another_micro_batch, recurse=False)
         for module in self._gathered_once:

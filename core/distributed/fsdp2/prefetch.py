@@ -20,7 +20,7 @@ from ..._torch_compat import NO_BACKWARD, current_backward
 
 
 class Prefetcher:
-    """Tells each unit, whenever it is about to run, which units FSDP2 shall gather meanwhile.
+    """Sets, whenever a unit is about to run, which units FSDP2 gathers meanwhile.
 
     Args:
         root: the sharded model, whose forward begins a new order.
@@ -40,8 +40,13 @@ class Prefetcher:
     ) -> None:
         self._forward_depth, self._backward_depth = forward_depth, backward_depth
         self._gathered_in_backward = set(gathered_in_backward)
-        self._last_order: list[nn.Module] = []  # of the last complete forward; what a forward expects to come next
-        self._order: list[nn.Module] = []  # of the forward under way or just done, until the next one or `end_order`
+        # The units of the forward under way, or of the last one, in the order in which they ran. Grows in `_enter`;
+        # backward reads it. `end_order` moves it to `_last_order`: when a forward of the root begins, or on reshard.
+        self._order: list[nn.Module] = []
+        # The same of the forward before: what the one under way expects to run next. Empty before the second forward.
+        self._last_order: list[nn.Module] = []
+        # Units of `_order` whose output needs a gradient, so that backward runs through them. Grows in `_leave`, is
+        # cleared when a forward of the root begins.
         self._reached_by_backward: set[nn.Module] = set()
         # Before FSDP2's own hooks, which read what is set here.
         root.register_forward_pre_hook(self._begin, prepend=True)
@@ -51,7 +56,7 @@ class Prefetcher:
             unit.register_forward_hook(self._leave)
 
     def end_order(self) -> None:
-        """Ends the order of the last forward: what runs next, the root or a unit by itself, begins a new one."""
+        """Keeps the order of the last forward as what to expect; the next module to run begins a new order."""
         self._last_order, self._order = self._order or self._last_order, []
 
     def _begin(self, root: nn.Module, args: Any) -> None:
@@ -74,8 +79,8 @@ class Prefetcher:
         self._set_backward(module, position)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # Below the first trained weight, as under adapters, nothing needs a gradient. A checkpoint that is to be
-        # recomputed may run without: there it is not known yet.
+        # Below the first trained weight, as under adapters, nothing needs a gradient. A forward without gradients may
+        # be that of a checkpoint, which backward recomputes: then assume that backward reaches it.
         needs_gradient = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
         if needs_gradient or not torch.is_grad_enabled():
             self._reached_by_backward.add(module)

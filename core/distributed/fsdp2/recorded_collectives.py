@@ -85,7 +85,7 @@ class _RecordedReduceScatter(_Recorded, ReduceScatter):
 
 
 class _RecordedWork(dist.Work):
-    """Work of which the end is recorded where it is waited for, and its failure explained."""
+    """Work whose end is recorded where it is waited for, and whose failure is explained."""
 
     def __init__(self, inner: dist.Work, call: Collective) -> None:
         super().__init__()

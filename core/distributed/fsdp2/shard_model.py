@@ -44,12 +44,11 @@ def shard_model(plan: FSDP2Plan) -> None:
             fully_shard(
                 unit.modules[0] if len(unit.modules) == 1 else list(unit.modules),
                 mesh=mesh,
-                reshard_after_forward=unit.reshard_after_forward is not False,
+                reshard_after_forward=not unit.stays_gathered,
                 mp_policy=unit.precision,
                 offload_policy=offload_policy,
             )
-            size = unit.reshard_after_forward
-            if not isinstance(size, bool):
+            if (size := unit.kept_among) is not None:
                 if size not in partial:
                     partial[size] = PartialReshard(plan.groups.shard, size, mesh.device_type)
                 partial[size].apply_to(unit.modules[0])
@@ -74,7 +73,7 @@ def shard_model(plan: FSDP2Plan) -> None:
             submodule.set_custom_all_gather(DirectAllGather())
             exchange_directly(submodule, reductions)
             submodule.set_custom_reduce_scatter(DirectReduceScatter(reductions))
-        if mesh.device_type == "cpu" and plan.forward_prefetch + plan.backward_prefetch > 0:
+        if mesh.device_type == "cpu" and plan.gathers_ahead:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
 
 
@@ -95,4 +94,4 @@ def _reject_what_cannot_be_sharded(module: nn.Module) -> None:
     reject_unfit_for_fsdp2(module)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
-            raise WrapError(f"parameter {name} lies on a mesh of {parameter.device_mesh.ndim} axes already")
+            raise WrapError(f"parameter {name} is on a mesh of {parameter.device_mesh.ndim} axes already")

@@ -1,4 +1,4 @@
-"""A model on FSDP2: what `TorchFullyShardedDataParallel` does to its module, and doors to the model that they keep."""
+"""Applies FSDP2 to a model, and keeps the handles that act on all of its units."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .torch_private import (
 
 
 class ShardedModel:
-    """Compares the ranks' models, shards this one in place, fills it, and keeps what acts on all of it.
+    """A model that is the same on all ranks, sharded in place; frees, reduces and recovers all of its units.
 
     Args:
         module: the model, on any device; its parameters may be DTensors of tensor parallelism already.
@@ -76,8 +76,10 @@ class ShardedModel:
             module, members, plan.forward_methods, prepare=self.prepare_forward, free=self.reshard
         )
         start.fill("cpu" if plan.offloads else None)
-        self._has_allocated = False  # set by the first forward, which makes the tensors that units are gathered into
-        self._has_failed = False  # a backward raised, set when that is seen, cleared when `recover` says so
+        # The tensors that units are gathered into exist. Set for good by the first forward, in `prepare_forward`.
+        self._has_allocated = False
+        # A backward raised. Set when it is noticed, in `_end_failed_backward`; cleared by `recover`, which returns it.
+        self._has_failed = False
         self._values = GatheredValues(module)
         for submodule in [*members, module]:
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -87,11 +89,10 @@ class ShardedModel:
         record_fsdp_collectives(module)
 
     def reshard(self) -> None:
-        """Frees what stays gathered for a backward that has not come, as after an evaluation; not to be called inside
-        a forward or backward.
+        """Frees all gathered parameters, as after an evaluation; not to be called inside a forward or backward.
 
-        Else the next forward would compute with parameters from before the optimizer's step, and the module would
-        show gathered parameters in place of the sharded ones, which hold the gradients.
+        With no backward to follow nothing else would free them: the next forward would read stale weights, and the
+        module would show gathered parameters in place of the sharded ones, which hold the gradients.
 
         Raises:
             UnitError: a parameter was written while it was gathered.
@@ -108,7 +109,7 @@ class ShardedModel:
         self._values.check_unwritten()
 
     def recover(self) -> bool:
-        """Ends what a backward that raised has left begun; says whether there was one since the last call."""
+        """Resets FSDP2 after a backward that raised; returns whether there was one since the last call."""
         self._end_failed_backward()
         has_failed, self._has_failed = self._has_failed, False
         return has_failed
@@ -119,13 +120,13 @@ class ShardedModel:
             self._has_failed = True
 
     def prepare_forward(self) -> None:
-        """Makes sure that a forward, of the model or of one of its units by itself, computes with the shards' values.
+        """Lets the next forward, of the model or of one of its units, compute with the current values of the shards.
 
         Every rank calls it. Inside a forward that is running, and in what a backward recomputes, it does nothing.
         """
         if current_backward() != NO_BACKWARD or (self._has_allocated and is_in_forward(self.module)):
             return
-        take_root(self.module)  # else the first module to run would be what FSDP2 calls the root, for good
+        take_root(self.module)  # otherwise the first module to run becomes FSDP2's root, for good
         self._end_failed_backward()
         if not self._has_allocated:
             self._has_allocated = True
@@ -149,12 +150,12 @@ class ShardedModel:
                 module.set_requires_gradient_sync(enabled, recurse=False)
         self._kept.expect(another_micro_batch=not enabled)
 
-    def let_be_called_directly(self) -> None:
-        """Lets the model be called, accumulate and generate text without a wrapper around it.
+    def make_callable_without_wrapper(self) -> None:
+        """Lets the model be called, accumulate gradients and generate text without a wrapper around it.
 
-        Its own forward frees, where no backward follows, what stays gathered for one, as the wrapper's does. Its
-        ``set_requires_gradient_sync``, of a `FSDPModule`, acts as `no_sync` does unless one module alone is meant. By
-        the mark that it gets, Hugging Face's ``generate`` lets ranks whose text has ended go on until all have.
+        Its own forward frees gathered parameters where no backward follows, as the wrapper's does. Its
+        ``set_requires_gradient_sync``, of a `FSDPModule`, acts as `no_sync` unless given ``recurse=False``. It is
+        marked for Hugging Face's ``generate``, so that ranks whose text has ended go on until all have.
         """
         self.module.register_forward_hook(self._free_without_backward)
         self.module.set_requires_gradient_sync = self._set_requires_gradient_sync  # type: ignore[assignment]

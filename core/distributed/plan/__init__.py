@@ -4,6 +4,7 @@ values    the plan itself
 units     which modules FSDP2 gathers together
 layout    where parameters are in flat buffers
 names     what parameters are called
+resharding    what becomes of a unit's gathered parameters until backward
 precision in which dtypes FSDP2 computes
 fsdp2, buffers, flat_units    the plan of each wrapper; only here, and in `common`, the wrapper's settings are read
 
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .buffers import plan_buffers
@@ -84,6 +85,6 @@ def plan_model(
     """
     if uses_fsdp2(ddp_config):
         return plan_fsdp2(module, config, ddp_config, groups, unit_classes, caller="plan_model")
-    if ddp_config.sharding_strategy == "optim_grads_params":
+    if shards_parameters(ddp_config.sharding_strategy):
         return plan_flat_units(module, config, ddp_config, groups, unit_classes, caller="plan_model")
     return plan_buffers(module, config, ddp_config, groups, caller="plan_model")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ... import device
 from ...errors import ParallelConfigError, WrapError
 from ...tensor_parallel.attributes import has_tensor_parallel_attributes
-from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from ..groups import DataParallelGroups
 from .common import common_plan
 from .layout import BucketLayout, FullParamLayout, default_bucket_size, lay_out
@@ -36,9 +36,9 @@ def plan_buffers(
         disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
     """
     strategy = ddp_config.sharding_strategy
-    if strategy == "optim_grads_params":
+    if shards_parameters(strategy):
         raise ParallelConfigError(
-            f"{caller} keeps whole parameters, but the sharding strategy is 'optim_grads_params'; use wrap_model, or "
+            f"{caller} keeps whole parameters, but the sharding strategy is {strategy!r}; use wrap_model, or "
             "TorchFullyShardedDataParallel"
         )
     check_reduction(config, ddp_config)
@@ -194,7 +194,7 @@ def accumulated_in_fp32(
 
 
 def _order_of_leaving(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:
-    """That in which backward is expected to finish buckets: by the first of their parameters, the last one first."""
+    """Returns buckets in the order in which backward should finish them: by their first parameter, the last first."""
     place = {
         (index, number): bucket.place
         for index, buffer in enumerate(buffers)

@@ -11,10 +11,9 @@ from torch import nn
 
 from ... import device
 from ...errors import ParallelConfigError
-from ..distributed_data_parallel_config import DistributedDataParallelConfig
-from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
+from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
+from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, parse_overrides
 from ..groups import DataParallelGroups
-from ..resharding import check_reshard, parse_overrides, reshard_of
 from .buffers import (
     accumulated_in_fp32,
     check_precision,
@@ -27,6 +26,7 @@ from .buffers import (
 from .common import common_plan
 from .layout import BucketLayout
 from .names import ParameterNames
+from .resharding import check_reshard, reshard_of
 from .units import Unit, UnitChoice, find_units
 from .values import BucketPlan, BufferPlan, FlatUnitPlan, FullyShardedPlan
 
@@ -76,9 +76,10 @@ def plan_flat_units(
             names=unit.names,
             buckets=key,
             slot=slot if num_shards > 1 and key else None,
+            is_freed=reshard,
             is_needed_in_backward=unit.is_needed_in_backward,
         )
-        for unit, key, slot in zip(units, keys, slots, strict=True)
+        for unit, key, slot, reshard in zip(units, keys, slots, reshards, strict=True)
     )
     common = common_plan(config, settings, groups, caller=caller)
     common["reduces_every_micro_batch"] &= num_shards > 1
@@ -101,7 +102,7 @@ def _own_settings(ddp_config: DistributedDataParallelConfig, caller: str) -> Ful
     """The settings as given, or the defaults of what a plain config does not say."""
     if isinstance(ddp_config, FullyShardedDataParallelConfig):
         return ddp_config
-    if ddp_config.sharding_strategy != "optim_grads_params":
+    if not shards_parameters(ddp_config.sharding_strategy):
         raise ParallelConfigError(
             f"{caller} shards parameters, gradients and optimizer state, and data_parallel_sharding_strategy is "
             f"{ddp_config.sharding_strategy!r}; set 'optim_grads_params', or use wrap_model"

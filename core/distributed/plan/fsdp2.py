@@ -16,12 +16,13 @@ from ...errors import ParallelConfigError
 from ...tensor_parallel.initialization import ParameterOwner
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
-from ..resharding import Reshard, check_reshard, parse_overrides, reshard_of
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .common import common_plan
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
+from .resharding import check_reshard, reshard_of
 from .units import Unit, UnitChoice, find_units
 from .values import FSDP2Plan, ModuleUnitPlan, ParamPlan
 
@@ -123,7 +124,7 @@ def _kept_between_micro_batches(units: Sequence[Unit], settings: TorchFullyShard
 
 
 def _reshards(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConfig, shard_size: int) -> list[Reshard]:
-    """For each unit, and last for the root, what becomes of it after its forward.
+    """Returns for each unit, and last for the root, whether it is freed after its forward.
 
     The last unit and the root stay gathered, because backward begins with them, unless an override names them.
     """
@@ -224,7 +225,7 @@ def _pins_memory(settings: TorchFullyShardedDataParallelConfig) -> bool:
     has_accelerator = device.device_type() != "cpu"
     if asked and not has_accelerator:
         warn_once(
-            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards lie in ordinary "
+            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
             "memory. No number changes"
         )
     return asked and has_accelerator

@@ -21,7 +21,7 @@ class BucketLayout:
     start: int
     end: int
     members: tuple[int, ...]
-    """Indices of its parameters, in the order in which they lie."""
+    """Indices of its parameters, in the order of their places."""
     ranges: tuple[tuple[int, int], ...]
     """``[start, end)`` of each member, counted from the beginning of the bucket."""
 
@@ -86,7 +86,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class FullParamLayout:
-    """What `DistributedOptimizer.compute_full_param_layout` says of a model's buffers, before there are any."""
+    """The places of a model's parameters in buffers, which need not exist yet."""
 
     buckets: tuple[tuple[BucketLayout, ...], ...]
     """Of each buffer, in the order in which a wrapper makes them."""

@@ -108,7 +108,7 @@ def _minority_units(unit: Unit, owners: _Owners, names: dict[nn.Module, str]) ->
     outer = [dtype for dtype in holders if _has_others_inside(dtype, holders)]
     if len(outer) > 1:
         raise WrapError(
-            f"trainable parameters of {', '.join(sorted(map(str, outer)))} lie inside modules of each other in "
+            f"trainable parameters of {', '.join(sorted(map(str, outer)))} are inside modules of each other in "
             f"{unit.names[0] or 'the root'!r}, and FSDP2 reduces one dtype at a time; give them one dtype, or name "
             "the inner modules in sub_modules_to_wrap"
         )

@@ -7,16 +7,18 @@ wrapped model reads the plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..distributed_data_parallel_config import shards_parameters
+from ..fully_sharded_data_parallel_config import Reshard
 from ..groups import DataParallelGroups
-from ..resharding import Reshard
 from .layout import BucketLayout, FullParamLayout
 
 Cut = Literal["whole", "flat", "rows"]
@@ -85,7 +87,8 @@ class ModuleUnitPlan(UnitPlan):
     names: tuple[str, ...]
     """Of each module below the model, whose own is empty."""
     reshard_after_forward: Reshard
-    """What becomes of gathered parameters between forward and backward; see `Reshard`."""
+    """What becomes of gathered parameters between forward and backward, as asked; readers take `is_freed`,
+    `stays_gathered` and `kept_among`."""
     is_needed_in_backward: bool
     """False where no backward of the unit reads a weight, as in an embedding: it is gathered once only."""
     precision: MixedPrecisionPolicy
@@ -95,6 +98,21 @@ class ModuleUnitPlan(UnitPlan):
     """What is gathered when a micro-batch ends stays so for the next one of the step."""
     recomputes: Literal["none", "full", "selective"] = "none"
     is_compiled: bool = False
+
+    @property
+    def is_freed(self) -> bool:
+        """Between forward and backward each rank has its shard alone."""
+        return self.reshard_after_forward is True
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Between forward and backward each rank has all of it."""
+        return self.reshard_after_forward is False
+
+    @property
+    def kept_among(self) -> int | None:
+        """Neighbouring ranks that have all of it together between forward and backward; None for one, or for all."""
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +151,12 @@ class BufferPlan:
 class ShardingPlan:
     """What both engines need."""
 
+    asked_by: ClassVar[Mapping[str, str]] = {
+        "recomputes": "recompute_granularity='full'",
+        "reduces_every_micro_batch": "reduce_every_micro_batch=True",
+    }
+    """What a plan says of itself, with the settings by which people ask for it; for advice."""
+
     caller: str
     """What the user called: a wrapper's class, or a function."""
     strategy: str
@@ -151,6 +175,21 @@ class ShardingPlan:
     """The wrapper's settings that differ from their defaults, for people."""
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Parameters are cut too, and gathered for their use."""
+        return shards_parameters(self.strategy)
+
+    @property
+    def casts_parameters(self) -> bool:
+        """Parameters are cast when they are gathered, to the dtype of computation."""
+        return False
+
+    @property
+    def recomputes(self) -> bool:
+        """The wrapper computes activations of some units again in backward."""
+        return False
 
     @property
     def num_shards(self) -> int:
@@ -174,6 +213,8 @@ class FlatUnitPlan:
     """Buffer and bucket of its memory, one for each kind of its parameters."""
     slot: int | None
     """The memory that it is gathered into, which units of its size use in turn; None where one rank has all."""
+    is_freed: bool
+    """Between its forward and backward another unit may be gathered into the same memory."""
     is_needed_in_backward: bool
     """False where no backward of the unit reads a weight, as in an embedding."""
 
@@ -181,6 +222,14 @@ class FlatUnitPlan:
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Plan(ShardingPlan):
     """What `core.distributed.fsdp2` carries out."""
+
+    asked_by: ClassVar[Mapping[str, str]] = {
+        **ShardingPlan.asked_by,
+        "recomputes": "activation_checkpointing='full'",
+        "is_freed": "reshard_after_forward=True, keep_gathered_between_micro_batches='none'",
+        "gathers_ahead": "forward_prefetch=0, backward_prefetch=0",
+        "offloads": "cpu_offload=True",
+    }
 
     units: tuple[ModuleUnitPlan, ...]
     """Children before parents, without `root`."""
@@ -200,6 +249,19 @@ class FSDP2Plan(ShardingPlan):
     forward_methods: tuple[str, ...]
     adds_gradient_rows: bool
     """Embeddings add gradients row by row, in place."""
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Some units are gathered before they are reached."""
+        return self.forward_prefetch + self.backward_prefetch > 0
+
+    @property
+    def casts_parameters(self) -> bool:
+        return self.root.precision.param_dtype is not None
+
+    @property
+    def recomputes(self) -> bool:
+        return any(unit.recomputes != "none" for unit in self.units)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +297,23 @@ class FlatPlan(ShardingPlan):
 class FullyShardedPlan(FlatPlan):
     """What `core.distributed.fully_sharded` carries out."""
 
+    asked_by: ClassVar[Mapping[str, str]] = {
+        **ShardingPlan.asked_by,
+        "is_freed": "reshard_after_forward=True",
+        "gathers_ahead": "forward_prefetch=0, backward_prefetch=0",
+    }
+
     units: tuple[FlatUnitPlan, ...]
     """Children before parents; last the model, with what is in no unit before it."""
     forward_prefetch: int
     """Units that are gathered ahead in forward, 0 or 1."""
     backward_prefetch: int
     """The same in backward."""
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Some units are gathered before they are reached."""
+        return self.forward_prefetch + self.backward_prefetch > 0
 
     def buckets_of(self, unit: FlatUnitPlan) -> tuple[tuple[BufferPlan, BucketPlan], ...]:
         """A unit's buckets, each with its buffer."""

@@ -177,9 +177,9 @@ def _module_unit(plan: FSDP2Plan, unit: ModuleUnitPlan, step: StepPlan, first_tr
         for param, n, dtype in zip(unit.params, whole, compute, strict=True)
         if param.is_trained
     )
-    reshard = unit.reshard_after_forward
-    stays = reshard is False or (unit.is_kept and not unit.is_needed_in_backward)
+    stays = unit.stays_gathered or (unit.is_kept and not unit.is_needed_in_backward)
     in_backward = _is_gathered_in_backward(plan, unit, first_trained)
+    again_over = unit.kept_among or plan.num_shards
     return UnitFacts(
         name=" + ".join(unit.names),
         kind=" + ".join(dict.fromkeys(_class_name(module) for module in unit.modules)),
@@ -189,15 +189,14 @@ def _module_unit(plan: FSDP2Plan, unit: ModuleUnitPlan, step: StepPlan, first_tr
         kept=Held(_shard_bytes(unit.params), _distinct(param.dtype for param in unit.params)),
         gathered=Held(gathered_bytes, _distinct(compute)),
         gradient=Held(_shard_bytes(trained), _distinct(param.dtype for param in trained)),
-        after_forward="stays" if stays else "freed" if reshard is True else f"1/{reshard}",
+        after_forward="stays" if stays else "freed" if unit.is_freed else f"1/{unit.kept_among}",
         traffic=sharded_traffic(
             step,
             gathered_bytes=gathered_bytes,
             reduced_bytes=reduced_bytes,
             shard_size=plan.num_shards,
             num_replicas=plan.groups.num_replicas,
-            reshard_after_forward=reshard,
-            is_gathered_in_backward=in_backward,
+            gathered_again_over=0 if unit.stays_gathered or not in_backward else again_over,
             is_kept=unit.is_kept and (stays or in_backward),
         ),
         is_offloaded=plan.offloads,
@@ -264,8 +263,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
             shard_size=plan.num_shards,
             num_replicas=plan.groups.num_replicas,
             # The last unit of a slot is there when backward begins, and the first one when the next forward does.
-            reshard_after_forward=not is_last,
-            is_gathered_in_backward=unit.is_needed_in_backward,
+            gathered_again_over=0 if is_last or not unit.is_needed_in_backward else plan.num_shards,
             is_kept=is_first,
         ),
     )

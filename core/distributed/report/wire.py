@@ -47,8 +47,7 @@ def sharded_traffic(
     reduced_bytes: int,
     shard_size: int,
     num_replicas: int = 1,
-    reshard_after_forward: bool | int = True,
-    is_gathered_in_backward: bool = True,
+    gathered_again_over: int,
     is_kept: bool = False,
 ) -> tuple[Traffic, ...]:
     """Returns the collectives of a unit with sharded parameters (ZeRO-3).
@@ -56,17 +55,17 @@ def sharded_traffic(
     Args:
         gathered_bytes: bytes of all whole parameters, in the dtype and with the padding of the all-gather.
         reduced_bytes: bytes of all whole gradients, likewise; 0 if nothing is trained.
-        reshard_after_forward: a number is the ranks, fewer than `shard_size`, that backward gathers from.
-        is_gathered_in_backward: backward runs through the unit and reads its weights.
+        gathered_again_over: ranks among which backward gathers the unit once more, `shard_size` or fewer; 0 if its
+            parameters are still whole, or no backward reads them.
         is_kept: parameters that are gathered when a micro-batch ends stay gathered for the next one.
     """
     gathers, reductions = 1 if is_kept else step.num_microbatches, _num_reductions(step) if reduced_bytes else 0
-    again = step.num_microbatches if reshard_after_forward is not False and is_gathered_in_backward else 0
-    if reshard_after_forward is True:
+    again = step.num_microbatches if gathered_again_over else 0
+    if gathered_again_over == shard_size:
         gathers, again = gathers + again, 0
     return _drop_idle(
         Traffic("all-gather", gathers, gathered_bytes, shard_size),
-        Traffic("all-gather", again, gathered_bytes, int(reshard_after_forward)),
+        Traffic("all-gather", again, gathered_bytes, gathered_again_over),
         Traffic("reduce-scatter", reductions, reduced_bytes, shard_size),
         Traffic("all-reduce", reductions, reduced_bytes // shard_size, num_replicas),
     )

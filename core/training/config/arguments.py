@@ -1,8 +1,8 @@
 """Makes command-line flags from the fields of `PretrainConfig`'s sections.
 
 A field gives its flag the name (``num_layers`` -> ``--num-layers``), type, default and, by the docstring under it, the
-help. A field of several sections is one flag that sets them all. The few flags whose name in Megatron-LM differs from
-the field are in the tables below. cyclopts parses flags and prints help.
+help. A field of several sections is one flag that sets them all. The exceptions are in the tables of `flag_names`.
+cyclopts parses flags and prints help.
 """
 
 from __future__ import annotations
@@ -19,61 +19,11 @@ import torch
 from ...errors import ConfigError, MissingExtraError
 from ..launch.environment import environment_rank
 from .build import build_config, is_required
+from .flag_names import ALTERNATIVES, DERIVED, NEGATED, NOT_FLAGS, OTHER_NAMES, SHORTHANDS, TITLES
 from .foreign_flags import hint_for_foreign_flag
 from .pretrain_config import PretrainConfig, section_types
 
 Result = TypeVar("Result")
-
-_OTHER_NAMES = {
-    "layernorm_epsilon": ("--norm-epsilon",),
-    "bucket_size": ("--ddp-bucket-size",),
-    "average_in_collective": ("--ddp-average-in-collective",),
-    "grad_reduce_in_fp32": ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-fp32"),
-    "deterministic": ("--deterministic", "--deterministic-mode"),
-    "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
-    "override_opt_param_scheduler": ("--override-opt_param-scheduler",),
-}
-_NEGATED = {  # fields that are on by default: the flag turns them off
-    "add_bias_linear": "--disable-bias-linear",
-    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
-    "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
-}
-_NOT_FLAGS = {"params_dtype", "perform_initialization"}  # decided by the run, not by its user
-_SHORTHANDS: dict[str, tuple[str, Any, str]] = {
-    "use_torch_fsdp2": (
-        "ddp",
-        bool,
-        "Wrap the model in PyTorch's FSDP2: parameters, gradients and optimizer state sharded.",
-    ),
-    "reshard_to_ranks": (
-        "ddp",
-        int,
-        "`--reshard-after-forward` to a number: between forward and backward keep each parameter whole among so many "
-        "ranks, a divisor of those that share it.",
-    ),
-    "swiglu": ("model", bool, "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
-    "group_query_attention": (
-        "model",
-        bool,
-        "Share key and value heads between query heads; needs `--num-query-groups`.",
-    ),
-}
-_DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
-"""Fields derived from another one if not given: a flag of that field overrides a program's default for these."""
-
-_ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
-"""Alternatives: a flag for one overrides a program's default for another."""
-
-_TITLES = {
-    "model": "Transformer",
-    "gpt": "Embeddings, and what is trained",
-    "ddp": "Data-parallel wrapper",
-    "optimizer": "Optimizer",
-    "scheduler": "Learning-rate schedule",
-    "data": "Data",
-    "checkpoint": "Checkpoints",
-    "run": "Run",
-}
 
 
 def parse_arguments(
@@ -91,8 +41,8 @@ def parse_arguments(
         MissingExtraError: cyclopts is not installed.
     """
     given = parse_call(_collector(dict(defaults or {})), arguments, description=description, name=name)
-    taken = {name for group in _ALTERNATIVES if group & given.keys() for name in group}
-    taken |= {name for source, derived in _DERIVED.items() if source in given for name in derived}
+    taken = {name for group in ALTERNATIVES if group & given.keys() for name in group}
+    taken |= {name for source, derived in DERIVED.items() if source in given for name in derived}
     return build_config({name: value for name, value in (defaults or {}).items() if name not in taken} | given)
 
 
@@ -148,7 +98,7 @@ def flag_documentation(kind: type) -> dict[str, str]:
 def _collector(defaults: dict[str, Any]) -> Any:
     """Returns a function whose keyword parameters are the flags, for cyclopts to read from its signature."""
     cyclopts = _library("cyclopts")
-    groups = {name: cyclopts.Group.create_ordered(title) for name, title in _TITLES.items()}
+    groups = {name: cyclopts.Group.create_ordered(title) for name, title in TITLES.items()}
     parameters: dict[str, inspect.Parameter] = {}
 
     def add(flag: str, section: str, kind: Any, default: Any, **settings: Any) -> None:
@@ -162,7 +112,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
             flag, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(flag, default), annotation=annotation
         )
 
-    for name, (section, kind, text) in _SHORTHANDS.items():
+    for name, (section, kind, text) in SHORTHANDS.items():
         add(name, section, kind, False if kind is bool else None, help=text)
     common = section_types(use_torch_fsdp2=False)
     for section, kind in section_types(use_torch_fsdp2=True).items():
@@ -171,18 +121,18 @@ def _collector(defaults: dict[str, Any]) -> Any:
         texts = flag_documentation(kind) | flag_documentation(common[section])
         entries = {entry.name: entry for entry in (*fields(kind), *fields(common[section]))}
         for name, entry in entries.items():
-            if name in _NOT_FLAGS or name in parameters or entry.metadata.get("is_code"):
+            if name in NOT_FLAGS or name in parameters or entry.metadata.get("is_code"):
                 continue
             settings: dict[str, Any] = {"help": texts.get(name)}
-            if name in _NEGATED:
-                # Keep the positive name too, so that either value can override a program's default.
-                settings.update(name=f"--{name.replace('_', '-')}", negative=_NEGATED[name])
-            elif name in _OTHER_NAMES:
-                settings["name"] = _OTHER_NAMES[name]
+            if name in NEGATED:
+                # The positive name is kept too, so that a program's own default can be turned over either way.
+                settings.update(name=f"--{name.replace('_', '-')}", negative=NEGATED[name])
+            elif name in OTHER_NAMES:
+                settings["name"] = OTHER_NAMES[name]
             add(
                 name,
                 section,
-                bool if name in _NEGATED else _flag_type(hints[name]),
+                bool if name in NEGATED else _flag_type(hints[name]),
                 inspect.Parameter.empty if is_required(entry) else entry.default,
                 **settings,
             )

@@ -8,7 +8,9 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from ...distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from ...distributed.distributed_data_parallel_config import shards_parameters
 from ...errors import ConfigError, ParallelConfigError
+from .flag_names import AS_NUMBER
 from .pretrain_config import PretrainConfig, division_violations, section_types
 
 
@@ -26,10 +28,11 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         if other != "silu":
             raise ConfigError(f"swiglu and activation_func {other} contradict each other; drop one")
         given.update(gated_linear_unit=True, activation_func="silu")
-    if (ranks := given.pop("reshard_to_ranks", None)) is not None:
-        if "reshard_after_forward" in given:
-            raise ConfigError(f"reshard_to_ranks {ranks} and reshard_after_forward contradict each other; drop one")
-        given["reshard_after_forward"] = ranks
+    for shorthand, name in AS_NUMBER.items():
+        if (number := given.pop(shorthand, None)) is not None:
+            if name in given:
+                raise ConfigError(f"{shorthand} {number} and {name} contradict each other; drop one")
+            given[name] = number
     shares_keys, groups = given.pop("group_query_attention", None), given.get("num_query_groups")
     if shares_keys and groups is None:
         raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
@@ -71,7 +74,7 @@ def _divisions_beside(types: Mapping[str, type], given: Mapping[str, Any]) -> li
 def _chooses_fsdp2(given: dict[str, Any]) -> bool:
     """Takes `use_torch_fsdp2` out of `given`."""
     asked, strategy = bool(given.pop("use_torch_fsdp2", None)), given.get("data_parallel_sharding_strategy")
-    if asked and strategy not in (None, "optim_grads_params"):
+    if asked and strategy is not None and not shards_parameters(strategy):
         raise ParallelConfigError(
             "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
             f"{strategy}; drop one of the two"

@@ -21,6 +21,8 @@ from ...distributed import (
     FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallelConfig,
 )
+from ...distributed.distributed_data_parallel_config import shards_parameters
+from ...distributed.plan import uses_fsdp2
 from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
 from ...optimizer import OptimizerConfig
@@ -37,7 +39,7 @@ class PretrainConfig:
     """The transformer and the parallel degrees."""
     gpt: GPTConfig = field(default_factory=GPTConfig)
     ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
-    """Settings of the data-parallel wrapper; its type chooses FSDP2."""
+    """Settings of the data-parallel wrapper, which their type and sharding strategy choose."""
     optimizer: OptimizerConfig
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     data: DataConfig
@@ -47,7 +49,7 @@ class PretrainConfig:
     @property
     def use_torch_fsdp2(self) -> bool:
         """Whether the model is wrapped in PyTorch's FSDP2."""
-        return isinstance(self.ddp, TorchFullyShardedDataParallelConfig)
+        return uses_fsdp2(self.ddp)
 
     @property
     def max_sequence_length(self) -> int:
@@ -94,8 +96,8 @@ class PretrainConfig:
 
 def section_types(use_torch_fsdp2: bool, sharding_strategy: str | None = None) -> dict[str, type]:
     """The dataclass of each section, in the order of `PretrainConfig`."""
-    shards_parameters = sharding_strategy == "optim_grads_params"
-    own = FullyShardedDataParallelConfig if shards_parameters else DistributedDataParallelConfig
+    is_cut = sharding_strategy is not None and shards_parameters(sharding_strategy)
+    own = FullyShardedDataParallelConfig if is_cut else DistributedDataParallelConfig
     return {
         "model": TransformerConfig,
         "gpt": GPTConfig,
@@ -194,7 +196,9 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
     for name in ("fp16", "bf16"):
         model, optimizer = getattr(config.model, name), getattr(config.optimizer, name)
         if model != optimizer:
-            yield ConfigError(f"{name} is {model} for the model and {optimizer} for the optimizer; set both alike")
+            yield ConfigError(
+                f"{name} is {model} for the model and {optimizer} for the optimizer; set both to one value"
+            )
     if config.optimizer.loss_scale is not None and not config.model.fp16:
         yield ConfigError(f"loss_scale {config.optimizer.loss_scale} is given without fp16, where nothing reads it")
     if config.model.fp16 and config.optimizer.loss_scale is None and config.ddp.check_for_nan_in_grad:

@@ -46,7 +46,7 @@ def test_axes_are_found_by_name(axes, flattened, data, ranks, tensor):
     [
         ({"data_paralel": 8}, "the axes data_paralel, none of which.*did you mean .data_parallel."),
         ({"tp": 8}, "the axes tp, none of which.*tensor parallelism is the axis"),
-        ({"dp_replicate": 8}, "it takes one of dp_shard_cp, dp_shard, beside dp_replicate"),
+        ({"dp_replicate": 8}, "it takes one of dp_shard_cp, dp_shard, next to dp_replicate"),
     ],
 )
 def test_a_missing_axis_is_said_with_those_there_are(axes, words):

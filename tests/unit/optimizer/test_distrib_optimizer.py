@@ -239,7 +239,7 @@ def test_settings_that_contradict_the_wrapper_are_refused():
     assert "parameter first.weight belongs to a model whose wrapper shards" in found["inside"] or (
         "parameter wide belongs to a model whose wrapper shards" in found["inside"]
     )
-    assert "parameter frozen lies in none of the wrapper's buffers" in found["unfrozen"]
+    assert "parameter frozen is in none of the wrapper's buffers" in found["unfrozen"]
 
 
 def _replaced_storage() -> str:

@@ -17,13 +17,13 @@ from .states import fsdp_parameters, param_groups, state_of
 
 
 def reduce_unsharded_gradients(root: nn.Module) -> None:
-    """Reduces what is left over, by the same path as the end of a backward; every rank must call it."""
+    """Reduces whole gradients, by the same path as the end of a backward; every rank must call it."""
     if any(_has_unsharded_gradient(parameter) for parameter in fsdp_parameters(root)):
         state_of(root)._root_post_backward_final_callback()
 
 
 def drop_unsharded_gradients(root: nn.Module) -> None:
-    """Forgets what is left over, as between two steps of which the first was abandoned."""
+    """Drops whole gradients, as after a step that was abandoned."""
     for parameter in fsdp_parameters(root):
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
@@ -47,7 +47,7 @@ def complete_accumulated_gradients(root: nn.Module) -> None:
 
 
 def tolerate_units_never_gathered(root: nn.Module) -> None:
-    """Lets `no_sync` end a backward of a model of which no forward has reached some unit: torch asks for its gradient.
+    """Lets `no_sync` end a backward where no forward has reached some unit: torch asks for its gradient all the same.
 
     (pytorch/pytorch#194058)
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,11 +16,23 @@ def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
-def param_groups(root: nn.Module) -> Iterator[Any]:
-    """Each group once, though all modules of a unit share its state."""
-    states = {id(state): state for m in root.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
-    for state in states.values():
-        yield from fsdp_param_groups(state)
+_GROUPS = "_param_groups_of_shardstack"
+"""An attribute of torch's state of a sharded model: all groups below it, which `fully_shard` has made for good. Set
+when they are first asked for, because a walk over the modules costs more than most of what is done to the groups."""
+
+
+def param_groups(root: nn.Module) -> Sequence[Any]:
+    """The groups of parameters that are gathered together, each once, though all modules of a unit share its state.
+
+    Args:
+        root: a sharded model; what is sharded in it later is not found.
+    """
+    of_root = state_of(root)
+    if not hasattr(of_root, _GROUPS):
+        states = {id(state): state for m in root.modules() if isinstance(m, FSDPModule) for state in [state_of(m)]}
+        setattr(of_root, _GROUPS, [group for state in states.values() for group in fsdp_param_groups(state)])
+    groups: Sequence[Any] = getattr(of_root, _GROUPS)
+    return groups
 
 
 def state_of(module: nn.Module) -> Any:

@@ -29,7 +29,7 @@ def _sharded(seed: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **set
     plan = plan_fsdp2(model, None, asked, groups, UNITS, caller="a test", mp_policy=mp_policy)
     sharded = ShardedModel(model, plan)
     assert {"blocks.0", "blocks.1"} <= {name for unit in plan.units for name in unit.names}
-    sharded.let_be_called_directly()
+    sharded.make_callable_without_wrapper()
     return model
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+import core
 from core._torch_compat import fsdp_param_groups
 from core.dist_checkpointing import local_tensor
 from core.distributed import (
@@ -22,7 +26,17 @@ from core.distributed import (
     wrap_model,
 )
 from core.distributed.groups import DataParallelGroups
-from core.distributed.plan import FlatPlan, FSDP2Plan, GradientReduction, plan_model
+from core.distributed.plan import (
+    FlatPlan,
+    FlatUnitPlan,
+    FSDP2Plan,
+    FullyShardedPlan,
+    GradientReduction,
+    ModuleUnitPlan,
+    ShardingPlan,
+    plan_model,
+)
+from core.transformer import TransformerConfig
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, toy
 
@@ -140,3 +154,33 @@ def _of_a_hybrid() -> None:
 
 def test_a_hybrid_cuts_within_its_instances():
     run_distributed(_of_a_hybrid, 4)
+
+
+CORE = Path(core.__file__).parent
+
+
+def _files_with(pattern: str) -> set[str]:
+    found = re.compile(pattern)
+    return {str(p.relative_to(CORE)) for p in CORE.rglob("*.py") if found.search(p.read_text(encoding="utf-8"))}
+
+
+def test_a_setting_is_written_where_it_is_asked_for_planned_and_carried_out_and_nowhere_else():
+    configs = ("fully_sharded_data_parallel_config.py", "torch_fully_sharded_data_parallel_config.py")
+    asked_for = {*(f"distributed/{file}" for file in configs), "training/config/flag_names.py"}
+    carried_out = {"distributed/fsdp2/shard_model.py", "distributed/fsdp2/micro_batches.py"}  # names of torch's
+    elsewhere = _files_with("reshard_after_forward") - asked_for - carried_out
+    assert {path for path in elsewhere if not path.startswith(("distributed/plan/", "adapters/"))} == set()
+
+
+def test_one_function_says_which_engine_a_strategy_means():
+    compared = _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)')
+    assert compared == {"distributed/distributed_data_parallel_config.py"}
+
+
+@pytest.mark.parametrize("plan", [FlatPlan, FullyShardedPlan, FSDP2Plan])
+def test_advice_names_settings_that_there_are(plan: type[ShardingPlan]):
+    settings = {f.name for kind in (TorchFullyShardedDataParallelConfig, TransformerConfig) for f in fields(kind)}
+    said = {f.name for kind in (plan, ModuleUnitPlan, FlatUnitPlan) for f in fields(kind)} | set(dir(plan))
+    for name, asked_by in plan.asked_by.items():
+        assert name in said
+        assert {part.partition("=")[0] for part in asked_by.split(", ")} <= settings

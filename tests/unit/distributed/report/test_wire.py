@@ -177,7 +177,7 @@ def test_a_rank_sends_what_is_said(kind, fields):
     run_distributed(_counts_messages, 2, kind, fields)
 
 
-UNIT = {"gathered_bytes": 800, "reduced_bytes": 1600, "shard_size": 8}
+UNIT = {"gathered_bytes": 800, "reduced_bytes": 1600, "shard_size": 8, "gathered_again_over": 8}
 
 
 @pytest.mark.parametrize(
@@ -187,22 +187,22 @@ UNIT = {"gathered_bytes": 800, "reduced_bytes": 1600, "shard_size": 8}
         (StepPlan(4), {}, [("all-gather", 8, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
         (
             StepPlan(4),
-            {"reshard_after_forward": 2},
+            {"gathered_again_over": 2},
             [("all-gather", 4, 800, 8), ("all-gather", 4, 800, 2), ("reduce-scatter", 1, 1600, 8)],
         ),
         (StepPlan(4), {"is_kept": True}, [("all-gather", 5, 800, 8), ("reduce-scatter", 1, 1600, 8)]),
         (
             StepPlan(4),
-            {"is_kept": True, "reshard_after_forward": False},
+            {"is_kept": True, "gathered_again_over": 0},
             [("all-gather", 1, 800, 8), ("reduce-scatter", 1, 1600, 8)],
         ),
         (
             StepPlan(4, reduces_every_micro_batch=True),
-            {"num_replicas": 3, "reshard_after_forward": False},
+            {"num_replicas": 3, "gathered_again_over": 0},
             [("all-gather", 4, 800, 8), ("reduce-scatter", 4, 1600, 8), ("all-reduce", 4, 200, 3)],
         ),
-        (StepPlan(4), {"reduced_bytes": 0, "is_gathered_in_backward": False}, [("all-gather", 4, 800, 8)]),
-        (StepPlan(4), {"shard_size": 1}, []),
+        (StepPlan(4), {"reduced_bytes": 0, "gathered_again_over": 0}, [("all-gather", 4, 800, 8)]),
+        (StepPlan(4), {"shard_size": 1, "gathered_again_over": 1}, []),
     ],
 )
 def test_the_traffic_of_a_sharded_unit_follows_from_its_settings(step, unit, expected):

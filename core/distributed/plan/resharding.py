@@ -5,31 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from ..errors import ParallelConfigError
-
-Reshard = bool | int
-"""False: parameters stay gathered. True: only this rank's shard is kept. A number: a shard over that many ranks."""
-
-
-def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Reshard]]:
-    """Parses ``"PATTERN=VALUE"`` into pairs of a shell pattern for module names and a value.
-
-    Raises:
-        ParallelConfigError: an entry is not of this form.
-    """
-    return [_parse_override(entry) for entry in overrides]
-
-
-def _parse_override(entry: str) -> tuple[str, Reshard]:
-    pattern, separator, value = entry.rpartition("=")
-    if separator and value.lower() in ("true", "false"):
-        return pattern, value.lower() == "true"
-    if separator and value.isdecimal():
-        return pattern, int(value)
-    raise ParallelConfigError(
-        f"reshard_overrides holds {entry!r}; an entry is a pattern of module names, '=', and True, False or a number, "
-        "as decoder.layers.0=False"
-    )
+from ...errors import ParallelConfigError
+from ..fully_sharded_data_parallel_config import Reshard
 
 
 def reshard_of(name: str, default: Reshard, overrides: Sequence[tuple[str, Reshard]]) -> Reshard:

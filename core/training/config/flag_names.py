@@ -1,0 +1,68 @@
+"""Tables of flags: names that are not those of the fields, shorthands, and what they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "layernorm_epsilon": ("--norm-epsilon",),
+    "bucket_size": ("--ddp-bucket-size",),
+    "average_in_collective": ("--ddp-average-in-collective",),
+    "grad_reduce_in_fp32": ("--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-fp32"),
+    "deterministic": ("--deterministic", "--deterministic-mode"),
+    "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
+    "override_opt_param_scheduler": ("--override-opt_param-scheduler",),
+}
+"""Fields whose flags Megatron-LM calls otherwise."""
+
+NEGATED = {
+    "add_bias_linear": "--disable-bias-linear",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+    "reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
+}
+"""Fields that are on by default, with the flag that turns each off."""
+
+NOT_FLAGS = {"params_dtype", "perform_initialization"}
+"""Fields that the run decides, and not its user."""
+
+SHORTHANDS: dict[str, tuple[str, Any, str]] = {
+    "use_torch_fsdp2": (
+        "ddp",
+        bool,
+        "Wrap the model in PyTorch's FSDP2: parameters, gradients and optimizer state sharded.",
+    ),
+    "reshard_to_ranks": (
+        "ddp",
+        int,
+        "`--reshard-after-forward` to a number: between forward and backward keep each parameter whole among so many "
+        "ranks, a divisor of those that share it.",
+    ),
+    "swiglu": ("model", bool, "The MLP is SwiGLU: `--gated-linear-unit --activation-func silu`."),
+    "group_query_attention": (
+        "model",
+        bool,
+        "Share key and value heads between query heads; needs `--num-query-groups`.",
+    ),
+}
+"""Flags that are no field, with the section among whose flags ``--help`` has them, their type and their help."""
+
+AS_NUMBER = {"reshard_to_ranks": "reshard_after_forward"}
+"""Shorthands that set a switch to a number, with the field of the switch."""
+
+DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
+"""What follows from another field where it is not given: a program's default for it gives way when that one is."""
+
+ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
+"""Ways to say the same: a program's default for one gives way to the flag of another."""
+
+TITLES = {
+    "model": "Transformer",
+    "gpt": "Embeddings, and what is trained",
+    "ddp": "Data-parallel wrapper",
+    "optimizer": "Optimizer",
+    "scheduler": "Learning-rate schedule",
+    "data": "Data",
+    "checkpoint": "Checkpoints",
+    "run": "Run",
+}
+"""Headings of ``--help``, by section."""
