@@ -22,6 +22,7 @@ class Mutation:
 
 _DDP = "tests/unit/distributed/test_distributed_data_parallel.py"
 _CONTRACT = "tests/unit/distributed/test_data_parallel_base.py"
+_SLOTS = "tests/unit/distributed/fully_sharded/test_gathering.py"
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _COLLECTIVES = "tests/unit/comm/test_collectives.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
@@ -43,6 +44,35 @@ _OUTSIDE = (
 )
 
 MUTATIONS = (
+    # ---- parameters in slots
+    Mutation(
+        "what was gathered before a step is used after it",
+        "core.distributed.fully_sharded.gathering.ParameterGathering.forget",
+        r"unit\.slot\.owner = None",
+        "pass",
+        (f"{_EQUALITY}::test_wrappers_are_equal_bitwise_on_two_ranks[adamw-zero3-2]",),
+    ),
+    Mutation(
+        "a backward reads the parameters that another unit was gathered into the slot",
+        "core.distributed.fully_sharded.gathering.ParameterGathering._watch",
+        r"tensor\.register_hook\(.*\)",
+        "pass",
+        (_CONTRACT,),
+    ),
+    Mutation(
+        "a gather ahead takes the slot of the unit that runs",
+        "core.distributed.fully_sharded.gathering.ParameterGathering._prefetch",
+        r"owner is not unit and \(owner is None or not owner\.running\)",
+        "True",
+        (_SLOTS,),
+    ),
+    Mutation(
+        "a write to a gathered parameter is lost",
+        "core.distributed.fully_sharded.unit.Unit.hide",
+        r"if before != self\._versions:",
+        "if False:",
+        (_SLOTS,),
+    ),
     # ---- outside the prescribed training loop
     Mutation(
         "parameters that are being gathered are read at once",
@@ -401,9 +431,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank's range of optimizer state begins one element early",
-        "core.optimizer.distrib_optimizer.MainRange.__post_init__",
-        r"\.range_of\(self\.param\)\[0\]",
-        r"\g<0> - 1",
+        "core.optimizer.distrib_optimizer.MainRange.whole",
+        r"self\.start",
+        r"max(\g<0> - 1, 0)",
         _SHARDED,
     ),
     Mutation(

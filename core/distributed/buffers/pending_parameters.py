@@ -47,7 +47,8 @@ class _PendingParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _aliases() and hasattr(args[0], _SEEN):
             return getattr(args[0], _SEEN)()
-        if func not in _without_values():
+        has_address = func is Tensor.data_ptr and hasattr(args[0], _SEEN)
+        if func not in _without_values() and not has_address:
             for value in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if type(value) is _PendingParameter:
                     getattr(value, _WAIT)()
@@ -64,7 +65,7 @@ class _PendingParameter(nn.Parameter):
 
 
 def let_be_seen(param: nn.Parameter, seen: Callable[[], Tensor]) -> None:
-    """While the parameter is pending, its ``detach()`` and ``data`` are what `seen` gives, without waiting."""
+    """Lets a pending parameter's ``detach()`` and ``data`` be what `seen` gives; they and its address do not wait."""
     setattr(param, _SEEN, seen)
 
 
@@ -83,5 +84,4 @@ def _without_values() -> frozenset[Any]:
     setters = {descriptor.__set__ for descriptor in descriptors} | {descriptors[0].__delete__}
     methods = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.element_size}
     others = {Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.is_contiguous, Tensor.__len__}
-    others |= {Tensor.data_ptr, Tensor.__hash__, Tensor.register_hook}
     return frozenset(getters | setters | methods | others)

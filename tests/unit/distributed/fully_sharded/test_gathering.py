@@ -1,0 +1,229 @@
+"""When units on flat buffers are gathered, into which slot, and what their parameters show in between."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from core.comm import collectives
+from core.distributed import FullyShardedDataParallel, finalize_model_grads
+from core.distributed.fully_sharded.unit import POISONS
+from core.distributed.report.facts import model_facts
+from core.errors import ParallelConfigError, UnitError, WrapError
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import Stack, batches, build, loss_of, toy
+
+
+@contextmanager
+def _gathers() -> Iterator[list[str]]:
+    """The names of what is gathered, in order."""
+    all_gather, names = collectives.all_gather, list[str]()
+
+    def recorded(*args: Any, what: str, **options: Any) -> None:
+        names.append(what.removeprefix("the parameters of unit "))
+        all_gather(*args, what=what, **options)
+
+    with mock.patch.object(collectives, "all_gather", recorded):
+        yield names
+
+
+def _stacked(**settings: Any) -> FullyShardedDataParallel:
+    model = build("zero3", Stack(layers=4), unit_classes=(nn.Linear,), **settings)
+    os.environ[POISONS] = "0"  # what is there already is not gathered again
+    assert isinstance(model, FullyShardedDataParallel)
+    return model
+
+
+ROOT = "of the model itself"
+
+
+def _orders(settings: dict[str, Any], micro_batches: int) -> list[list[str]]:
+    model = _stacked(**settings)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+    found = []
+    for _ in range(2):
+        with _gathers() as names:
+            model.zero_grad_buffer()
+            for index in range(micro_batches):
+                if index < micro_batches - 1:
+                    with model.no_sync():
+                        model(torch.ones(2, 6)).sum().backward()
+                else:
+                    model(torch.ones(2, 6)).sum().backward()
+            finalize_model_grads([model])
+            optimizer.step()
+        found.append([name.removeprefix("layers.") for name in names])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "micro_batches", "expected"),
+    [
+        # Layers 2 and 3 are in the two slots when backward begins; 1 and 0 are gathered again.
+        ({}, 1, [ROOT, "0", "1", "2", "3", "1", "0"]),
+        # Layers 0 and 1 are in them when the second forward begins.
+        ({}, 2, [ROOT, "0", "1", "2", "3", "1", "0", "2", "3", "1", "0"]),
+        ({"forward_prefetch": 0, "backward_prefetch": 0}, 1, [ROOT, "0", "1", "2", "3", "2", "1", "0"]),
+        ({"forward_prefetch": 2}, 1, [ROOT, "0", "1", "2", "3", "0"]),
+        ({"reshard_after_forward": False}, 2, [ROOT, "0", "1", "2", "3"]),
+        ({"reshard_overrides": ("layers.0=False",)}, 1, [ROOT, "0", "1", "2", "3", "1"]),
+    ],
+)
+def test_units_are_gathered_where_another_has_had_their_slot(settings, micro_batches, expected):
+    for rank in run_distributed(_orders, 2, settings, micro_batches):
+        assert rank == [expected, expected]
+
+
+def _described(settings: dict[str, Any], micro_batches: int) -> list[int]:
+    model = _stacked(**settings)
+    return [
+        sum(entry.calls for entry in unit.traffic if entry.kind == "all-gather")
+        for unit in model_facts(model.plan, model.module, micro_batches).units
+    ]
+
+
+@pytest.mark.parametrize(("micro_batches", "expected"), [(1, 7), (2, 11)])
+def test_the_description_counts_the_same_gathers(micro_batches, expected):
+    for calls in run_distributed(_described, 2, {}, micro_batches):
+        assert sum(calls) == expected
+
+
+def _ahead() -> list[bool]:
+    """Of each layer's forward in the second step, whether the next layer is gathered, or on its way."""
+    model = _stacked()
+    units = {unit.name: unit for unit in model.units}
+    found: list[bool] = []
+
+    def look(layer: int, *unused: Any) -> None:
+        if layer < 3:
+            found.append(units[f"layers.{layer + 1}"].is_gathered)
+
+    for layer, module in enumerate(model.module.layers):  # type: ignore[arg-type]
+        module.register_forward_hook(lambda *args, layer=layer: look(layer))
+    model(torch.ones(2, 6)).sum().backward()
+    model.zero_grad_buffer()
+    model.note_step()
+    del found[:]
+    model(torch.ones(2, 6))
+    return found
+
+
+def test_the_next_unit_of_the_last_step_is_gathered_ahead():
+    for found in run_distributed(_ahead, 2):
+        assert found == [True, True, True]
+
+
+class Pair(nn.Module):
+    """A unit inside a unit of the same size, so that both take turns with one slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) @ self.weight
+
+
+class Pairs(nn.Module):
+    _fsdp_modules = (nn.Linear,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList([Pair(), Pair()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for pair in self.pairs:
+            x = pair(x)
+        return x
+
+
+def _nests(settings: dict[str, Any]) -> str:
+    model = build("zero3", Pairs(), unit_classes=(Pair,), forward_prefetch=0, backward_prefetch=0, **settings)
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except UnitError as error:
+        return str(error)
+    finalize_model_grads([model])
+    return "trained"
+
+
+def test_two_units_that_run_at_once_do_not_share_a_slot():
+    for message in run_distributed(_nests, 2, {}):
+        assert message == (
+            "unit pairs.0.inner is needed while unit pairs.0 runs, and both are gathered into one memory; keep one of "
+            "them apart, with reshard_overrides=('pairs.0=False',)"
+        )
+    apart = {"reshard_overrides": ("pairs.0=False", "pairs.1=False")}
+    assert run_distributed(_nests, 2, apart) == ["trained", "trained"]
+
+
+def _uses(kind: str) -> str:
+    model = build("zero3", toy(tied=False))
+    weight = model.module.blocks[0].up.weight
+    assert weight.shape == (5, 7) and weight.dtype == torch.float32 and weight.grad is None  # these may be asked
+    (tokens,) = batches(0, 1)
+    try:
+        if kind == "read":
+            weight.sum()
+        elif kind == "write while gathered":
+            loss_of(model, tokens).backward()
+            with torch.no_grad():
+                model.module.head.weight.mul_(2.0)
+            model.finish_grad_sync()
+        elif kind == "assign":
+            model.load_state_dict(toy().state_dict(), assign=True)
+        elif kind == "part of the ranks":
+            build("zero3", toy(), reshard_after_forward=2)
+    except (UnitError, ParallelConfigError, WrapError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("read", "a parameter of unit blocks.0 .* was used outside of a forward, where each rank holds its shard"),
+        ("write while gathered", "parameter head.weight was written while its unit was gathered"),
+        ("assign", "assign=True"),
+    ],
+)
+def test_what_would_be_lost_or_stale_is_refused(kind, message):
+    for found in run_distributed(_uses, 2, kind):
+        assert re.search(message, found), found
+
+
+def test_a_number_of_ranks_to_reshard_to_is_refused():
+    for found in run_distributed(_uses, 4, "part of the ranks"):
+        assert "reshard_after_forward is 2 for unit" in found and "TorchFullyShardedDataParallel" in found
+
+
+def _allocations() -> list[int]:
+    """Bytes of memory that a step of steady state takes for whole parameters and gradients."""
+    model = _stacked()
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
+    found: list[int] = []
+    for _ in range(3):
+        with mock.patch("core.distributed.buffers.bucket.passing_memory") as taken:
+            taken.side_effect = lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
+            model.zero_grad_buffer()
+            model(torch.ones(2, 6)).sum().backward()
+            finalize_model_grads([model])
+            optimizer.step()
+        found.append(sum(call.args[0] for call in taken.call_args_list))
+    return found
+
+
+def test_memory_for_gradients_of_layers_is_taken_once():
+    for first, second, third in run_distributed(_allocations, 2):
+        assert second == third < first  # the root's alone: no other unit has its size
+        assert second == 128
