@@ -57,13 +57,13 @@ MUTATIONS = (
         "core.distributed.fully_sharded.gathering.ParameterGathering._watch",
         r"tensor\.register_hook\(.*\)",
         "pass",
-        (_CONTRACT,),
+        (_SLOTS,),
     ),
     Mutation(
-        "a gather ahead takes the slot of the unit that runs",
-        "core.distributed.fully_sharded.gathering.ParameterGathering._prefetch",
-        r"owner is not unit and \(owner is None or not owner\.running\)",
-        "True",
+        "two units that run at once share a slot",
+        "core.distributed.fully_sharded.gathering.ParameterGathering._reject_running",
+        r"if owner is not None and owner\.running:",
+        "if False:",
         (_SLOTS,),
     ),
     Mutation(

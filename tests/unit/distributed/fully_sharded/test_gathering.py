@@ -20,7 +20,7 @@ from core.distributed.report.facts import model_facts
 from core.errors import ParallelConfigError, UnitError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Stack, batches, build, loss_of, toy
+from tests.unit.distributed._toys import Stack, batches, build, gradients, loss_of, toy
 
 
 @contextmanager
@@ -120,6 +120,26 @@ def _ahead() -> list[bool]:
 def test_the_next_unit_of_the_last_step_is_gathered_ahead():
     for found in run_distributed(_ahead, 2):
         assert found == [True, True, True]
+
+
+def _gradients_in_order(kind: str, order: list[int]) -> dict[str, torch.Tensor]:
+    """Of the second step, in which units are gathered ahead."""
+    module = Stack(layers=4)
+    module.order = order
+    model = build(kind, module, unit_classes=(nn.Linear,))
+    os.environ[POISONS] = "0"
+    for _ in range(2):
+        model.zero_grad_buffer()
+        model(torch.ones(2, 6) + model.process_group.rank()).sum().backward()
+        finalize_model_grads([model])
+    return gradients(model)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 2, 1, 3], [3, 1, 0, 2], [0, 1, 0, 2, 3, 0]])
+def test_units_run_in_any_order(order):
+    found, expected = (run_distributed(_gradients_in_order, 2, kind, order)[0] for kind in ("zero3", "ddp"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 class Pair(nn.Module):
