@@ -1,4 +1,4 @@
-"""Which axes of a given mesh are data parallel and which tensor parallel, by their names."""
+"""Finds the data-parallel and the tensor-parallel axes of a mesh by their names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITH_CONTEXT = ("dp_cp", "dp_shard_cp")
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """What a wrapper needs of a mesh.
+    """The axes of a mesh that a wrapper works over.
 
     Attributes:
         data: the ranks that share parameters, context parallelism included: one axis, or with hybrid sharding

@@ -13,7 +13,7 @@ from .mesh_axes import mesh_axes
 
 
 def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> DeviceMesh:
-    """What a model is sharded over.
+    """Returns the mesh that a model is sharded over.
 
     Args:
         device_mesh: the user's, whose axes are found by name; else that of `core.parallel_state` where it is

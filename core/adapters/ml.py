@@ -27,12 +27,12 @@ T = TypeVar("T", bound=nn.Module)
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 UNDEFINED_NAME = "???"
-"""How that project's configs say that a field must be given."""
+"""The value of a field that has to be given, in that project's configs."""
 
 
 @dataclass
 class ParallelConfig:
-    """How a model is data parallel.
+    """Settings of data parallelism.
 
     Raises:
         ConfigError: a strategy that there is none of.
@@ -123,13 +123,13 @@ _SHARDING_DEFAULTS = {
 
 @dataclass
 class TrainerParallelConfig:
-    """What `ParallelMixin` reads of its trainer's config."""
+    """The fields of a trainer's config that `ParallelMixin` reads."""
 
     name: str = UNDEFINED_NAME
-    """Of the trainer; names the experiment where `exp_name` does not."""
+    """Name of the trainer, and of the experiment where `exp_name` is not given."""
 
     exp_name: str | None = None
-    """Of the experiment, and of its folder."""
+    """Name of the experiment, and of its folder."""
 
     exp_dir: str | None = None
     """The folder of experiments; the working directory by default."""
@@ -144,7 +144,7 @@ class TrainerParallelConfig:
     """The trainer's own settings of checkpoints."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the model is data parallel."""
+    """Settings of data parallelism."""
 
 
 class ParallelMixin:

@@ -67,7 +67,7 @@ def _class_of(model: nn.Module, name: str, asked_by: str) -> type[nn.Module]:
 
 
 def _guessed(model: nn.Module, asked_by: str) -> list[type[nn.Module]]:
-    """What the model says must stay whole, as Hugging Face's do; else what its lists have most parameters in."""
+    """Returns the classes that the model declares whole, as Hugging Face's do; else the largest class in its lists."""
     declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     found = {type(module) for module in model.modules() if type(module).__name__ in declared}
     if not found:

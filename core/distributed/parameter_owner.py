@@ -18,11 +18,11 @@ from .plan import ShardingPlan
 
 
 class TrainsParameters(Protocol):
-    """What an optimizer asks of a wrapper, and says to it."""
+    """A wrapper, as an optimizer sees it."""
 
     @property
     def plan(self) -> ShardingPlan:
-        """What is done to them."""
+        """Its plan, with the parameters in it."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
         """Raises unless an optimizer of torch may read the gradients of its parameters."""
@@ -85,5 +85,5 @@ def shares_gradient(param: nn.Parameter) -> bool:
 
 
 def _state_without_wrapper(param: nn.Parameter) -> dict[str, Any]:
-    """What a pickled parameter keeps of its attributes."""
+    """Returns the attributes that a pickled parameter keeps."""
     return {name: value for name, value in vars(param).items() if name not in _OF_WRAPPERS}

@@ -25,7 +25,7 @@ class TorchFullyShardedDataParallelConfig(FullyShardedDataParallelConfig):
     # ---- when parameters are gathered
 
     keep_gathered_between_micro_batches: Literal["none", "ends", "all"] = "ends"
-    """What stays gathered from one micro-batch of a step to the next, while gradients accumulate whole.
+    """Units that stay gathered from one micro-batch of a step to the next, while gradients accumulate whole.
 
     ``ends``: what a micro-batch begins and ends with, that is the root, the first and the last unit, and units that
     are gathered for their forward alone, as an embedding. ``all``: every unit, after its forward too, so that each

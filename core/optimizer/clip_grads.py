@@ -94,7 +94,7 @@ def round_to_fp32(value: float) -> float:
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients of `norm` are multiplied by so that none exceeds `max_norm`: at most 1; 1 where `max_norm` is 0.
+    """Returns the factor that brings gradients of `norm` down to `max_norm`: at most 1, and 1 where `max_norm` is 0.
 
     The small constant is Megatron-LM's and torch's, so that clipped runs agree with theirs.
     """

@@ -77,7 +77,7 @@ class DistributedOptimizer(MegatronOptimizer):
         data_parallel_world_size: int,
         ddp_config: DistributedDataParallelConfig,
     ) -> FullParamLayout:
-        """Where a wrapper that shards will put these parameters, before anything is allocated.
+        """Returns the places that a wrapper which shards will give these parameters; allocates nothing.
 
         Args:
             params: those of the model that require gradients, in order.
@@ -95,7 +95,7 @@ class DistributedOptimizer(MegatronOptimizer):
 
 
 def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[_FlatDataParallel]) -> list[MainParam]:
-    """What this rank updates of every trainable parameter, as `collect_main_params` names them.
+    """Returns what this rank updates of every trainable parameter, as `collect_main_params` names them.
 
     Raises:
         OptimizerError: a parameter that is in none of the wrappers' plans, or no longer in their buffers.

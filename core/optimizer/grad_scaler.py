@@ -21,7 +21,7 @@ class GradScaler(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain numbers."""
+        """Returns what a resumed run needs, as plain numbers."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

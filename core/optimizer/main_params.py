@@ -53,7 +53,7 @@ class MainParam:
     master is the optimizer's own memory. Its ``grad`` is set during the update alone."""
 
     _address: int = field(init=False)
-    """Where this rank's part of the parameter was when `main` was made, by which `check_storage` notices a move."""
+    """Address of this rank's part of the parameter when `main` was made; `check_storage` compares it."""
 
     def __post_init__(self) -> None:
         if self.param.is_complex():
@@ -75,7 +75,7 @@ class MainParam:
         return self.param.dtype in _LOW_PRECISION
 
     def local(self) -> Tensor:
-        """What this rank updates of the parameter, sharing its storage."""
+        """Returns what this rank updates of the parameter, sharing its storage."""
         return local_part(self.param.detach())
 
     def local_gradient(self) -> Tensor | None:

@@ -139,7 +139,7 @@ class MegatronOptimizer:
                 p.param.grad.zero_()
 
     def get_loss_scale(self) -> Tensor:
-        """What the loss is multiplied by before its backward: a 0-dim fp32 tensor, 1 without loss scaling."""
+        """Returns the factor of losses before their backward: a 0-dim fp32 tensor, 1 without loss scaling."""
         return torch.tensor(self.grad_scaler.scale if self.grad_scaler is not None else 1.0)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class MegatronOptimizer:
         self._written_params.note_agreement()
 
     def gradient_tensors(self) -> dict[str, Tensor]:
-        """What the next :meth:`step` is about to read, by parameter name: zeros where there is no gradient.
+        """Returns the gradients that the next :meth:`step` reads, by parameter name: zeros where there is none.
 
         Each is the tensor of the whole model, as those of :meth:`state_tensors`, and shares this rank's storage.
         """

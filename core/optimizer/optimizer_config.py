@@ -98,7 +98,7 @@ class OptimizerConfig:
     """A constant loss scale in place of the dynamic one."""
 
     initial_loss_scale: float = 2.0**32
-    """Where the dynamic loss scale starts."""
+    """First value of the dynamic loss scale."""
 
     min_loss_scale: float = 1.0
     """The dynamic loss scale never falls below this."""
@@ -113,8 +113,8 @@ class OptimizerConfig:
     """Count the gradient's zeros in the pass that measures its norm."""
 
     use_distributed_optimizer: bool | None = None
-    """Whether the state is sharded over flat buffers (ZeRO-1 and -2). The model's wrapper decides; a script may say
-    here what it counts on, and where it differs says so."""
+    """Whether the state is sharded over flat buffers. The model's wrapper decides; a script may say here what it
+    expects, and gets an error where that differs."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:

@@ -1,4 +1,4 @@
-"""Which parameters are updated, under which names, and with which weight decay and learning rate."""
+"""Collects the parameters to update, under their names, and groups them by weight decay and learning rate."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from .optimizer_config import OptimizerConfig
 
 
 class ParamGroupOverride(TypedDict, total=False):
-    """What differs from the config for some parameters."""
+    """Settings of some parameters that differ from the config."""
 
     max_lr: float
     """Peak of the schedule."""
@@ -79,7 +79,7 @@ ConfigOverrides = Mapping[ParamKey, ParamGroupOverride]
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """What holds where no overrides are given: biases and parameters of at most one dimension have no weight decay.
+    """Returns the overrides that hold where none are given: no weight decay for biases and 1-D parameters.
 
     Args:
         config: Megatron-LM's argument; none of its fields that are taken here changes the answer.

@@ -134,7 +134,7 @@ def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, .
 
 
 def get_step_count(rule: torch.optim.Optimizer, param: Tensor) -> int:
-    """How often `param` was updated; apex counts the steps of a whole group."""
+    """Returns how often `param` was updated; apex counts the steps of a whole group."""
     if isinstance(rule, (AdamW, SGD)):
         return int(rule.state[param].get("step", 0))
     return int(_group_of(rule, param).get("step", 0))

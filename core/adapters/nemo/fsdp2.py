@@ -22,7 +22,7 @@ from ..mesh_axes import mesh_axes
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 ITEMS_OF_CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
-"""What makes every item of these a unit; `find_units` looks into nested ones."""
+"""As classes of units they make every item of such a container a unit; `find_units` looks into nested ones."""
 
 
 def fsdp2_strategy_parallelize(

@@ -1,4 +1,4 @@
-"""What a transform needs to know of the ranks."""
+"""The ranks that a transform works over."""
 
 from __future__ import annotations
 
@@ -131,5 +131,5 @@ class MeshCollective(Collective):
 
     @property
     def default_device(self) -> torch.device:
-        """Where this process computes."""
+        """The device on which this process computes."""
         return device.current_device()

@@ -49,13 +49,13 @@ class MixedPrecisionConfig:
     """
 
     param_dtype: str | None = None
-    """Of computation and of all-gathers."""
+    """Dtype of computation and of all-gathers."""
 
     reduce_dtype: str | None = None
-    """Of gradient reduction."""
+    """Dtype of gradient reduction."""
 
     output_dtype: str | None = None
-    """Of the model's outputs."""
+    """Dtype of the model's outputs."""
 
     cast_forward_inputs: bool = True
     """Cast inputs of the model and of each unit to `param_dtype`."""
@@ -67,10 +67,10 @@ class MixedPrecisionConfig:
 
 @dataclass
 class OffloadConfig:
-    """Where shards are kept."""
+    """Settings of the memory that holds shards."""
 
     cpu_offload: bool = False
-    """In the host's memory."""
+    """Keep shards in the host's memory."""
 
     pin_memory: bool = True
     """Pin that memory; without an accelerator a warning says that there is nothing to pin for."""
@@ -78,7 +78,7 @@ class OffloadConfig:
 
 @dataclass
 class FullyShardTransformConfig:
-    """What is sharded, and when it is gathered."""
+    """Settings of sharding, and of when units are gathered."""
 
     reshard_after_forward: bool | int = False
     """Free gathered parameters between forward and backward; a number keeps them whole among so many ranks."""

@@ -34,7 +34,7 @@ _ALWAYS = {
 
 
 class BaseDistributedTransform:
-    """What transforms share.
+    """Base of the transforms.
 
     Args:
         cfg: the transform's settings.
@@ -185,7 +185,7 @@ def _with_accumulation_context(model: nn.Module, context: Callable[[bool], Abstr
 
 
 def _units_by_own_hook(model: nn.Module, fsdp_kwargs: dict[str, Any]) -> dict[str, Reshard]:
-    """What ``model.fully_shard(**kwargs)`` shards below the root, by name, and what becomes of it after forward."""
+    """Returns the units that ``model.fully_shard(**kwargs)`` makes below the root, with their resharding, by name."""
     tensors = [*model.parameters(), *model.buffers()]
     without_values: dict[int, Any] = {id(tensor): _on_meta(tensor) for tensor in tensors}
     shadow: Any = copy.deepcopy(model, without_values)

@@ -17,7 +17,7 @@ from ...text import choices
 
 
 class ShardingStrategy(str, Enum):
-    """What is sharded, and over whom."""
+    """Oumi's strategies: what is sharded, and over which ranks."""
 
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
@@ -42,7 +42,7 @@ class ShardingStrategy(str, Enum):
 
 
 class StateDictType(str, Enum):
-    """What `model_state_dict` returns."""
+    """Oumi's forms of a state dict; see `model_state_dict`."""
 
     FULL_STATE_DICT = "FULL_STATE_DICT"
     SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
@@ -66,7 +66,7 @@ class BackwardPrefetch(str, Enum):
 
 
 class AutoWrapPolicy(str, Enum):
-    """What makes units."""
+    """Oumi's ways to choose units."""
 
     SIZE_BASED_WRAP = "SIZE_BASED_WRAP"
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"
@@ -111,7 +111,7 @@ class FSDPParams:
     """FSDP2 keeps the original parameters in any case."""
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    """Of `model_state_dict`: whole tensors, DTensors, or this rank's local pieces."""
+    """Form of `model_state_dict`: whole tensors, DTensors, or this rank's local pieces."""
 
     auto_wrap_policy: AutoWrapPolicy = AutoWrapPolicy.NO_WRAP
     """Units by parameter count, by the class of the transformer's layers, or the model as one."""

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers and reduces with under gloo: direct exchanges between ranks, in place of gloo's own collectives.
+"""Collectives of FSDP2 under gloo: direct exchanges between ranks, in place of gloo's own.
 
 See `comm.gloo` for the exchange; here it is fitted to the interfaces that FSDP2 takes. `recorded_collectives`
 records the calls.

@@ -1,4 +1,4 @@
-"""FSDP2's collectives, each with a record of its unit, whichever implementation carries them."""
+"""Records FSDP2's collectives under the names of their units, whichever implementation carries them."""
 
 from __future__ import annotations
 

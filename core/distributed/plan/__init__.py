@@ -60,7 +60,7 @@ __all__ = [
 
 
 def uses_fsdp2(ddp_config: DistributedDataParallelConfig) -> bool:
-    """Which engine: PyTorch FSDP2 for a `TorchFullyShardedDataParallelConfig`; else flat buffers."""
+    """Whether settings mean PyTorch FSDP2, by their type; others mean flat buffers."""
     return isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
 
 
@@ -71,7 +71,7 @@ def plan_model(
     groups: DataParallelGroups,
     unit_classes: Iterable[UnitChoice] = (),
 ) -> ShardingPlan:
-    """What `wrap_model` would do to a model.
+    """Plans what `wrap_model` does to a model.
 
     Args:
         module: the model, on any device, the meta device too; it is only read.

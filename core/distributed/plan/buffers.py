@@ -30,7 +30,7 @@ def plan_buffers(
     caller: str,
     disable_bucketing: bool = False,
 ) -> FlatPlan:
-    """What flat buffers are to do to a model; see `plan_model`.
+    """Plans a model on flat buffers; see `plan_model`.
 
     Args:
         disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
@@ -91,7 +91,7 @@ def full_param_layout(
     dp_size: int,
     ddp_config: DistributedDataParallelConfig,
 ) -> FullParamLayout:
-    """What `plan_buffers` would say of the places of these parameters, where a strategy shards.
+    """Returns the places that `plan_buffers` gives these parameters where a strategy shards.
 
     Args:
         params: those that require gradients, in order.
@@ -132,7 +132,7 @@ def lay_out_params(
 
 
 def is_expert_parameter(parameter: nn.Parameter) -> bool:
-    """Whether it carries Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
+    """Whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
     return not getattr(parameter, "allreduce", True)
 
 

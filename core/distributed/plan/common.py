@@ -1,4 +1,4 @@
-"""What the plans of both engines have in common."""
+"""The fields that all plans have in common."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def common_plan(
 
     Args:
         config: the model's config, any object; absent fields take their defaults.
-        given: what the caller was given next to the settings, and all ranks have to be given too.
+        given: arguments of the caller besides the settings, which have to be equal on all ranks.
     """
     sums = getattr(config, "calculate_per_token_loss", False)
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}

@@ -46,7 +46,7 @@ def plan_fsdp2(
     caller: str,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> FSDP2Plan:
-    """What FSDP2 is to do to a model; see `plan_model`.
+    """Plans a model on FSDP2; see `plan_model`.
 
     Args:
         unit_classes: as `find_units` takes them.

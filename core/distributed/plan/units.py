@@ -1,4 +1,4 @@
-"""Which modules become a unit, that is, a set of parameters that is gathered and reduced together."""
+"""Finds the modules that become units, sets of parameters that are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Unit:
 
 
 UnitChoice = type[nn.Module] | nn.Module
-"""What makes units: a class, for its outermost instances, or one module."""
+"""A class, whose outermost instances become units, or one module, which becomes one."""
 
 
 def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[Unit]:

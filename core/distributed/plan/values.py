@@ -1,4 +1,4 @@
-"""What a wrapper will do to a model, as data: made once by `plan_model`, before anything is touched, and then kept.
+"""The plan of a wrapped model, as data: made once by `plan_model`, before anything is touched, and then kept.
 
 A `ShardingPlan` has a `UnitPlan` for all that travels together, that is, a unit of FSDP2 or a bucket of a flat buffer,
 and that has a `ParamPlan` for each parameter. Engines are built from a plan; what describes, compares or explains a
@@ -26,7 +26,7 @@ Cut = Literal["whole", "flat", "rows"]
 
 
 class GradientReduction(Enum):
-    """What becomes of the gradients of replicas."""
+    """How the gradients of replicas are reduced."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -95,7 +95,7 @@ class ModuleUnitPlan(UnitPlan):
     is_minority: bool = False
     """Split off another unit, or the model, for its dtype."""
     is_kept: bool = False
-    """What is gathered when a micro-batch ends stays so for the next one of the step."""
+    """It stays gathered from one micro-batch of a step to the next."""
     recomputes: Literal["none", "full", "selective"] = "none"
     is_compiled: bool = False
 
@@ -149,13 +149,13 @@ class BufferPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """What both engines need."""
+    """The part of a plan that every engine needs."""
 
     asked_by: ClassVar[Mapping[str, str]] = {
         "recomputes": "recompute_granularity='full'",
         "reduces_every_micro_batch": "reduce_every_micro_batch=True",
     }
-    """What a plan says of itself, with the settings by which people ask for it; for advice."""
+    """Properties of a plan or a unit, with the settings by which people ask for them; for advice."""
 
     caller: str
     """What the user called: a wrapper's class, or a function."""
@@ -198,7 +198,7 @@ class ShardingPlan:
 
     @property
     def shard_index(self) -> int:
-        """Which shard is this rank's: it holds, or updates, ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
+        """Index `i` of this rank's shard: it holds, or updates, ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
         return 0 if self.strategy == "no_shard" else self.groups.shard.rank()
 
 
@@ -221,7 +221,7 @@ class FlatUnitPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2Plan(ShardingPlan):
-    """What `core.distributed.fsdp2` carries out."""
+    """The plan that `core.distributed.fsdp2` carries out."""
 
     asked_by: ClassVar[Mapping[str, str]] = {
         **ShardingPlan.asked_by,
@@ -266,7 +266,7 @@ class FSDP2Plan(ShardingPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPlan(ShardingPlan):
-    """What `core.distributed.buffers` carries out."""
+    """The plan that `core.distributed.buffers` carries out."""
 
     buffers: tuple[BufferPlan, ...]
     leaves: tuple[tuple[int, int], ...]
@@ -289,13 +289,13 @@ class FlatPlan(ShardingPlan):
 
     @property
     def layout(self) -> FullParamLayout:
-        """Where parameters are, by itself."""
+        """The places of parameters alone."""
         return FullParamLayout(tuple(tuple(bucket.layout for bucket in buffer.buckets) for buffer in self.buffers))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullyShardedPlan(FlatPlan):
-    """What `core.distributed.fully_sharded` carries out."""
+    """The plan that `core.distributed.fully_sharded` carries out."""
 
     asked_by: ClassVar[Mapping[str, str]] = {
         **ShardingPlan.asked_by,

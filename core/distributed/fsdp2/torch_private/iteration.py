@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a forward and backward, which an exception or an evaluation may leave unfinished."""
+"""Finishes what an exception or an evaluation leaves unfinished in FSDP2's state of a forward and backward."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def forget_forward_order(root: nn.Module) -> None:
 
 
 def drop_pending_gathers(root: nn.Module) -> None:
-    """Waits for all-gathers that were started for a unit which then was not used, and forgets what they brought.
+    """Waits for all-gathers of units that then were not used, and drops what they brought.
 
     Else that unit's next use would take them, and compute with parameters from before the optimizer's step. FSDP2
     does so itself at the end of a backward, but no backward follows an evaluation.

@@ -1,4 +1,4 @@
-"""The tensors that FSDP2 holds for a model at this moment."""
+"""Lists the tensors that FSDP2 holds for a model at this moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .states import fsdp_parameters, param_groups
 
 
 def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
-    """What holds gathered parameters now: whole ones, those kept by a part of the ranks, and gathers under way."""
+    """Yields what holds gathered parameters now: whole ones, those of partial reshards, and gathers under way."""
     for group in param_groups(root):
         for parameter in group.fsdp_params:
             yield from parameter.all_gather_outputs
@@ -25,7 +25,7 @@ def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def gradient_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
-    """What holds gradients now: sharded ones, whole ones that are not reduced yet, and reductions under way."""
+    """Yields what holds gradients now: sharded ones, whole ones that are not reduced yet, and reductions under way."""
     for group in param_groups(root):
         for parameter in group.fsdp_params:
             held = (parameter.sharded_param.grad, parameter.unsharded_accumulated_grad)

@@ -40,7 +40,7 @@ def state_of(module: nn.Module) -> Any:
 
 
 def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
-    """What a module gathers and reduces with; None where it has no parameters of its own."""
+    """Returns the collectives of a module; None where it has no parameters of its own."""
     for group in fsdp_param_groups(state_of(module)):  # type: ignore[arg-type]
         return group._all_gather_comm, group._reduce_scatter_comm
     return None
