@@ -128,7 +128,8 @@ def _wrapper(metadata: Mapping[str, Any]) -> str:
     strategy = ddp.get("data_parallel_sharding_strategy", "no_shard")
     if strategy == "no_shard" and ddp.get("use_distributed_optimizer"):
         strategy = "optim"
-    name = "FSDP2" if config.get("use_torch_fsdp2") else {"no_shard": "DDP", "optim": "ZeRO-1"}.get(strategy, "ZeRO-2")
+    names = {"no_shard": "DDP", "optim": "ZeRO-1", "optim_grads": "ZeRO-2", "optim_grads_params": "ZeRO-3"}
+    name = "FSDP2" if config.get("use_torch_fsdp2") else names.get(strategy, strategy)
     instances = ddp.get("num_distributed_optimizer_instances", 1)
     return f"under {name}" + (f", replicated {instances} times" if instances != 1 else "")
 

@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import parallel_state
-from ..distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from ..distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+)
 from ..errors import ConfigError, ShardstackError, WrapError
 from ..optimizer import OptimizerConfig
 from ..ranges import check_range
@@ -36,11 +40,14 @@ WRAPPERS: dict[str, Mapping[str, Any]] = {
     "zero2": _ZERO2,
     "zero2, overlapped": _ZERO2 | _OVERLAP_BOTH,
     "zero2, every micro-batch": {**_ZERO2, "reduce_every_micro_batch": True},
+    "zero3": {},
+    "zero3, every micro-batch": {"reduce_every_micro_batch": True},
     "fsdp2": {},
     "fsdp2, kept gathered": {"reshard_overrides": ("*=False",)},
     "fsdp2, every micro-batch": {"reduce_every_micro_batch": True},
     "fsdp2, recomputed": {"activation_checkpointing": "full"},
     "hybrid zero2": _ZERO2 | _HYBRID,
+    "hybrid zero3": _HYBRID,
     "hybrid fsdp2": _HYBRID,
 }
 """Settings to verify, in this order. Hybrids, with two groups that shard, need an even number of ranks from four."""
@@ -171,7 +178,8 @@ def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | N
 
 
 def _config(wrapper: str) -> DistributedDataParallelConfig:
-    kind = TorchFullyShardedDataParallelConfig if "fsdp2" in wrapper else DistributedDataParallelConfig
+    kinds = {"fsdp2": TorchFullyShardedDataParallelConfig, "zero3": FullyShardedDataParallelConfig}
+    kind = next((kind for name, kind in kinds.items() if name in wrapper), DistributedDataParallelConfig)
     return kind(**WRAPPERS[wrapper])
 
 
