@@ -62,7 +62,7 @@ def add_one_bigram_loss(
 
 
 def _first(documents: Iterable[NDArray[Any]], limit: int) -> Iterator[NDArray[Any]]:
-    """The documents that begin within the first `limit` tokens, the last one cut."""
+    """Yields the documents that begin within the first `limit` tokens, the last one cut."""
     for document in documents:
         if limit <= 0:
             return

@@ -110,7 +110,8 @@ def pretrain(config: PretrainConfig) -> None:
 
 
 def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
-    """The model, in the precision in which its wrapper takes it: FSDP2 shards fp32 parameters and casts by itself."""
+    """Returns the model, in the precision in which its wrapper takes it: FSDP2 shards fp32 parameters and casts by
+    itself."""
     # On the meta device nothing is allocated: FSDP2 fills each rank's shards after it has cut them.
     with torch.device("meta") if config.use_torch_fsdp2 else nullcontext():
         model: torch.nn.Module = GPTModel(
@@ -129,7 +130,7 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
 
 
 def name_run_folder(config: PretrainConfig) -> PretrainConfig:
-    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
+    """Returns the settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
     save, load = config.checkpoint.save, config.checkpoint.load
     if save is None and load is not None:
         find_checkpoint(load, fall_back=environment_restart_count() > 0)  # refuses a folder without one
@@ -143,7 +144,8 @@ def name_run_folder(config: PretrainConfig) -> PretrainConfig:
 
 
 def begin_or_continue(config: PretrainConfig) -> PretrainConfig:
-    """The settings with what is loaded decided; called when no other run can change the folder any more.
+    """Returns the settings with the checkpoint to load chosen; called when no other run can change the folder any
+    more.
 
     --save and --load may name the same folder from the start, so that one line begins a run and, queued again,
     continues it. Ranks that their launcher has started again continue what they have saved so far.
@@ -173,7 +175,7 @@ def begin_or_continue(config: PretrainConfig) -> PretrainConfig:
 
 
 def standard_library_corpus(folder: Path = Path("data")) -> Path:
-    """The text of this Python's standard library as a corpus, made by the first rank on first use."""
+    """Returns the text of this Python's standard library as a corpus, made by the first rank on first use."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     prefix = folder / f"python-{python}-standard-library-bpe{STANDARD_LIBRARY_VOCABULARY}"
     if dist.get_rank() == 0 and not IndexedDataset.exists(prefix):
@@ -213,7 +215,7 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
 
 
 def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, num_tokens: int = 80) -> Iterator[str]:
-    """A few lines of text that the model writes."""
+    """Yields a few lines of text that the model writes."""
     layout = config.model
     unwrap_model(state.model).parallel_output = False  # type: ignore[assignment]  # whole logits on every rank
     tokens = generate_tokens(
@@ -232,7 +234,7 @@ def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, n
 
 
 def short(path: str) -> str:
-    """A path as one types it here."""
+    """Returns a path as one types it here."""
     return min(path, os.path.relpath(path), key=len)
 
 

@@ -119,7 +119,7 @@ def draw(logits: torch.Tensor, config: SamplingConfig, generator: torch.Generato
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """The text of `tokens` in pieces, as soon as it is certain: a character can take several tokens."""
+    """Yields the text of `tokens` in pieces, as soon as it is certain: a character can take several tokens."""
     ids: list[int] = []
     shown = 0
     for token in tokens:

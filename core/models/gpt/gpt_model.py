@@ -146,9 +146,9 @@ class GPTModel(LanguageModule):
                     skip_weight_param_allocation=share_embeddings_and_output_weights,
                 )
         if share_embeddings_and_output_weights and self.embedding is not None:
-            words = self.embedding.word_embeddings
-            words.parameter_marks["weight"].update(shared_embedding=True)
-            words.restore_parameter_marks()
+            table = self.embedding.word_embeddings
+            table.parameter_marks["weight"].update(shared_embedding=True)
+            table.restore_parameter_marks()
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
 

@@ -1,4 +1,4 @@
-"""What a rank remembers of its collectives, and the tags that keep messages of different ones apart."""
+"""The record of a rank's collectives, and the tags that keep messages of different ones apart."""
 
 from __future__ import annotations
 

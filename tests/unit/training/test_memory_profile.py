@@ -1,4 +1,4 @@
-"""The memory of a step: its categories are what is known of them, and its peak is the one that the system saw."""
+"""The memory of a step: its categories equal the known tensors, and its peak another measurement."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def test_each_category_holds_what_is_known_of_it(kind):
 
 
 def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
-    """The peak of a step as torch's tracker of live tensors sees it, which asks no allocator, and as measured."""
+    """Returns the peak of a step as torch's tracker of live tensors sees it, which asks no allocator, and as
+    measured."""
     model, optimizer = _model(kind)
     for _ in range(2):
         _step(model, optimizer)

@@ -25,7 +25,7 @@ CASE = CASES["swiglu-gqa-rope-rms"]
 
 
 def _layer(kind: type[nn.Module], tp: int, sequence_parallel: bool) -> nn.Module:
-    """A layer with its adapter, every weight the part of the same whole integers."""
+    """Returns a layer with its adapter, every weight the part of the same whole integers."""
     torch.manual_seed(0)
     group = dist.group.WORLD if tp > 1 else None
     layer = kind(H, OUT, config=config(tp, sequence_parallel), init_method=integers, bias=False, tp_group=group)

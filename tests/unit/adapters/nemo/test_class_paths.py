@@ -1,4 +1,4 @@
-"""Classes by dotted paths, and what is said of those that do not exist."""
+"""Classes by dotted paths, and the errors for those that do not exist."""
 
 import pytest
 from torch import nn

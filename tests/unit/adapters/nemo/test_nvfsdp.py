@@ -1,4 +1,4 @@
-"""`nvfsdp_strategy_parallelize`: each option acts, or says once that it has nothing to act on here."""
+"""`nvfsdp_strategy_parallelize`: each option has an effect, or warns once that it has none here."""
 
 from __future__ import annotations
 
