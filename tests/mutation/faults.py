@@ -401,9 +401,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank's range of optimizer state begins one element early",
-        "core.optimizer.distrib_optimizer.MainRange.__post_init__",
-        r"\.range_of\(self\.param\)\[0\]",
-        r"\g<0> - 1",
+        "core.optimizer.distrib_optimizer.MainRange.whole",
+        r"self\.start",
+        "max(self.start - 1, 0)",
         _SHARDED,
     ),
     Mutation(
