@@ -88,11 +88,9 @@ def _skipped_bucket(reduce: Any, reached: Reached) -> Any:
     """Flat buffers: the second bucket to be reduced, and every third after it, is skipped."""
     calls = itertools.count()
 
-    def patched(
-        self: BucketReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str
-    ) -> None:
+    def patched(self: BucketReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, what: str) -> None:
         if next(calls) % 3 != 1:
-            reduce(self, whole, kept, accumulate, subject)
+            reduce(self, whole, kept, accumulate, what)
             return
         reached()
         if self.shard_group is not None and not accumulate:
