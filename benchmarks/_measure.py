@@ -1,4 +1,4 @@
-"""How every benchmark here measures: paired rounds, high-water marks, and counters of the loopback interface."""
+"""Measures benchmarks: paired rounds, high-water marks, and counters of the loopback interface."""
 
 from __future__ import annotations
 

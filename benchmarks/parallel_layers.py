@@ -1,4 +1,4 @@
-"""What cutting a model itself costs and saves: bytes on the wire, activation memory, and the time of long sequences.
+"""Measures model parallelism: bytes on the wire, activation memory, and the time of long sequences.
 
     python benchmarks/parallel_layers.py [--only wire|memory|time] [--rounds 15] [--sequence S] [--width 512]
 
