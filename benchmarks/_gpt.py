@@ -11,7 +11,7 @@ MICRO_BATCHES = 4
 
 
 def build_model(max_sequence: int = 256, vocabulary: int = VOCABULARY) -> nn.Module:
-    """A GPT with the same weights wherever it is built."""
+    """Returns a GPT with the same weights wherever it is built."""
     from core.models.gpt import GPTModel
     from core.transformer.transformer_config import TransformerConfig
 
@@ -23,7 +23,7 @@ def build_model(max_sequence: int = 256, vocabulary: int = VOCABULARY) -> nn.Mod
 
 
 def micro_batches(samples: int = 2, sequence: int = 256) -> list[torch.Tensor]:
-    """This rank's tokens of a step, `[b, s + 1]` each."""
+    """Returns this rank's tokens of a step, `[b, s + 1]` each."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (samples, sequence + 1)
     return [torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(MICRO_BATCHES)]

@@ -1,4 +1,4 @@
-"""How every benchmark here measures: paired rounds, high-water marks, and counters of the loopback interface."""
+"""Measures benchmarks: paired rounds, high-water marks, and counters of the loopback interface."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def interleaved_seconds(
 
 
 def high_water_bytes() -> int:
-    """The most memory that this process has had resident (`VmHWM`), bytes."""
+    """Returns the most memory that this process has had resident (`VmHWM`), bytes."""
     line = next(s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -103,7 +103,8 @@ def live_tensor_bytes(root_tensors: Sequence[torch.Tensor]) -> int:
 
 
 def peak_allocation_above_start(run: Callable[[], None]) -> int:
-    """The most bytes that tensors held during `run` beyond those that lived before it, as the allocator reports."""
+    """Returns the most bytes that tensors held during `run` beyond those that lived before it, as the allocator
+    reports."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     changes = [

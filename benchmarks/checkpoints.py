@@ -59,7 +59,7 @@ State = dict[str, DTensor]
 
 
 def build_state(millions: int) -> State:
-    """The tensors of a GPT's layers and embedding, and two moments of each, as FSDP cuts them."""
+    """Returns the tensors of a GPT's layers and embedding, and two moments of each, as FSDP cuts them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     width = WIDTH if millions >= 100 else 256
     layers = max(1, round((millions * 1e6 - VOCABULARY * width) / (12 * width**2)))

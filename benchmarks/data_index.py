@@ -1,4 +1,4 @@
-"""How long the shuffled index of a large corpus takes to build, to store and to map again, and the memory it needs.
+"""Measures time and memory to build, store and map the shuffled index of a large corpus.
 
     python benchmarks/data_index.py
 

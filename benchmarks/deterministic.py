@@ -1,4 +1,4 @@
-"""What `--deterministic` costs on the CPU: steps of a GPT with it and without, round by round in one process.
+"""Measures the cost of `--deterministic` on the CPU: steps of a GPT with it and without, interleaved in one process.
 
 .venv/bin/python benchmarks/deterministic.py
 """

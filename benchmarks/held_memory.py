@@ -1,4 +1,4 @@
-"""What each rank holds of a model under every wrapper when a step's gradients are complete, as a table and a picture.
+"""Counts each rank's memory under every wrapper when a step's gradients are complete, as a table and a picture.
 
     python benchmarks/held_memory.py [--ranks 4] [--picture docs/what-a-rank-holds.svg]
 

@@ -1,4 +1,4 @@
-"""What cutting a model itself costs and saves: bytes on the wire, activation memory, and the time of long sequences.
+"""Measures model parallelism: bytes on the wire, activation memory, and the time of long sequences.
 
     python benchmarks/parallel_layers.py [--only wire|memory|time] [--rounds 15] [--sequence S] [--width 512]
 
@@ -112,7 +112,7 @@ def start_groups(cut: Cut) -> None:
 
 
 def gpt(cut: Cut, width: int, sequence: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]:
-    """A GPT, and the mean loss of it, or of a wrapper around it, over this rank's part of one sequence."""
+    """Returns a GPT, and the mean loss of it, or of a wrapper around it, over this rank's part of one sequence."""
     from core.models.gpt import GPTModel
     from core.transformer import own_chunks
 
@@ -179,7 +179,7 @@ def measure_time(width: int, sequence: int, rounds: int) -> dict[str, list[float
 
 
 def training_step(cut: Cut, width: int, sequence: int) -> Callable[[], None]:
-    """An optimizer step over one sequence; of several ranks under `DistributedDataParallel`."""
+    """Returns an optimizer step over one sequence; of several ranks under `DistributedDataParallel`."""
     from core.distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
     from core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -87,7 +87,7 @@ class Row:
 
 
 def _same(settings: dict[str, Any], **row: Any) -> Row:
-    """The wrapper with torch's own collectives and bare `fully_shard`, both with these settings."""
+    """Returns the wrapper with torch's own collectives and bare `fully_shard`, both with these settings."""
     return Row({**TORCHS, **settings}, settings, time_limit=1.01, memory_limit=1.01, **row)
 
 

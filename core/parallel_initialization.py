@@ -87,7 +87,7 @@ def initialize_model_parallel(
         hybrid_context_parallel=(
             hybrid_context_parallel,
             False,
-            "every sequence is cut over the same ranks; use context_parallel_size",
+            "every sequence is split over the same ranks; use context_parallel_size",
         ),
         gtp_remat_size=(gtp_remat_size, 1, _NO_REMATERIALISED_WEIGHTS),
         expert_gtp_remat_size=(expert_gtp_remat_size, 1, _NO_REMATERIALISED_WEIGHTS),

@@ -1,4 +1,4 @@
-"""Process groups as one object, as Megatron-LM hands them to models, wrappers and optimizers."""
+"""Process groups as one object, which Megatron-LM passes to models, wrappers and optimizers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class ProcessGroupCollection:
     gtp_remat: Group = None
     """Ranks that rematerialise weights, which do not exist here."""
     expt_gtp_remat: Group = None
-    """The same of experts."""
+    """Ranks that rematerialise experts' weights, which do not exist here."""
     expt_dp: Group = None
     """The replicas of an expert's parameter."""
     expt_dp_gtp_remat: Group = None
@@ -91,14 +91,14 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """Returns the groups of `core.parallel_state`, all or those named; None where it has none.
+        """Returns the groups of `core.parallel_state`, all or only those named; None for groups that it does not have.
 
         Raises:
-            ParallelConfigError: a name that does not exist.
+            ParallelConfigError: a name does not exist.
             ParallelStateError: `core.parallel_state` is not initialised.
         """
         ps = parallel_state
-        # The first asked for raises where nothing is initialised.
+        # Raises for the first group if nothing is initialised.
         found: dict[str, Group] = {
             "dp": ps.get_data_parallel_group(),
             "dp_cp": ps.get_data_parallel_group(with_context_parallel=True),
@@ -135,15 +135,15 @@ def _check_names(groups: dict[str, Group | list[ProcessGroup]] | dict[str, None]
 
 
 def check_same_groups(caller: str, groups: ProcessGroupCollection | None, names: Sequence[str]) -> None:
-    """For what works over the groups of `core.parallel_state` alone: given ones have to have the same ranks.
+    """Checks that given groups have the ranks of `core.parallel_state`, whose groups the caller uses.
 
     Args:
-        caller: to name in the error.
-        groups: what was given.
-        names: of the groups that are looked at.
+        caller: name of the caller, for the error.
+        groups: the given groups.
+        names: names of the groups to check.
 
     Raises:
-        ParallelConfigError: a group of other ranks.
+        ParallelConfigError: a group has other ranks.
     """
     if groups is None:
         return

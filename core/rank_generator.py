@@ -19,7 +19,7 @@ def rank_groups(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[in
     """Returns all groups along `axes` in a world of `sizes`, each ascending.
 
     `sizes` maps axis names to sizes, the axis of stride 1 first. Groups are in the order of the ranks' digits on the
-    remaining axes, of which the first changes fastest.
+    remaining axes; the first one changes fastest.
     """
     strided: list[tuple[str, int, int]] = []
     stride = 1

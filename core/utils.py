@@ -149,7 +149,7 @@ def get_batch_on_this_cp_rank(
             elements, instead of `document_starts`; or an argument is refused.
     """
     caller = "get_batch_on_this_cp_rank"
-    one_level = "every sequence is cut over the same ranks"
+    one_level = "every sequence is split over the same ranks"
     refuse(
         caller,
         is_hybrid_cp=(is_hybrid_cp, False, one_level),

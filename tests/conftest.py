@@ -1,4 +1,4 @@
-"""What every test shares: one thread a process, a CPU device, and the rank processes ended at the end."""
+"""Shared by every test: one thread per process, the CPU as device, and an end of the rank processes."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ def _answer(function: str) -> str:
 
 
 def _undefined() -> str:
-    """A function that a library asks another one for, as `readelf` writes it, with the version if it wants one."""
+    """Returns a function that a library asks another one for, as `readelf` writes it, with the version if it wants
+    one."""
     return rf"\bUND ((?:__)?(?:{OF_GPUS})\w+)(?:@(\S+))?"
 
 

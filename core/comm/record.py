@@ -133,7 +133,7 @@ class CollectiveRecord:
         self.ranks = dist.get_process_group_ranks(group)
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
-        self._counts: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
         # The last published state: the number of calls and when the last one ended. Only `publish` uses it.
         self._published: tuple[int, float | None] | None = None
 

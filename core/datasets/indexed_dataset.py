@@ -20,11 +20,9 @@ import contextlib
 import glob
 import os
 import shutil
-import struct
 import uuid
 from array import array
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, overload
@@ -34,51 +32,13 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from ..durable import sync_folder
 from ..errors import DataError
+from .index_file import DType as DType  # re-exported: Megatron-LM keeps it here
+from .index_file import IndexFile, write_index
 
 try:
     import fcntl
 except ImportError:  # no POSIX system
     fcntl = None  # type: ignore[assignment]
-
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_CHECKED_AT_ONCE = 1 << 20
-"""Entries of an index that are checked at a time, to bound memory."""
-
-
-class DType(Enum):
-    """Megatron-LM's codes of token dtypes in an index file."""
-
-    uint8 = 1
-    int8 = 2
-    int16 = 3
-    int32 = 4
-    int64 = 5
-    float64 = 6
-    float32 = 7
-    uint16 = 8
-
-    @classmethod
-    def code_from_dtype(cls, value: DTypeLike) -> int:
-        """Returns the code of a numpy dtype; raises `DataError` if the format has none."""
-        name = np.dtype(value).name
-        if name not in cls.__members__:
-            raise DataError(f"dtype {name} cannot be stored in an index; it has {', '.join(cls.__members__)}")
-        return int(cls[name].value)
-
-    @classmethod
-    def dtype_from_code(cls, value: int) -> np.dtype[Any]:
-        """Returns the numpy dtype of a code; raises `DataError` for an unknown code."""
-        if value not in {member.value for member in cls}:
-            raise DataError(f"dtype code {value} is unknown; codes run from 1 to {len(cls)}")
-        dtype: np.dtype[Any] = np.dtype(cls(value).name).newbyteorder("<")
-        return dtype
-
-    @staticmethod
-    def optimal_dtype(cardinality: int | None) -> np.dtype[Any]:
-        """Returns Megatron-LM's dtype for a vocabulary: uint16 below 65,500 entries, else int32."""
-        return np.dtype("<u2" if cardinality is not None and cardinality < 65500 else "<i4")
 
 
 def get_idx_path(path_prefix: str | os.PathLike[str]) -> Path:
@@ -104,10 +64,10 @@ class IndexedDataset:
     def __init__(self, path_prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(path_prefix)
         self.idx_path, self.bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
-        index = _Index(self.idx_path)
+        index = IndexFile(self.idx_path)
         if len(index.lengths) == 0 or int(index.pointers[-1]) + int(index.lengths[-1]) == 0:
             raise DataError(f"{self.idx_path}: the corpus is empty (no token); prepare it again from non-empty text")
-        _check_bin_size(self.bin_path, index)
+        index.check_tokens(self.bin_path)
         self._index = index
         self._bytes = np.memmap(self.bin_path, dtype=np.uint8, mode="r")
 
@@ -186,6 +146,7 @@ class IndexedDatasetBuilder:
     def __init__(self, bin_path: str | os.PathLike[str], dtype: DTypeLike = np.int32) -> None:
         self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
         self._bin_path = Path(bin_path)
+        # `add_document` and `add_index` append to these and to the draft of the .bin; `finalize` writes them.
         self._lengths = array("i")
         self._document_indices = array("q", [0])
         self._temporary, self._file = _open_temporary(self._bin_path)
@@ -224,14 +185,14 @@ class IndexedDatasetBuilder:
 
     def add_index(self, path_prefix: str | os.PathLike[str]) -> None:
         """Appends all documents of another corpus, which must have the same dtype."""
-        index = _Index(get_idx_path(path_prefix))
+        index = IndexFile(get_idx_path(path_prefix))
         bin_path = get_bin_path(path_prefix)
         if index.dtype != self.dtype:
             raise DataError(
                 f"{get_idx_path(path_prefix)} holds {index.dtype.name} tokens and is to be merged into a corpus of "
                 f"{self.dtype.name}; prepare both with the same tokenizer"
             )
-        _check_bin_size(bin_path, index)
+        index.check_tokens(bin_path)
         first = len(self._lengths)
         self._lengths.frombytes(index.lengths.astype(np.int32).tobytes())
         self._document_indices.frombytes((index.document_indices[1:] + first).astype(np.int64).tobytes())
@@ -241,17 +202,11 @@ class IndexedDatasetBuilder:
     def finalize(self, idx_path: str | os.PathLike[str]) -> None:
         """Writes the index, then renames both files, the index last."""
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
-        pointers = np.zeros(len(lengths), np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
         documents = np.frombuffer(self._document_indices, np.int64)
         temporary, file = _open_temporary(Path(idx_path))
         try:
             with file:
-                code = DType.code_from_dtype(self.dtype)
-                file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(documents)))
-                for values, dtype in ((lengths, "<i4"), (pointers, "<i8"), (documents, "<i8")):
-                    file.write(values.astype(dtype, copy=False).tobytes())
+                write_index(file, self.dtype, lengths, documents)
                 file.flush()
                 os.fsync(file.fileno())
             self._file.flush()
@@ -264,85 +219,6 @@ class IndexedDatasetBuilder:
             sync_folder(Path(idx_path).parent)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-class _Index:
-    """The content of an .idx file, memory-mapped and checked against itself."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                header = file.read(_HEADER.size)
-        except OSError as error:
-            raise DataError(_cannot_open(path, error)) from None
-        if header[: len(_MAGIC)] != _MAGIC[: len(header)]:
-            raise DataError(
-                f"{path}: starts with {header[: len(_MAGIC)]!r} and not {_MAGIC!r}, so it is no index of this format; "
-                "make one with prepare_data.py"
-            )
-        if len(header) < _HEADER.size:
-            raise DataError(
-                f"{path}: truncated, {len(header)} bytes of a {_HEADER.size}-byte header; prepare it again"
-            )
-        _, version, code, num_sequences, num_indices = _HEADER.unpack(header)
-        if version != _VERSION:
-            raise DataError(f"{path}: index version {version}, only {_VERSION} is read; prepare the corpus again")
-        try:
-            self.dtype = DType.dtype_from_code(code)
-        except DataError as error:
-            raise DataError(f"{path}: {error}; the index is damaged, prepare the corpus again") from None
-        expected = _HEADER.size + 12 * num_sequences + 8 * num_indices
-        if size not in (expected, expected + num_sequences):  # with modes: one byte more for each sequence
-            state = "truncated" if size < expected else "too long"
-            raise DataError(
-                f"{path}: {state}, {size} bytes where {num_sequences} sequences and {num_indices} document indices "
-                f"take {expected}; prepare the corpus again"
-            )
-        content = np.memmap(path, dtype=np.uint8, mode="r")
-        self.lengths = np.frombuffer(content, "<i4", num_sequences, _HEADER.size)
-        self.pointers = np.frombuffer(content, "<i8", num_sequences, _HEADER.size + 4 * num_sequences)
-        self.document_indices = np.frombuffer(content, "<i8", num_indices, _HEADER.size + 12 * num_sequences)
-        if num_indices == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != num_sequences:
-            ends = [int(value) for value in self.document_indices[[0, -1]]] if num_indices else []
-            raise DataError(
-                f"{path}: documents must span sequences 0 to {num_sequences}, found {ends}; the index is damaged, "
-                "prepare the corpus again"
-            )
-        self._check_order(path)
-
-    def _check_order(self, path: Path) -> None:
-        """Refuses invalid lengths, starts that do not follow from the lengths, and documents out of order."""
-        end = 0
-        for start in range(0, len(self.lengths), _CHECKED_AT_ONCE):
-            lengths = self.lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
-            ends = end + np.cumsum(lengths) * self.dtype.itemsize
-            places = self.pointers[start : start + _CHECKED_AT_ONCE]
-            wrong = (lengths < 0) | (places != np.concatenate(([end], ends[:-1])))
-            if wrong.any():
-                index = start + int(wrong.argmax())
-                raise DataError(
-                    f"{path}: sequence {index} has the length {int(self.lengths[index])} and starts at byte "
-                    f"{int(self.pointers[index])}, where the one before it does not end; the index is damaged, "
-                    "prepare the corpus again"
-                )
-            end = int(ends[-1])
-        for start in range(0, len(self.document_indices), _CHECKED_AT_ONCE):
-            if (np.diff(self.document_indices[start : start + _CHECKED_AT_ONCE + 1]) < 0).any():
-                raise DataError(f"{path}: documents go back; the index is damaged, prepare the corpus again")
-
-
-def _check_bin_size(path: Path, index: _Index) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise DataError(_cannot_open(path, error)) from None
-    expected = 0
-    if len(index.lengths):
-        expected = int(index.pointers[-1]) + int(index.lengths[-1]) * index.dtype.itemsize
-    if found != expected:
-        state = "truncated" if found < expected else "longer than its index says"
-        raise DataError(f"{path}: {state}, {found} bytes where the index says {expected}; prepare the corpus again")
 
 
 def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -381,10 +257,3 @@ def _sweep(path: Path) -> None:
         with contextlib.suppress(OSError), left.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink()
-
-
-def _cannot_open(path: Path, error: OSError) -> str:
-    hint = "check the prefix, or make the corpus with prepare_data.py"
-    if path.stem.endswith((".bin", ".idx")):
-        hint = "the prefix is the path without .bin or .idx"
-    return f"{path}: cannot be read ({error.strerror}); {hint}"

@@ -204,6 +204,7 @@ def _encode_all(chunks: Iterable[_Chunk], tokenizer: Tokenizer, json_key: str, w
 
 
 _worker: tuple[Tokenizer, str] | None = None
+"""Tokenizer and JSON key of a worker process; `_start_worker` sets it once. None in the parent."""
 
 
 def _start_worker(tokenizer_json: str, eod_token: str, json_key: str) -> None:

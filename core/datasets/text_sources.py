@@ -198,8 +198,8 @@ class _ZstdReader(io.RawIOBase):
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._raw = raw
-        self._frame: Any = None
-        self._ready = b""
+        self._frame: Any = None  # decompressor of the current frame; None between frames
+        self._ready = b""  # decompressed bytes that were not read yet
 
     def readable(self) -> bool:
         return True

@@ -109,14 +109,14 @@ class _Published:
     def __init__(self, entry: list[Any]) -> None:
         _, occurrence, kind, what, num_bytes, _, self.ended_at = entry
         self.identity = (kind, what, occurrence)
-        self.name = _words(kind, what, occurrence, num_bytes)
+        self.name = _text(kind, what, occurrence, num_bytes)
 
 
 def _name(call: Collective) -> str:
-    return _words(call.kind, call.what, call.occurrence, call.num_bytes)
+    return _text(call.kind, call.what, call.occurrence, call.num_bytes)
 
 
-def _words(kind: str, what: str, occurrence: int, num_bytes: int) -> str:
+def _text(kind: str, what: str, occurrence: int, num_bytes: int) -> str:
     size = f" ({readable_bytes(num_bytes)})" if num_bytes else ""
     return f"{kind} {occurrence} of {what}{size}"
 

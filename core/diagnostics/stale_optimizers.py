@@ -1,7 +1,8 @@
-"""An optimizer that holds parameters which are not the model's: built before it was wrapped, or while FSDP2 had units
+"""Rejects an optimizer whose parameters are not the model's: built before it was wrapped, or while FSDP2 had units
 gathered, between a forward and the end of its step.
 
-Such an optimizer does nothing: its parameters never get a gradient. They are marked, so that its step raises.
+Such an optimizer changes nothing, because its parameters never get a gradient. They are marked, so that its step
+raises.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .step_marks import StepMark, mark_of, set_mark
 
 
 class _Replaced(StepMark):
-    """On a parameter that wrapping replaced by another, called `name` in the model."""
+    """The mark of a parameter that wrapping replaced by another, called `name` in the model."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -31,7 +32,8 @@ class _Replaced(StepMark):
 
 
 class _GatheredCopy(StepMark):
-    """On what FSDP2 gathers the parameter `name` into, which the module shows in its place for a while."""
+    """The mark of the tensor that FSDP2 gathers the parameter `name` into, which the module shows until it
+    reshards."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -46,10 +48,7 @@ class _GatheredCopy(StepMark):
 
 @contextmanager
 def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
-    """Marks the parameters that something inside replaces by others, as far as they are still referenced.
-
-    Nothing is kept alive: a parameter without other references is freed as it would be without this.
-    """
+    """Marks the parameters that code inside replaces by others. Keeps none of them alive."""
     before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
     yield
     after = {id(parameter) for parameter in module.parameters()}
@@ -60,7 +59,7 @@ def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
 
 
 def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:
-    """Raises where the model has another parameter in the place of this one since it was wrapped.
+    """Raises if wrapping replaced the parameter in its model.
 
     Raises:
         OptimizerError: names the parameter.
@@ -71,10 +70,10 @@ def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:
 
 
 def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
-    """Marks what FSDP2 gathers a parameter into."""
+    """Marks the tensor that FSDP2 gathers a parameter into."""
     set_mark(parameter, _GatheredCopy(name))
 
 
 def is_marked_as_gathered(parameter: nn.Parameter) -> bool:
-    """Whether `mark_as_gathered` has been called for it."""
+    """Returns whether `mark_as_gathered` was called for the parameter."""
     return isinstance(mark_of(parameter), _GatheredCopy)

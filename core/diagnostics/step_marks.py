@@ -1,9 +1,9 @@
-"""Marks on parameters that speak up when an optimizer, torch's too, steps them; and the hooks that read the marks.
+"""Marks on parameters, and the hooks that call them when any optimizer, torch's too, steps the parameters.
 
-Torch calls these hooks for every optimizer of the process. There is no other place to notice one that knows of no
-wrapper: over sharded parameters, built before its model was wrapped, or writing parameters while they are gathered. So
-one hook before a step and one after it, both here, serve all of these purposes. An optimizer whose parameters have no
-mark costs one look at each of them; one of `core.optimizer` costs nothing, because it asks its wrappers itself
+Torch calls the hooks for every optimizer of the process. Only they can find an optimizer that does not know wrappers:
+over sharded parameters, built before its model was wrapped, or writing parameters while they are gathered. One hook
+before a step and one after it, both here, serve all of these purposes. An optimizer whose parameters have no mark
+costs one look-up per parameter; one of `core.optimizer` costs nothing, because it calls its wrappers itself
 (`note_own_optimizer`).
 """
 
@@ -24,55 +24,57 @@ _IS_OWN = "_asks_wrappers_itself"
 """An attribute of an optimizer, set by `note_own_optimizer` for good."""
 
 _MET = "_marks_of_step"
-"""An attribute of an optimizer: the marks that the hook before a step met, for the one after it, which takes it away.
-A step that raised leaves it to the next one, which sets it anew."""
+"""An attribute of an optimizer: the marks that the hook before a step found, for the hook after it, which removes it.
+After a step that raised it stays until the next step sets it."""
 
 
 class StepMark:
-    """What a parameter has to say to optimizers. One mark may be on many parameters, and is asked once a step."""
+    """Called for a parameter when an optimizer steps it. One mark may be on many parameters, and is called once a
+    step."""
 
     def refuse(self, optimizer: str) -> None:
-        """Raises where no step of the parameter could be right.
+        """Raises if no step of the parameter can be correct.
 
         Args:
             optimizer: the name of its class, for the message.
         """
 
     def check_gradients(self, optimizer: str) -> None:
-        """Raises unless ``param.grad`` is what an optimizer has to read; after the step, where that has a closure."""
+        """Raises unless an optimizer may read ``param.grad``. Called after the step if that has a closure."""
 
     def note_step(self) -> None:
         """Called when an optimizer has written the parameter."""
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a parameter has no mark."""
+        """Returns None: a copy of a parameter has no mark."""
 
 
 def set_mark(param: nn.Parameter, mark: StepMark) -> None:
-    """Puts a mark on a parameter, in place of the one that it has; optimizers meet it from now on."""
+    """Sets the mark of a parameter, replacing an earlier one."""
     setattr(param, MARK, mark)
     _watch_optimizers()
 
 
 def mark_of(param: Any) -> StepMark | None:
-    """The mark that was last put on a parameter."""
+    """Returns the mark of a parameter; None if it has none."""
     mark: StepMark | None = getattr(param, MARK, None)
     return mark
 
 
 def note_own_optimizer(optimizer: Optimizer) -> None:
-    """Lets the hooks pass over an optimizer for which somebody else asks the wrappers."""
+    """Makes the hooks skip an optimizer that calls its wrappers itself."""
     setattr(optimizer, _IS_OWN, True)
     _known.add(optimizer)
 
 
 def known_optimizers() -> list[Optimizer]:
-    """The optimizers of `core.optimizer`, and those that have stepped marked parameters, as far as they exist."""
+    """Returns the optimizers of `core.optimizer`, and those that have stepped marked parameters, as far as they
+    exist."""
     return list(_known)
 
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Added to by `note_own_optimizer` and by the hook before a step; an optimizer leaves it when it is freed."""
+"""`note_own_optimizer` and the hook before a step add to it; freed optimizers drop out."""
 
 
 @functools.cache
@@ -93,7 +95,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
     for mark in marks:
         mark.refuse(name)
-    if not _has_closure(args, kwargs):  # a closure computes the gradients: they are looked at afterwards
+    if not _has_closure(args, kwargs):  # a closure computes the gradients: check them after the step
         for mark in marks:
             mark.check_gradients(name)
 
@@ -106,5 +108,5 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Of ``step(self, closure=None)``."""
+    """Returns whether ``step(self, closure=None)`` was called with a closure."""
     return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None

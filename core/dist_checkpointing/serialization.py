@@ -1,7 +1,7 @@
 """Saves tensors from any layout and loads them into any other, on ``torch.distributed.checkpoint``.
 
 A state is a flat mapping from names to tensors: plain tensors, which every rank that gives the name holds whole, and
-DTensors, of which each rank holds its piece (:func:`global_view` makes them). The name and the shape of the whole
+DTensors, with a piece on each rank (:func:`global_view` makes them). The name and the shape of the whole
 tensor decide where values go; the layout that it was saved in does not matter.
 
 Everything else is stored as JSON in ``metadata``. A value of one rank alone is a tensor with a name of its own

@@ -1,7 +1,7 @@
-"""From a parameter to the wrapper that trains it: what optimizers, torch's too, ask before and tell after a step.
+"""Finds the wrapper of a parameter, so that optimizers, torch's too, check it before a step and notify it after.
 
-A parameter may be saved inside its model (``torch.save(wrapper.module)``): what wrappers keep on it stays out of the
-file, so that what is loaded is a plain model.
+A parameter may be saved inside its model (``torch.save(wrapper.module)``): attributes of wrappers are left out of the
+file, so that loading it gives a plain model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .plan import ShardingPlan
 
 
 class TrainsParameters(Protocol):
-    """A wrapper, as an optimizer sees it."""
+    """The part of a wrapper that optimizers use."""
 
     @property
     def plan(self) -> ShardingPlan:
@@ -28,11 +28,12 @@ class TrainsParameters(Protocol):
         """Raises unless an optimizer of torch may read the gradients of its parameters."""
 
     def note_step(self) -> None:
-        """An optimizer has written its parameters."""
+        """Records that an optimizer has written its parameters."""
 
 
 _SHARES_GRADIENT = "_shares_gradient"
-"""Set when gradients are reduced, cleared when they are zeroed: `grad` is then the memory of `main_grad`."""
+"""An attribute of a parameter: whether `grad` is the memory of `main_grad`. Set when gradients are reduced, cleared
+when they are zeroed."""
 
 _OF_WRAPPERS = frozenset(
     {
@@ -40,11 +41,11 @@ _OF_WRAPPERS = frozenset(
         *("grad_added_to_main_grad", "lend_gradient_memory", "held_range", "seen_while_pending"),
     }
 )
-"""Attributes of parameters that belong to wrappers, and make no sense without them."""
+"""Attributes of parameters that wrappers set, and that are left out of pickles."""
 
 
 class _Owner(StepMark):
-    """On every parameter of a wrapper, while that exists."""
+    """The mark of every parameter of a wrapper, while the wrapper exists."""
 
     def __init__(self, wrapper: TrainsParameters) -> None:
         self.wrapper = weakref.ref(wrapper)
@@ -59,7 +60,7 @@ class _Owner(StepMark):
 
 
 def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) -> None:
-    """Makes `wrapper` the one that optimizers of these parameters ask; it is not kept alive."""
+    """Makes `wrapper` the one that optimizers of these parameters check; holds only a weak reference to it."""
     owner = _Owner(wrapper)
     for param in params:
         set_mark(param, owner)
@@ -69,21 +70,21 @@ def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) ->
 
 
 def owner_of(param: Any) -> TrainsParameters | None:
-    """The wrapper that trains the parameter, while it exists."""
+    """Returns the wrapper that trains the parameter, while it exists."""
     mark = mark_of(param)
     return mark.wrapper() if isinstance(mark, _Owner) else None
 
 
 def share_gradient(param: nn.Parameter, shares: bool) -> None:
-    """Notes whether ``param.grad`` was made the same memory as ``param.main_grad``."""
+    """Records whether ``param.grad`` is the same memory as ``param.main_grad``."""
     setattr(param, _SHARES_GRADIENT, shares)
 
 
 def shares_gradient(param: nn.Parameter) -> bool:
-    """Whether ``param.grad`` was made the same memory as ``param.main_grad`` since gradients were last zeroed."""
+    """Returns whether ``param.grad`` is the memory of ``param.main_grad``, since gradients were last reduced."""
     return getattr(param, _SHARES_GRADIENT, False) and isinstance(mark_of(param), _Owner)
 
 
 def _state_without_wrapper(param: nn.Parameter) -> dict[str, Any]:
-    """Returns the attributes that a pickled parameter keeps."""
+    """Returns the attributes of a parameter to pickle."""
     return {name: value for name, value in vars(param).items() if name not in _OF_WRAPPERS}

@@ -28,16 +28,16 @@ def wrap_model(
     sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
     disable_bucketing: bool = False,
 ) -> _BaseDataParallel:
-    """Wraps a model as its settings ask: by the type of ``ddp_config``, then by its sharding strategy.
+    """Wraps a model; the type of ``ddp_config`` and its sharding strategy choose the wrapper.
 
     A `TorchFullyShardedDataParallelConfig` means FSDP2; else ``no_shard``, ``optim`` and ``optim_grads`` mean
     `DistributedDataParallel`, and ``optim_grads_params`` means `FullyShardedDataParallel`.
 
     Args:
-        process_group: the ranks, or a mesh of them; as the wrappers take it.
+        process_group: the ranks, or a mesh of them; as in the wrappers.
         pg_collection: the same in Megatron-LM's form.
-        sub_modules_to_wrap: classes of units, where the wrapper has units.
-        disable_bucketing: as the wrappers take it.
+        sub_modules_to_wrap: classes of units, if the wrapper has units.
+        disable_bucketing: as in the wrappers.
     """
     common: dict[str, Any] = {
         "process_group": process_group,

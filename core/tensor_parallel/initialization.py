@@ -41,6 +41,7 @@ Initializer = Callable[..., Any]
 has an argument ``generator``, from the generator passed as that."""
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+"""Whether `deferred_initialization` is entered, in this context."""
 
 # Parts of names that come from wrappers and are not counted as part of a parameter's name.
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -41,7 +41,7 @@ class RNGStatesTracker:
     """Named random streams next to torch's default one, on the device of this process."""
 
     def __init__(self) -> None:
-        self._states: dict[str, torch.Tensor] = {}
+        self._states: dict[str, torch.Tensor] = {}  # by name; `add` and `set_states` set them, `fork` advances them
 
     def reset(self) -> None:
         """Forgets every stream."""

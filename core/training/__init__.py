@@ -9,7 +9,7 @@
     checkpointing/      saves and loads the state of a run; pretrained: weights only
     loop                the steps of a run, with skipped_steps and stop_request (signals)
     log/                writes the log of a run
-    memory_profile      measures memory over one step by category
+    memory_profile      measures memory over one step by category; memory_timeline draws it
     launch/             starts ranks on one machine, and reports failures of several ranks
 
 ``examples/gpt/pretrain_gpt.py`` shows the order in which a run uses them.

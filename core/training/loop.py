@@ -15,7 +15,8 @@ from .checkpointing.writer import CheckpointWriter
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
 from .log import RunLog, Stopwatch
-from .memory_profile import PICTURE_FILE, measure_step, write_timeline
+from .memory_profile import measure_step
+from .memory_timeline import PICTURE_FILE, write_timeline
 from .skipped_steps import SkippedSteps
 from .state import TrainingState
 from .stop_request import StopRequest

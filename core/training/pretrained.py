@@ -27,7 +27,7 @@ from ..durable import write_durably
 from ..errors import CheckpointError, DataError
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, base_state_dict, gpt_of
-from ..models.gpt.hf_layout import Layout
+from ..models.gpt.hf_config import Layout
 from ..models.gpt.hugging_face import hf_architecture, load_hugging_face, read_hf_config, save_hugging_face
 from ..models.gpt.megatron_layout import find_megatron, load_megatron
 from ..tensor_parallel.vocab import pad_vocab_size

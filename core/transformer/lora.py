@@ -146,7 +146,7 @@ def add_lora(
         raise ConfigError("the model has LoRA adapters; merge them first, or train those")
     targets = get_args(LoRATarget) if targets is None else targets
     if not targets:
-        raise ConfigError("LoRA adapters are asked for, and no target for them; name a layer, or leave targets out")
+        raise ConfigError("LoRA adapters are requested without a target; name a layer, or leave targets out")
     for target in targets:
         if target not in found:
             has = ", ".join(sorted(found)) or "none"

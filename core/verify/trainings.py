@@ -69,7 +69,7 @@ class WrappedTraining(Training):
             parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         model, self._loss = tested.build()
         items = ITEMS_OF_CONTAINERS if shards_parameters(ddp_config.sharding_strategy) else None
-        # No config of the model's: it runs in the precision in which it was built, under every wrapper.
+        # No config of the model's: under every wrapper it runs in the precision in which it was built.
         self.model = self._wrapper = wrap_model(
             model,
             SimpleNamespace(),

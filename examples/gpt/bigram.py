@@ -1,4 +1,4 @@
-"""The loss of an add-one bigram model: what counting pairs of tokens achieves, and a trained model has to beat."""
+"""The loss of an add-one bigram model, which counts pairs of tokens: a baseline for a trained model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from core.datasets.gpt_dataset import GPTDataset, document_range
 
 COUNTED_TOKENS = 20_000_000
-"""The baseline counts so many training tokens at most: one rank counts, and the others wait for it."""
+"""Most training tokens that the baseline counts: one rank counts, and the others wait for it."""
 
 _CHUNK_TOKENS = 1 << 22
 
 
 def bigram_validation_loss(train: GPTDataset, valid: GPTDataset, num_samples: int, vocab_size: int) -> float:
-    """Loss, in nats a token, on the first `num_samples` samples of `valid` of counts over the documents of `train`.
+    """Returns the loss, in nats per token, on the first `num_samples` samples of `valid`.
 
-    Counted are the first documents, up to `COUNTED_TOKENS` tokens.
+    Counts the first documents of `train`, up to `COUNTED_TOKENS` tokens.
 
     Args:
         vocab_size: the tokenizer's, without the padding of a model: padding would make the baseline worse.
@@ -36,12 +36,12 @@ def bigram_validation_loss(train: GPTDataset, valid: GPTDataset, num_samples: in
 def add_one_bigram_loss(
     chunks: Iterable[NDArray[Any]], inputs: NDArray[Any], labels: NDArray[Any], vocab_size: int
 ) -> float:
-    """Mean of -log((count(a, b) + 1) / (count(a) + V)) over pairs `inputs[i]`, `labels[i]`, in nats.
+    """Returns the mean of -log((count(a, b) + 1) / (count(a) + V)) over pairs `inputs[i]`, `labels[i]`, in nats.
 
-    Only pairs that occur are held, so that a vocabulary of any size will do.
+    Stores only pairs that occur, so that the vocabulary may have any size.
 
     Args:
-        chunks: the training tokens in order, cut anywhere.
+        chunks: the training tokens in order, split anywhere.
     """
     pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     previous: NDArray[Any] = np.empty(0, np.int64)
@@ -62,7 +62,7 @@ def add_one_bigram_loss(
 
 
 def _first(documents: Iterable[NDArray[Any]], limit: int) -> Iterator[NDArray[Any]]:
-    """The documents that begin within the first `limit` tokens, the last one cut."""
+    """Yields the documents that begin within the first `limit` tokens, the last one cut."""
     for document in documents:
         if limit <= 0:
             return

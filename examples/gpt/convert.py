@@ -33,16 +33,16 @@ def convert(
     max_shard_gb: float = 5.0,
     verify_checkpoint: bool = True,
 ) -> None:
-    """Converts a run to a model of Hugging Face's, or back; what --load is decides which.
+    """Converts a run to a model of Hugging Face's, or back, depending on --load.
 
     Args:
         load: Folder of a run, one of its checkpoints, or a model of Hugging Face's.
         save: Folder to write, new or empty.
-        layout: Kind of model of Hugging Face's to write; by default the one that computes what the model does.
-        dtype: Of the weights of Hugging Face's; by default float32.
-        vocab_size: Rows of the vocabulary to write; by default all, with those that pad it.
-        max_shard_gb: Largest file of Hugging Face's, in 10^9 bytes.
-        verify_checkpoint: Compare what is read of a run with the hashes that were saved with it.
+        layout: Hugging Face's kind of model to write; by default the one with the model's architecture.
+        dtype: Dtype of the weights to write for Hugging Face; by default float32.
+        vocab_size: Rows of the vocabulary to write; by default all, with the padding.
+        max_shard_gb: Largest file to write for Hugging Face, in 10^9 bytes.
+        verify_checkpoint: Compare tensors of a run with the hashes that were saved with them.
     """
     if max_shard_gb <= 0:
         raise ConfigError(f"--max-shard-gb is {max_shard_gb}; it takes a positive number")

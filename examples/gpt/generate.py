@@ -1,6 +1,6 @@
 """Continues a prompt with a model that pretrain_gpt.py saved: `generate.py --load runs/... --prompt 'def '`.
 
-The folder of the run says everything about the model. Only its weights are read.
+The folder of the run describes the model. Only its weights are read.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def generate(
 
     Args:
         load: Folder of the run, or one of its checkpoints.
-        prompt: What the text starts with; empty, it starts like a document.
-        num_tokens: Most tokens to write; an end of document ends it earlier.
-        temperature: Below 1 the likely becomes likelier; 0 always takes the likeliest token.
-        top_k: Draw from the k likeliest tokens alone; 0 from all.
+        prompt: Start of the text; an empty one starts a document.
+        num_tokens: Most tokens to write; an end of document stops earlier.
+        temperature: Below 1 likely tokens become likelier; 0 always takes the likeliest one.
+        top_k: Draw only from the k likeliest tokens; 0 draws from all.
         top_p: Draw from the fewest tokens whose probabilities reach this sum.
         seed: Seed of the draws.
         verify_checkpoint: Compare the weights with the hashes that were saved with them.
@@ -67,7 +67,7 @@ def generate(
 
 
 def note(line: str) -> None:
-    """Says what is no text of the model's."""
+    """Prints a line that is no text of the model to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 

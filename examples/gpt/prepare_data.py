@@ -55,9 +55,9 @@ def _command() -> Any:
         vocab_size
             Entries that "bpe" may learn.
         eod_token
-            The token that ends a document, where a tokenizer.json does not tell.
+            The token that ends a document, if the tokenizer's folder does not say which it is.
         format
-            What the files are; "auto" goes by their suffix.
+            Format of the files; "auto" uses their suffix.
         json_key
             Key of the text in each JSON object.
         split_on

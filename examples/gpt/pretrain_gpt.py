@@ -1,4 +1,4 @@
-"""Trains a GPT. Without --data-path it learns from the source code of this Python's own standard library.
+"""Trains a GPT. Without --data-path it trains on the source code of this Python's standard library.
 
 Run it under `python -m core.training.launch --nproc-per-node 2`, `torchrun` or Slurm, or alone for one rank.
 Flags have Megatron-LM's names; README.md shows commands.
@@ -46,7 +46,7 @@ from core.transformer.lora import add_lora
 from core.transformer.module import Float16Module
 
 DEFAULTS = {
-    # a model that two CPU cores train in minutes; any of it can be changed by a flag
+    # a model that two CPU cores train in minutes; flags change any of these
     "num_layers": 4,
     "hidden_size": 192,
     "num_attention_heads": 6,
@@ -110,8 +110,8 @@ def pretrain(config: PretrainConfig) -> None:
 
 
 def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
-    """The model, in the precision in which its wrapper takes it: FSDP2 shards fp32 parameters and casts by itself."""
-    # On the meta device nothing is allocated: FSDP2 fills each rank's shards after it has cut them.
+    """Builds the model, in the precision that its wrapper needs: FSDP2 shards fp32 parameters and casts them."""
+    # On the meta device nothing is allocated: FSDP2 fills each rank's shards after sharding.
     with torch.device("meta") if config.use_torch_fsdp2 else nullcontext():
         model: torch.nn.Module = GPTModel(
             config.model,
@@ -129,13 +129,13 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
 
 
 def name_run_folder(config: PretrainConfig) -> PretrainConfig:
-    """The settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
+    """Returns the settings with a folder to write to: that of --save or --load, else a new one under ``runs``."""
     save, load = config.checkpoint.save, config.checkpoint.load
     if save is None and load is not None:
         find_checkpoint(load, fall_back=environment_restart_count() > 0)  # refuses a folder without one
         save = load.parent if is_checkpoint(load) else load
     elif save is None:
-        # By the time of the start; the launcher's where it says it, which is the same after a restart.
+        # The time of the start; the launcher's, if it is known, is the same after a restart.
         name = [os.environ.get(RUN_STARTED) or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"]
         dist.broadcast_object_list(name, src=0)  # clocks differ
         save = Path("runs") / name[0]
@@ -143,10 +143,10 @@ def name_run_folder(config: PretrainConfig) -> PretrainConfig:
 
 
 def begin_or_continue(config: PretrainConfig) -> PretrainConfig:
-    """The settings with what is loaded decided; called when no other run can change the folder any more.
+    """Returns the settings with the checkpoint to load chosen. Call it while the run's folder is locked.
 
     --save and --load may name the same folder from the start, so that one line begins a run and, queued again,
-    continues it. Ranks that their launcher has started again continue what they have saved so far.
+    continues it. Ranks that their launcher has restarted continue their last checkpoint.
     """
     checkpoint = config.checkpoint
     save, load = checkpoint.folder, checkpoint.load
@@ -173,7 +173,7 @@ def begin_or_continue(config: PretrainConfig) -> PretrainConfig:
 
 
 def standard_library_corpus(folder: Path = Path("data")) -> Path:
-    """The text of this Python's standard library as a corpus, made by the first rank on first use."""
+    """Returns a corpus of this Python's standard library, which the first rank makes on first use."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     prefix = folder / f"python-{python}-standard-library-bpe{STANDARD_LIBRARY_VOCABULARY}"
     if dist.get_rank() == 0 and not IndexedDataset.exists(prefix):
@@ -213,7 +213,7 @@ def report(outcome: Outcome, state: TrainingState, config: PretrainConfig, data:
 
 
 def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, num_tokens: int = 80) -> Iterator[str]:
-    """A few lines of text that the model writes."""
+    """Yields a few lines of text that the model writes."""
     layout = config.model
     unwrap_model(state.model).parallel_output = False  # type: ignore[assignment]  # whole logits on every rank
     tokens = generate_tokens(
@@ -232,12 +232,12 @@ def sample(state: TrainingState, config: PretrainConfig, tokenizer: Tokenizer, n
 
 
 def short(path: str) -> str:
-    """A path as one types it here."""
+    """Returns a path relative to the current folder, if that is shorter."""
     return min(path, os.path.relpath(path), key=len)
 
 
 def say(text: str) -> None:
-    """Prints once over all ranks."""
+    """Prints on the first rank."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 

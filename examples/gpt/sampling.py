@@ -1,4 +1,4 @@
-"""Text from a model: one token after the other, each drawn from what the model expects next."""
+"""Generates text: draws one token after the other from the model's prediction."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from core.transformer.context_parallel import own_chunks, own_positions
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How the next token is drawn.
+    """Settings for drawing the next token.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number is out of its range.
     """
 
     temperature: float = 0.8
-    """Divides the logits: below one the likely becomes likelier; 0 always takes the likeliest."""
+    """Divides the logits: below 1 likely tokens become likelier; 0 always takes the likeliest one."""
 
     top_k: int = 0
-    """Draw from the k likeliest tokens alone; 0 from all."""
+    """Draw only from the k likeliest tokens; 0 draws from all."""
 
     top_p: float = 1.0
     """Draw from the fewest tokens whose probabilities reach this sum (Holtzman et al., 2020)."""
@@ -56,13 +56,13 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yields up to `num_tokens` ids that continue `prompt`, and stops before `end`.
 
-    All ranks of a distributed model must draw in step: every one gets the first rank's tokens. Context-parallel
-    ranks each take their chunks of the text. Text beyond `max_sequence_length` is continued from its last tokens.
+    All ranks of a distributed model draw in step, and get the first rank's tokens. Context-parallel ranks take their
+    chunks of the text. Text longer than `max_sequence_length` is continued from its last tokens.
 
     Args:
-        model: gives logits `[b, s, v]` of the whole vocabulary; left in the mode it was in.
-        vocab_size: rows of the logits that stand for a token; the rest is padding.
-        length_multiple: what the text's length has to be a multiple of, as under sequence or context parallelism.
+        model: returns logits `[b, s, v]` of the whole vocabulary; its training mode is restored.
+        vocab_size: logits that belong to a token; the rest is padding.
+        length_multiple: the text's length is padded to a multiple of this, for sequence or context parallelism.
     """
     if not prompt:
         raise DataError("the prompt is empty, and a model continues something; give at least one token")
@@ -74,7 +74,7 @@ def generate_tokens(
     try:
         for _ in range(num_tokens):
             window = ids[-longest:]
-            padding = [0] * (-len(window) % length_multiple)  # behind the text, where a causal model never looks
+            padding = [0] * (-len(window) % length_multiple)  # after the text, which a causal model does not see
             with torch.no_grad():
                 logits = _logits_at(len(window) - 1, model, window + padding)[:vocab_size].float().cpu()  # [v]
             token = torch.tensor([draw(logits, config, generator)], device=device.current_device())
@@ -89,7 +89,7 @@ def generate_tokens(
 
 
 def _logits_at(position: int, model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
-    """What the model expects after the token at `position`, `[v]`, on every rank."""
+    """Returns the logits of the token after `position`, `[v]`, on every rank."""
     whole = torch.tensor([ids], device=device.current_device())
     logits = model(own_chunks(whole))[0]  # [s / cp, v]
     if parallel_state.get_context_parallel_world_size() == 1:
@@ -102,7 +102,7 @@ def _logits_at(position: int, model: nn.Module, ids: Sequence[int]) -> torch.Ten
 
 
 def draw(logits: torch.Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
-    """One token id from the logits `[v]` of the next token."""
+    """Draws a token id from the logits `[v]` of the next token."""
     if config.temperature == 0.0:
         return int(logits.argmax())
     logits = logits / config.temperature
@@ -111,15 +111,15 @@ def draw(logits: torch.Tensor, config: SamplingConfig, generator: torch.Generato
     probabilities = logits.softmax(0)
     if config.top_p < 1.0:
         ranked, order = probabilities.sort(descending=True)
-        # A token stays if those before it have not reached the sum yet: the likeliest always does.
-        total = ranked.cpu().cumsum(0).to(ranked.device)  # on a GPU it has no form that --deterministic admits
+        # Keep a token if those before it have not reached the sum yet: the likeliest one is always kept.
+        total = ranked.cpu().cumsum(0).to(ranked.device)  # on a GPU it has no deterministic form
         dropped = order[total - ranked >= config.top_p]
         probabilities = probabilities.index_fill(0, dropped, 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
-    """The text of `tokens` in pieces, as soon as it is certain: a character can take several tokens."""
+    """Yields the text of `tokens` in pieces, as soon as it is certain: a character can take several tokens."""
     ids: list[int] = []
     shown = 0
     for token in tokens:

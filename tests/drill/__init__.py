@@ -1,1 +1,1 @@
-"""Runs that meet every fault that a month brings, in minutes: ``python -m tests.drill --minutes 10``."""
+"""Exposes runs to faults at random moments: ``python -m tests.drill --minutes 10``."""

@@ -26,7 +26,7 @@ from tests.drill.report import Report
 from tests.functional._program import REPOSITORY, program_environment
 
 LAUNCHED_SHARE, FORKED_SHARE = 0.2, 0.55
-"""Shares of the time: for kills under the launcher, and for kills of forked ranks, of which more fit into a second."""
+"""Shares of the time: for kills under the launcher, and for kills of forked ranks, which are faster."""
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ class Launched:
                 output.write(data)
 
     def wait(self, seconds: float = LIMIT_S) -> int:
-        """The launcher's exit status."""
+        """Returns the launcher's exit status."""
         assert self.process is not None
         try:
             status = self.process.wait(seconds)
@@ -92,14 +92,14 @@ class Launched:
             raise SystemExit(f"{self.folder}: a run that no fault met ended with {status}:\n{self.output()[-4000:]}")
 
     def step(self) -> int:
-        """The last step in the log; 0 before there is one."""
+        """Returns the last step in the log; 0 before there is one."""
         try:
             return int(json.loads((self.folder / "log.jsonl").read_text().splitlines()[-1])["step"])
         except (OSError, IndexError, ValueError):
             return 0
 
     def wait_for_step(self, step: int, seconds: float = LIMIT_S) -> bool:
-        """Whether the run came so far; False where it ended before."""
+        """Returns whether the run came so far; False where it ended before."""
         deadline = time.monotonic() + seconds
         while self.step() < step:
             if self.process is None or self.process.poll() is not None:
@@ -110,7 +110,7 @@ class Launched:
         return True
 
     def output(self) -> str:
-        """All that the run wrote for its user so far."""
+        """Returns all that the run wrote for its user so far."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def ranks(self) -> list[int]:
@@ -137,7 +137,7 @@ class Launched:
 
 
 def send(pids: Sequence[int], number: signal.Signals) -> int:
-    """How many of the processes were there to be sent the signal."""
+    """Returns how many of the processes were there to be sent the signal."""
     sent = 0
     for pid in pids:
         try:

@@ -1,4 +1,4 @@
-"""What a drill did: of each kind of fault how many, the time that each cost, and what its user read."""
+"""Reports a drill: per kind of fault the number, the time lost, and the message to the user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Report:
         kind.message = message or kind.message
 
     def lines(self) -> list[str]:
-        """The report as a table in Markdown."""
+        """Returns the report as a table in Markdown."""
         rows = [
             "| fault | times | seconds lost, median (most) | what the user saw |",
             "| --- | --- | --- | --- |",
@@ -47,7 +47,7 @@ class Report:
 
 
 def line_with(text: str, part: str) -> str:
-    """The last line of a run's output that has `part` in it; empty if none has."""
+    """Returns the last line of a run's output that has `part` in it; empty if none has."""
     found = [line for line in text.replace("\r", "\n").splitlines() if part in line]
     return found[-1][max(found[-1].find("error: "), 0) :].strip() if found else ""  # a progress bar may come before
 

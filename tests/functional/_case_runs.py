@@ -45,7 +45,8 @@ class Target:
     gpus: int = 0
 
     def legs(self, case: Case) -> tuple[Leg, ...]:
-        """The parts of a case as they run here; on GPUs with as many ranks as there are, where legs do not differ."""
+        """Returns the parts of a case as they run here; on GPUs with as many ranks as there are, where legs do not
+        differ."""
         if not self.gpus:
             return case.legs
         is_resharded = len({leg.ranks for leg in case.legs}) > 1
@@ -65,7 +66,7 @@ class Target:
         return ranks
 
     def equality(self, case: Case) -> tuple[str | None, float]:
-        """The case that this one equals here, and within what."""
+        """Returns the case that this one equals here, and within what."""
         return (case.gpu.equal_to, case.gpu.tolerance) if self.gpus else (case.equal_to, case.tolerance)
 
 
@@ -73,7 +74,7 @@ CPU = Target("cpu")
 
 
 def gpu_target() -> Target | None:
-    """The GPUs at hand; None without."""
+    """Returns the GPUs at hand; None without."""
     if not torch.cuda.is_available():
         return None
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
@@ -85,7 +86,7 @@ def missing_packages() -> list[str]:
 
 
 def write_corpus(folder: Path) -> Path:
-    """The prefix of a corpus that is the same everywhere: counting, in documents of very different lengths."""
+    """Returns the prefix of a corpus that is the same everywhere: counting, in documents of very different lengths."""
     draw = random.Random(8)
     documents = []
     for _ in range(300):
@@ -107,7 +108,7 @@ class CaseRunner:
         self.curve = functools.lru_cache(maxsize=None)(self._curve)
 
     def _curve(self, case: Case) -> tuple[Golden, Golden]:
-        """The whole curve of a case, put together from its legs; and that of the first leg, had it gone on."""
+        """Returns the whole curve of a case, put together from its legs; and that of the first leg, had it gone on."""
         run = self._folder / case.name
         legs = self.target.legs(case)
         lines: list[dict] = []
@@ -134,7 +135,7 @@ class CaseRunner:
         return run_program("pretrain_gpt", *flags, folder=self._folder, ranks=ranks)
 
     def _launch(self, ranks: int, flags: Sequence[str]) -> Ended:
-        """A process that CUDA has seen cannot be forked."""
+        """Starts the ranks by the launcher: a process that has used CUDA cannot be forked."""
         launch = ("-m", "core.training.launch", "--nproc-per-node", str(ranks))
         ended = subprocess.run(
             [sys.executable, *launch, str(PROGRAMS["pretrain_gpt"]), *flags],
@@ -166,6 +167,6 @@ def _forget_after(run: Path, step: int) -> None:
 
 
 def as_golden(curve: Golden) -> Golden:
-    """A curve as it is written down."""
+    """Returns a curve as it is written down."""
     values = {metric: [rounded(metric, value) for value in curve.values[metric]] for metric in METRICS}
     return replace(curve, values=values)

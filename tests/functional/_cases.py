@@ -96,7 +96,7 @@ class Golden:
 
 
 def read_cases(folder: Path = CASES, *, others: Sequence[Case] = ()) -> list[Case]:
-    """The cases of a folder and those that are made elsewhere, by name.
+    """Returns the cases of a folder and those that are made elsewhere, by name.
 
     Raises:
         CaseError: a case file that does not say what it should, or an `equal_to` that leads nowhere.
@@ -112,7 +112,7 @@ def read_cases(folder: Path = CASES, *, others: Sequence[Case] = ()) -> list[Cas
 
 
 def read_case(folder: Path) -> Case:
-    """The case of a folder.
+    """Returns the case of a folder.
 
     Raises:
         CaseError: a key that is unknown, missing, or of the wrong type.
@@ -225,7 +225,7 @@ def golden_path(case: Case, device: str) -> Path:
 
 
 def read_golden(path: Path) -> Golden:
-    """The golden values of a file.
+    """Returns the golden values of a file.
 
     Raises:
         CaseError: it is not there, or of another schema, or has not every metric for every step.
@@ -298,7 +298,7 @@ def precision(flags: Sequence[str]) -> str:
 
 
 def differences(found: Golden, expected: Golden, tolerances: Mapping[str, float]) -> list[str]:
-    """Every way in which a curve is not the expected one; none if it is.
+    """Returns every way in which a curve is not the expected one; none if it is.
 
     A step or a metric that only one side has is a difference, and so is what is no number on either side.
     """

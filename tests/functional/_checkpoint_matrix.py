@@ -225,7 +225,7 @@ class _Run:
         }
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """Every tensor of model and optimizer, whole, on every rank."""
+        """Returns every tensor of model and optimizer, whole, on every rank."""
         return _whole(state_tensors(self.state))
 
 
@@ -245,7 +245,7 @@ def _config(site: Site, tied: bool) -> PretrainConfig:
 
 
 def _samples(step: int, rank: int, replicas: int) -> Iterator[dict[str, torch.Tensor]]:
-    """A replica's share of the step's samples `[n, s]`, which are the same however many replicas there are."""
+    """Yields a replica's share of the step's samples `[n, s]`, which are the same however many replicas there are."""
     generator = torch.Generator().manual_seed(step)
     sequence = [torch.randint(0, VOCABULARY, (GLOBAL_BATCH,), generator=generator)]
     for _ in range(SEQUENCE):

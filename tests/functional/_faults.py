@@ -36,7 +36,7 @@ Reached = Callable[[], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """Something wrong put in the place of functions of `core`."""
+    """A fault that replaces functions of `core`."""
 
     kind: str
     places: tuple[tuple[Any, str], ...]
@@ -85,14 +85,12 @@ def _fault(kind: str, *places: tuple[Any, str]) -> Callable[[Any], Any]:
 
 @_fault(SKIPPED, (BucketReduction, "reduce"))
 def _skipped_bucket(reduce: Any, reached: Reached) -> Any:
-    """Flat buffers: the second gradient to leave, and every third after it, is not reduced."""
+    """Flat buffers: the second bucket to be reduced, and every third after it, is skipped."""
     calls = itertools.count()
 
-    def patched(
-        self: BucketReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, subject: str
-    ) -> None:
+    def patched(self: BucketReduction, whole: torch.Tensor, kept: torch.Tensor, accumulate: bool, what: str) -> None:
         if next(calls) % 3 != 1:
-            reduce(self, whole, kept, accumulate, subject)
+            reduce(self, whole, kept, accumulate, what)
             return
         reached()
         if self.shard_group is not None and not accumulate:
@@ -103,7 +101,7 @@ def _skipped_bucket(reduce: Any, reached: Reached) -> Any:
 
 @_fault(SKIPPED, (BucketReduction, "reduce"))
 def _one_instance_only(reduce: Any, reached: Reached) -> Any:
-    """Flat buffers, hybrid: what the instances reduced is not added up."""
+    """Flat buffers, hybrid: gradients are not summed over instances."""
 
     def patched(self: BucketReduction, *args: Any) -> None:
         if self.replica_group is not None:
@@ -156,7 +154,7 @@ FAULTS["gradients_off_by_a_millionth"] = Fault(
 
 @_fault(STALE, (core.optimizer.optimizer.MegatronOptimizer, "step"))
 def _stale_replica(step: Any, reached: Reached) -> Any:
-    """Replicas: the model does not get what the optimizer made of its first parameter."""
+    """Replicas: the optimizer's update of the first parameter is not copied into the model."""
 
     def patched(self: core.optimizer.optimizer.MegatronOptimizer) -> Any:
         parameter = self._params[0].local()
@@ -252,7 +250,7 @@ def _own_tokens(unused: Any, reached: Reached) -> Any:
 
 @_fault(OTHER, (MainParam, "shard_groups"), (MainRange, "shard_groups"))
 def _norm_of_one_shard(groups: Any, reached: Reached) -> Any:
-    """Each rank clips by the norm of what it updates itself."""
+    """Each rank clips by the norm of its own shard."""
 
     def patched(self: MainParam) -> tuple[()]:
         if groups(self):
@@ -287,7 +285,7 @@ def _without_no_sync(unused: Any, reached: Reached) -> Any:
 
 @_fault(OTHER, (DynamicGradScaler, "update"))
 def _overflow_forgiven(update: Any, reached: Reached) -> Any:
-    """The loss scale does not answer to an overflow."""
+    """The loss scale does not react to an overflow."""
 
     def patched(self: DynamicGradScaler, found_inf: bool) -> None:
         if found_inf:

@@ -73,7 +73,7 @@ class Attempt:
         os._exit(status)
 
     def poll(self) -> bool:
-        """Whether all ranks have ended."""
+        """Returns whether all ranks have ended."""
         for rank in self.ranks:
             if rank not in self.statuses:
                 ended, status = os.waitpid(rank, os.WNOHANG)

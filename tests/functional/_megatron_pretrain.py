@@ -1,4 +1,4 @@
-"""A pretraining script as one for Megatron-LM is written, cut to what every one has. Run with its imports changed.
+"""A minimal pretraining script for Megatron-LM. Tests run it with its imports changed.
 
 torchrun --nproc-per-node 2 pretrain.py [--use-torch-fsdp2 | --use-distributed-optimizer] [--bf16]
 """

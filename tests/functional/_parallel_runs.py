@@ -1,4 +1,4 @@
-"""Short training runs of a small GPT cut by tensor, sequence and context parallelism under any wrapper."""
+"""Short trainings of a small GPT with tensor, sequence and context parallelism under any wrapper."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROWS_OF_EMBEDDING = VOCABULARY + 3  # which four ranks divide
 
 @dataclass(frozen=True)
 class Layout:
-    """How a world of ranks is cut."""
+    """The degrees of parallelism of a world."""
 
     dp: int = 1
     tp: int = 1
@@ -60,7 +60,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a layout is to do as one process does."""
+    """A training that every layout does as one process does."""
 
     training: Training
     packed: bool = False
@@ -72,7 +72,7 @@ class Trained:
 
 
 def build(trained: Trained, layout: Layout) -> GPTModel:
-    """A GPT with query-key norms and grouped queries whose weights a seed decides."""
+    """Returns a GPT with query-key norms and grouped queries whose weights a seed decides."""
     torch.manual_seed(7)
     low = trained.training.precision
     fields = {
@@ -138,7 +138,7 @@ def _run_layout(wrapper: str, layout: Layout, trained: Trained) -> Curve:
 
 
 def run_serial(trained: Trained, replicas: int) -> Curve:
-    """The same training in one process, without a wrapper, over the micro-batches of all replicas."""
+    """Trains in one process, without a wrapper, over the micro-batches of all replicas."""
     training = trained.training
     model: nn.Module = build(trained, Layout())
     module = model
@@ -167,7 +167,7 @@ def document_starts(rows: int) -> torch.Tensor:
 
 
 def _masters(module: nn.Module, optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
-    """The weights of the whole model, in fp32."""
+    """Returns the weights of the whole model, in fp32."""
     tensors = module.state_dict(keep_vars=True)
     state = {name.partition(".")[2]: t for name, t in optimizer.state_tensors().items() if name.startswith("master.")}
     names = [name for name, _ in module.named_parameters()]
@@ -175,14 +175,14 @@ def _masters(module: nn.Module, optimizer: MegatronOptimizer) -> dict[str, torch
 
 
 def _positions_of_the_first_rank() -> AbstractContextManager[Any]:
-    """Each context-parallel rank turns queries and keys as if its tokens were the first."""
+    """Each context-parallel rank rotates queries and keys as if its tokens were the first."""
     return mock.patch(
         "core.models.gpt.gpt_model.own_positions", lambda length, device: torch.arange(length, device=device)
     )
 
 
 def _labels_in_whole_order() -> AbstractContextManager[Any]:
-    """Chunks are dealt out without balance, while attention counts on it."""
+    """Chunks are assigned without load balancing, which attention assumes."""
     return mock.patch(
         "tests.functional._parallel_runs.own_chunks",
         lambda tensor: tensor.chunk(parallel_state.get_context_parallel_world_size(), 1)[
@@ -192,7 +192,7 @@ def _labels_in_whole_order() -> AbstractContextManager[Any]:
 
 
 def _keys_keep_their_own_gradient() -> AbstractContextManager[Any]:
-    """What the other ranks' queries say of a rank's keys and values does not arrive."""
+    """Gradients of a rank's keys and values from other ranks' queries are lost."""
 
     def wait(self: _Scattering) -> tuple[torch.Tensor, ...]:
         assert self.work is not None
@@ -212,7 +212,7 @@ def _norms_stay_partial() -> AbstractContextManager[Any]:
 
 
 def _one_norm_stays_partial() -> AbstractContextManager[Any]:
-    """The gradient of one of them, of six elements, is not summed."""
+    """The gradient of one such parameter, of six elements, is not summed."""
 
     def sum_others(chunks: list[_BaseDataParallel], group: Any) -> None:
         (norm,) = (
@@ -234,7 +234,7 @@ def _gradients_a_twentieth_too_large() -> AbstractContextManager[Any]:
 
 
 def _inputs_keep_their_own_gradient() -> AbstractContextManager[Any]:
-    """A column-parallel layer does not add the gradients of its input over ranks."""
+    """A column-parallel layer does not sum the gradients of its input over ranks."""
     silent = types.SimpleNamespace(all_reduce=lambda tensor, group, async_op: None, ProcessGroup=dist.ProcessGroup)
     return mock.patch("core.tensor_parallel.column_linear.dist", silent)
 

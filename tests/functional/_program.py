@@ -48,14 +48,14 @@ class Ended:
 
 
 def program_environment(**variables: str) -> dict[str, str]:
-    """This environment for a program of the checkout: importable, on the CPU, one thread."""
+    """Returns the environment of a program of the checkout: importable, on the CPU, one thread."""
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     common = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SHARDSTACK_DEVICE": "cpu"}
     return {**os.environ, **common, **variables}
 
 
 def programs_in(page: Path) -> list[str]:
-    """The Python programs that a page of Markdown shows."""
+    """Returns the Python programs that a page of Markdown shows."""
     return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
@@ -123,7 +123,7 @@ def _meeting_place(ranks: int) -> Iterator[dict[str, str]]:
 
 
 def _wait(processes: Sequence[BaseProcess]) -> int:
-    """The first status that is not 0, once all have ended."""
+    """Returns the first status that is not 0, once all have ended."""
     deadline = time.monotonic() + LIMIT_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -69,7 +69,7 @@ HYBRIDS: dict[str, Mapping[str, Any]] = {
 
 
 def ddp_config(wrapper: str, **fields: Any) -> DistributedDataParallelConfig:
-    """The config that asks `wrap_model` for a wrapper, with more ``fields`` set."""
+    """Returns the config that asks `wrap_model` for a wrapper, with more ``fields`` set."""
     kinds = {"fsdp2": TorchFullyShardedDataParallelConfig, "zero3": FullyShardedDataParallelConfig}
     make = next((kind for name, kind in kinds.items() if name in wrapper), DistributedDataParallelConfig)
     return make(**(WRAPPERS | HYBRIDS)[wrapper], **fields)
@@ -106,7 +106,7 @@ class Curve:
 
 
 def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel:
-    """A GPT of two layers whose weights a seed decides; ``fields`` override its config."""
+    """Returns a GPT of two layers whose weights a seed decides; ``fields`` override its config."""
     torch.manual_seed(7)
     config = TransformerConfig(
         **{
@@ -172,7 +172,7 @@ def run_wrapped(wrapper: str, training: Training) -> Curve:
 
 
 def run_serial(training: Training, ranks: int = 2) -> Curve:
-    """The same training without a wrapper: one process goes through the micro-batches of all ranks."""
+    """Trains without a wrapper: one process runs the micro-batches of all ranks."""
     model = build_gpt(training.tied, calculate_per_token_loss=training.per_token)
     curve, optimizer = train_serially(
         model,
@@ -241,7 +241,7 @@ def train_serially(
 
 
 def _wrapped(wrapper: str, training: Training) -> tuple[GPTModel, _BaseDataParallel]:
-    """The model and its wrapper."""
+    """Returns the model and its wrapper."""
     low = training.precision != "fp32"
     module = build_gpt(
         training.tied, calculate_per_token_loss=training.per_token, **({training.precision: True} if low else {})

@@ -28,7 +28,7 @@ QUICK = ("ddp-tied-fp32", "ddp-untied-fp16", "fsdp2-tied-fp32")
 
 
 def wrapper_cases() -> list[Case]:
-    """A case for each combination."""
+    """Returns a case for each combination."""
     return [_case(*parts) for parts in itertools.product(WRAPPERS, WEIGHTS, PRECISIONS)]
 
 

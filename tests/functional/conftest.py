@@ -1,4 +1,4 @@
-"""What whole runs share: a small corpus."""
+"""A small corpus for whole runs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PAIR = {
 
 
 def one_line(ended: Ended) -> str:
-    """The error line, once it is sure that there is nothing else."""
+    """Returns the error line, once it is sure that there is nothing else."""
     lines = ended.err.splitlines()
     assert ended.status == 2, ended
     assert ended.out == "", ended
@@ -97,7 +97,7 @@ def test_flags_are_refused(
 
 
 def damaged(corpus: Path, folder: Path, kind: str) -> Path:
-    """A copy of the corpus with one thing wrong."""
+    """Returns a copy of the corpus with one thing wrong."""
     for suffix in (".bin", ".idx", ".tokenizer.json", ".tokenizer_config.json"):
         shutil.copy(f"{corpus}{suffix}", folder / f"corpus{suffix}")
     index, tokens = folder / "corpus.idx", folder / "corpus.bin"

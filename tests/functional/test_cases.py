@@ -130,7 +130,7 @@ def _readable(path: Path) -> Golden | None:
 
 
 def assert_learned(curve: Golden) -> None:
-    """Else equal curves say little."""
+    """Asserts that the loss has fallen: otherwise equal curves mean little."""
     losses = [loss for loss in curve.values["loss"] if loss is not None]
     assert len(losses) == len(curve.steps), f"losses {curve.values['loss']} of steps {curve.steps}"
     assert losses[-1] < 0.9 * losses[0], losses

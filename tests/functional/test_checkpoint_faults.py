@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def _pretrain(*arguments: str) -> str:
-    """The error that ended the run; empty if none did."""
+    """Returns the error that ended the run; empty if none did."""
     try:
         load_program("pretrain_gpt").main(arguments)
     except CheckpointError as error:
@@ -44,7 +44,7 @@ def pretrain(corpus: Path, *flags: str | Path, ranks: int = 2) -> str:
 
 @pytest.fixture(scope="module")
 def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of six iterations with three checkpoints."""
+    """Returns a run of six iterations with three checkpoints."""
     run = tmp_path_factory.mktemp("whole") / "run"
     assert pretrain(corpus, "--save", run) == ""
     return run

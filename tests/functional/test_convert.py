@@ -89,7 +89,7 @@ def test_adapters_are_trained_on_a_run_and_merged(corpus: Path, run: Path, tmp_p
         ([*lora, "--load", run], "lora_rank None there and 4 here"),
         ([*lora, "--load", tmp_path / "a", "--lora-alpha", "9"], "lora_alpha None there and 9.0 here"),
         ([*lora, "--pretrained-checkpoint", tmp_path / "a", "--save", "x"], "holds LoRA adapters; continue their run"),
-        ([*rank, "--lora-targets", "--save", "x"], "no target for them"),
+        ([*rank, "--lora-targets", "--save", "x"], "requested without a target"),
     ):
         assert said in _one_line(run_program("pretrain_gpt", *flags, folder=tmp_path))
 

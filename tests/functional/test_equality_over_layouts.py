@@ -1,4 +1,4 @@
-"""Cut by tensor, sequence and context parallelism, under every wrapper, a GPT trains to what one process reaches.
+"""Under tensor, sequence and context parallelism and every wrapper, a GPT trains to the weights of one process.
 
 Losses agree with the serial run's to 1e-6, and weights, the gradient and each parameter's part of it to 1e-5: sums
 over ranks and over the two halves of an attention round in another order. So does the number of zeros in the gradient,

@@ -1,4 +1,4 @@
-"""A rank that crashes ends the run at once and is the one that is heard; a signal ends it after saving."""
+"""A rank that crashes ends the run at once, and only its report is shown; a signal ends the run after saving."""
 
 from __future__ import annotations
 

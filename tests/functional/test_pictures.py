@@ -1,4 +1,4 @@
-"""A run says what its model became, and draws the memory of a step when asked."""
+"""A run describes its wrapped model, and draws the memory of a step on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparisons of `test_equality_of_wrappers` bite: something broken in `core` makes each of them fail.
+"""The comparisons of `test_equality_of_wrappers` can fail: a fault in `core` makes each of them fail.
 
 A fault run is short and compared as its case is. Warm-up begins at zero, so the third step is the first to show what
 the first got wrong in the weights. A rank that crashes is no AssertionError, and so no fault that was seen.

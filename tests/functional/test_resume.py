@@ -25,14 +25,14 @@ def _pretrain(*arguments: str) -> None:
 
 
 def content(checkpoint: Path) -> dict[str, Any]:
-    """Every byte of every tensor, and all that is said about them but where the run was kept."""
+    """Returns every byte of every tensor, and all that is said about them but where the run was kept."""
     description = json.loads((checkpoint / "checkpoint.json").read_text())
     del description["metadata"]["config"], description["sha256"]
     return {"description": description} | {p.name: p.read_bytes() for p in sorted(checkpoint.glob("*.bin"))}
 
 
 def log(run: Path) -> list[dict[str, Any]]:
-    """The log without what a clock and a memory gauge said."""
+    """Returns the log without what a clock and a memory gauge said."""
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in ("tokens_per_s", "memory_bytes")} for line in lines]
 
@@ -138,7 +138,7 @@ def _last_wins(arguments: list[str]) -> list[str]:
 
 
 def _pretrain_noting_samples(*arguments: str) -> list[int]:
-    """Which samples of the training split this rank read, in order."""
+    """Returns which samples of the training split this rank read, in order."""
     from core.datasets.gpt_dataset import GPTDataset
 
     seen: list[int] = []

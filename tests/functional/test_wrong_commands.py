@@ -83,7 +83,7 @@ def _huge(metadata: dict) -> None:
 
 
 def _hugging_face(said: str, **changed: object) -> Wrong:
-    """A model of Hugging Face's whose config.json says something that cannot be."""
+    """Returns a model of Hugging Face's whose config.json says something that cannot be."""
     layers = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = {"model_type": "llama", **layers, "vocab_size": 16, "max_position_embeddings": 8} | changed
     files = {"hf/config.json": json.dumps(config), "hf/model.safetensors": ""}

@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def _in_child(name: str, folder: Path, number: int, seconds: float) -> int:
-    """A process of its own: what crashes does not take the others with it."""
+    """Returns a process of its own: what crashes does not take the others with it."""
     folder.mkdir()
     child = os.fork()
     if child == 0:

@@ -22,7 +22,7 @@ _WORDS += [b"cbuiltins\neval\n", b"cos\nsystem\n(S'true'\ntR.", b"cposix\nsystem
 
 @st.composite
 def variants(draw: st.DrawFn, honest: bytes) -> bytes:
-    """A hostile variant of a file."""
+    """Returns a hostile variant of a file."""
     if _is_json(honest) and draw(st.booleans()):
         return _of_json(draw, json.loads(honest))
     changed = bytearray(honest)

@@ -74,7 +74,7 @@ def _copied(scratch: Path) -> Path:
 
 
 def _caught_by(copy: Path, mutation: Mutation) -> str | None:
-    """The first test that fails for the fault; None if none does."""
+    """Returns the first test that fails for the fault; None if none does."""
     file = file_of(mutation, copy)
     sound = file.read_text(encoding="utf-8")
     file.write_text(mutated(mutation, copy), encoding="utf-8")

@@ -433,7 +433,7 @@ MUTATIONS = (
         "a rank's range of optimizer state begins one element early",
         "core.optimizer.distrib_optimizer.MainRange.whole",
         r"self\.start",
-        r"max(\g<0> - 1, 0)",
+        "max(self.start - 1, 0)",
         _SHARDED,
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""What tests of process groups share: worlds of any size in one process, and what the groups ought to be.
+"""For tests of process groups: worlds of any size in one process, and the expected groups.
 
 The oracle is written from the semantics alone: a rank is a number in mixed radix whose first digit is the leftmost
 token of the order, and a group holds the ranks that agree in every digit that it does not run along.
@@ -47,7 +47,7 @@ class Factorisation:
             self.digits.append(digits)
 
     def group(self, rank: int, along: str) -> list[int]:
-        """The ranks that differ from `rank` only along the tokens of `along`, ascending."""
+        """Returns the ranks that differ from `rank` only along the tokens of `along`, ascending."""
         tokens = along.split("-")
         return [
             other

@@ -1,4 +1,4 @@
-"""How far apart two results may be that add the same numbers in another order."""
+"""The tolerance between two sums of the same numbers in another order."""
 
 from __future__ import annotations
 

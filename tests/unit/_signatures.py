@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    """Every row of the page's tables of signatures."""
+    """Yields every row of the page's tables of signatures."""
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip().replace("\\|", "|") for cell in line.strip().strip("|").split(" | ")]
         if line.startswith("| `") and len(cells) == 4 and cells[1].startswith("`"):
@@ -36,7 +36,7 @@ def rows() -> Iterator[Row]:
 
 
 def parse(source: str) -> list[Argument]:
-    """The arguments of ``name, other=1, *, third``, without `self`."""
+    """Returns the arguments of ``name, other=1, *, third``, without `self`."""
     arguments = ast.parse(f"def f({source}): ...").body[0].args  # type: ignore[attr-defined]
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults: list[Any] = [*[None] * (len(plain) - len(arguments.defaults)), *arguments.defaults]
@@ -53,7 +53,7 @@ def parse(source: str) -> list[Argument]:
 
 
 def ours(name: str) -> list[Argument]:
-    """The arguments that `core.<name>` takes now."""
+    """Returns the arguments that `core.<name>` takes now."""
     found = []
     for parameter in inspect.signature(resolve(name)).parameters.values():
         is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
@@ -69,7 +69,7 @@ def _source(default: object) -> str:
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The object at a dotted path below `core`, through modules and then attributes."""
+    """Returns the object at a dotted path below `core`, through modules and then attributes."""
     found: Any = importlib.import_module("core")
     path = "core"
     for part in name.split("."):

@@ -1,4 +1,4 @@
-"""What a file may ask of its reader is bounded before anything is allocated."""
+"""Readers check the bounds of a file before they allocate anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank computes and over which backend: by machine, by environment, by the group that exists."""
+"""The device of a rank and its backend: by machine, by environment, by the existing group."""
 
 import os
 from datetime import timedelta

@@ -21,7 +21,7 @@ def _resident_bytes() -> int:
 
 
 def _comes_and_goes() -> tuple[int, int]:
-    """How many bytes the process has more with 16 MiB taken, and after they went, with others taken since."""
+    """Returns how many bytes the process has more with 16 MiB taken, and after they went, with others taken since."""
     before = _resident_bytes()
     taken = passing_memory(4 * MIB, torch.float32, CPU).fill_(1.0)
     with_it = _resident_bytes()

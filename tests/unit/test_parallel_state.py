@@ -143,7 +143,7 @@ def _expected(case: Case, order: str, rank: int) -> dict[str, list[int]]:
 
 
 def _fits(case: Case, order: str) -> bool:
-    """Whether experts and dense layers agree on pipelines and on optimizer instances."""
+    """Returns whether experts and dense layers agree on pipelines and on optimizer instances."""
     dense, experts, _ = _factorisations(case, order)
     if dense.table("pp") != experts.table("pp"):
         return False

@@ -14,7 +14,7 @@ ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 
 
 def _missing(text: str) -> list[str]:
-    """The tests named in a text as `path::name`, under `tests`, that are not there."""
+    """Returns the tests named in a text as `path::name`, under `tests`, that are not there."""
     return [f"{path}::{name}" for path, name in _named(text) if name not in _functions(TESTS / path)]
 
 

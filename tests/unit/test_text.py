@@ -1,4 +1,4 @@
-"""Bytes and ranks as messages put them."""
+"""Bytes and ranks as text for messages."""
 
 import pytest
 

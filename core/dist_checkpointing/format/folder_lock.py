@@ -48,6 +48,7 @@ _held: dict[tuple[int, str], _Held] = {}
 """Locks by process and folder, because a fork inherits the entry but not the lock. `acquire_folder` adds and
 `release_folder` removes, both under `_guard`."""
 _guard = threading.Lock()
+"""Held while `_held` is read or changed: an asynchronous save releases its lock on another thread."""
 
 
 @contextlib.contextmanager

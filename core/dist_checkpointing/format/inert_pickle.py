@@ -22,7 +22,7 @@ class Record:
     kind = ""
 
     def __init__(self, *args: Any) -> None:
-        self.state: Any = args
+        self.state: Any = args  # the arguments, until `__setstate__` replaces them
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

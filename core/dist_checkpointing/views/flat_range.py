@@ -118,7 +118,7 @@ def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[
 
 
 class FlatRange(Tensor):
-    """A tensor with the whole model's shape and dtype, of which this rank holds a run of elements in one flat tensor.
+    """A tensor with the whole model's shape and dtype; this rank has a run of its elements in one flat tensor.
 
     Made for checkpoints: `save` writes it and `load` fills it in place. It implements torch's protocol for
     checkpointable tensors (``torch.distributed._checkpointable``) and no arithmetic; compute with `held`.

@@ -131,7 +131,7 @@ def _partition_dim(param: torch.Tensor) -> int:
     if stride != 1:
         raise ParallelConfigError(
             f"a parameter of shape {tuple(param.shape)} has partition_stride={stride}: interleaved tensor-parallel "
-            "cuts are not contiguous in the whole tensor; lay the rows out so that each rank's are, and use stride 1"
+            "splits are not contiguous in the whole tensor; lay the rows out so that each rank's are, and use stride 1"
         )
     dim = getattr(param, "partition_dim", None)
     if not isinstance(dim, int) or not 0 <= dim < param.ndim:

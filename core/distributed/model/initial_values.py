@@ -46,6 +46,7 @@ class InitialValues:
         self._drawn = [name for name, first, _ in flags if first]
         self._received = [name for name, first, anywhere in flags if anywhere and not first]
         held = [name for name, _, anywhere in flags if not anywhere]
+        # Tensors that every rank has, until `equalize` has broadcast them.
         self._equalized = [tensors[name] for name in held] if self._follows_first else []
         # Whole tensors on the first rank that other ranks receive; kept until `fill` has sent them.
         self._whole = {name: tensors[name].detach() for name in self._received if group.rank() == 0}

@@ -34,7 +34,7 @@ def reject_unfit_for_fsdp2(module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0:
-            raise WrapError(f"parameter {name} is a scalar, which cannot be cut; give it the shape (1,)")
+            raise WrapError(f"parameter {name} is a scalar, which cannot be sharded; give it the shape (1,)")
         if parameter.numel() == 0:
             raise WrapError(
                 f"parameter {name} has the shape {list(parameter.shape)}, without elements, which FSDP2 cannot "

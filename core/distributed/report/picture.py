@@ -1,4 +1,4 @@
-"""The picture of a wrapped model: units as boxes in the order of the model, areas in proportion to bytes."""
+"""Draws a wrapped model: units as boxes in the order of the model, with areas in proportion to bytes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .rows import amount, count, dtype_names, fold, shorten, size
 
 _WIDTH, _MARGIN = 1100.0, 10.0
 _HEIGHT = 130.0
-"""Of a box that holds the most bytes for its width."""
+"""Height of the box with the most bytes per width."""
 _NARROWEST, _ALIAS_WIDTH = 3.0, 12.0
 _ARC_HEIGHT, _ALIAS_HEIGHT = 50.0, 36.0
 _LETTER, _LABEL_STEP, _LONGEST_LABEL = 6.4, 15.0, 34
 _SLANT = 32
-"""Degrees, of names that do not fit next to each other; all slant the same way, so that none crosses another."""
+"""Degrees by which names are rotated that do not fit next to each other; all in one direction, so that none cross."""
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A unit's place along the line, or, without a unit, that of another name of a tied weight."""
+    """The place of a unit along the line; without a unit, of another name of a tied weight."""
 
     left: float
     width: float
@@ -37,7 +37,7 @@ class _Slot:
 
 
 def as_svg(facts: ModelFacts) -> str:
-    """The picture, for a page whose style gives the colours."""
+    """Returns the picture; the page's style sets the colours."""
     slots = _lay_out(facts)
     top = _MARGIN + (_ARC_HEIGHT if facts.ties else 0.0)
     line = top + max((_height(unit, unit.gathered) for unit in facts.units), default=0.0)
@@ -61,7 +61,7 @@ def as_svg(facts: ModelFacts) -> str:
 
 
 def dtypes_shown(facts: ModelFacts) -> list[tuple[str, tuple[torch.dtype, ...]]]:
-    """The colours of the picture, by class of style, and what each means."""
+    """Returns the style classes of the picture's colours, and the dtypes of each."""
     held = [h for unit in facts.units for h in (unit.kept, unit.gathered) if h is not None and h.nbytes]
     return list(dict.fromkeys((_colour(h), h.dtypes) for h in held))
 
@@ -80,7 +80,7 @@ def _height(unit: UnitFacts, held: Held | None) -> float:
 
 
 def _lay_out(facts: ModelFacts) -> list[_Slot]:
-    """Along the line, in the order of the model; the widths of units sum up to what aliases leave."""
+    """Places units along the line in the order of the model; they share the width that aliases leave."""
     found: list[tuple[int, UnitFacts | None]] = [(unit.place, unit) for unit in facts.units]
     found += [(place, None) for tie in facts.ties for place in tie.places[1:]]
     found.sort(key=lambda item: item[0])
@@ -125,13 +125,13 @@ def _box(style: str, slot: _Slot, top: float, height: float, more: str = "") -> 
 def _tie(tie: Tie, holder: _Slot, aliases: dict[int, _Slot], top: float) -> Iterator[str]:
     for place in tie.places[1:]:
         start, end = holder.middle, aliases[place].middle
-        peak = top - 2 * _ARC_HEIGHT + 10  # a curve of this kind rises half as high as the point that bends it
+        peak = top - 2 * _ARC_HEIGHT + 10  # a quadratic curve rises half as high as its control point
         way = f"M {start:.1f} {top:.1f} Q {(start + end) / 2:.1f} {peak:.1f} {end:.1f} {top:.1f}"
         yield f'<path class="tie" d="{way}"><title>{escape(" = ".join(tie.names))}</title></path>'
 
 
 def _labels(facts: ModelFacts, of_unit: dict[int, _Slot], bottom: float) -> tuple[list[str], float, float]:
-    """The name of each run of equal units below it; the room that names take downward, and the picture's width."""
+    """Returns a label below each run of equal units, the height of all labels, and the width of the picture."""
     runs = [(of_unit[id(run.units[0])], of_unit[id(run.units[-1])], run.name) for run in fold(facts.units)]
     if all(len(name) * _LETTER <= last.left + last.width - first.left for first, last, name in runs):
         y = bottom + 16
@@ -142,7 +142,7 @@ def _labels(facts: ModelFacts, of_unit: dict[int, _Slot], bottom: float) -> tupl
         ]
         return names, 30.0, _WIDTH
     drawn, at, depth, width = [], -_LABEL_STEP, 0.0, _WIDTH
-    for first, last, name in runs:  # pushed to the right where they are crowded
+    for first, last, name in runs:  # moved to the right if they overlap
         middle = (first.left + last.left + last.width) / 2
         at = max(middle, at + _LABEL_STEP)
         if at > _WIDTH - _MARGIN:

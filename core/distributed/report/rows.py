@@ -110,7 +110,7 @@ class Table:
 
 
 def table(facts: ModelFacts) -> Table:
-    """The units, equal ones in one line, and their totals."""
+    """Returns the units, equal ones in one line, and their totals."""
     body, foot = [cells(run) for run in fold(facts.units)], totals(facts)
     used = [
         index

@@ -1,4 +1,4 @@
-"""The facts as a table for a terminal."""
+"""Formats the facts as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from .facts import ModelFacts
 from .rows import TEXT_COLUMNS, headline, notes, shorten, table
 
 WIDTH = 119
-"""Columns of text that a line has at most."""
+"""Most characters of a line."""
 
 _NARROWEST = {"holds": 7, "unit": 12}
-"""Of the text columns, in the order in which they give way."""
+"""Least widths of the text columns, in the order in which they are narrowed."""
 
 
 def as_text(facts: ModelFacts) -> str:
-    """A line of what it is, the table, and below it what the table has no column for."""
+    """Returns the headline, the table, and notes below it."""
     said = table(facts)
     lines = [said.columns, *said.body, said.foot]
     widths = _fit({column: max(len(line[i]) for line in lines) for i, column in enumerate(said.columns)})
@@ -25,7 +25,7 @@ def as_text(facts: ModelFacts) -> str:
 
 
 def _fit(widths: dict[str, int]) -> dict[str, int]:
-    """Narrows what the units hold, and then their names, until a line fits."""
+    """Narrows the column of contents, then that of names, until a line fits."""
     fitted = dict(widths)
     excess = sum(fitted.values()) + 2 * (len(fitted) - 1) - WIDTH
     for column, narrowest in _NARROWEST.items():

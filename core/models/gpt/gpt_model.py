@@ -40,7 +40,7 @@ class GPTModel(LanguageModule):
             `set_input_tensor` was given.
         post_process: whether it ends with the final norm and the projection to the vocabulary; else its forward
             returns hidden states `[s, b, h]`.
-        parallel_output: logits stay cut over the vocabulary by tensor-parallel rank; False gathers them.
+        parallel_output: logits stay split over the vocabulary by tensor-parallel rank; False gathers them.
         share_embeddings_and_output_weights: the projection to the vocabulary is the embedding's weight. There is no
             `output_layer.weight` then, and the embedding's carries `shared_embedding`: it is read outside its module.
         position_embedding_type: "rope" (rotary) or "learned_absolute".
@@ -146,9 +146,9 @@ class GPTModel(LanguageModule):
                     skip_weight_param_allocation=share_embeddings_and_output_weights,
                 )
         if share_embeddings_and_output_weights and self.embedding is not None:
-            words = self.embedding.word_embeddings
-            words.parameter_marks["weight"].update(shared_embedding=True)
-            words.restore_parameter_marks()
+            table = self.embedding.word_embeddings
+            table.parameter_marks["weight"].update(shared_embedding=True)
+            table.restore_parameter_marks()
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
 

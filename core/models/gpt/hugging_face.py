@@ -39,17 +39,16 @@ from ...dtypes import dtype_name
 from ...durable import write_durably
 from ...errors import CheckpointError
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
-from .hf_layout import (
+from .hf_config import (
     Layout,
     architecture_from_hf,
     check_fits,
     check_layout,
     choose_layout,
     hf_config,
-    hf_recipes,
     layout_of,
-    names_without_meaning,
 )
+from .hf_layout import hf_recipes, names_without_meaning
 
 CONFIG_FILE = "config.json"
 

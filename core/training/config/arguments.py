@@ -125,7 +125,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
                 continue
             settings: dict[str, Any] = {"help": texts.get(name)}
             if name in NEGATED:
-                # The positive name is kept too, so that a program's own default can be turned over either way.
+                # Keep the positive name too, so that either value can override a program's default.
                 settings.update(name=f"--{name.replace('_', '-')}", negative=NEGATED[name])
             elif name in OTHER_NAMES:
                 settings["name"] = OTHER_NAMES[name]

@@ -1,4 +1,4 @@
-"""Settings from a flat mapping of field names, as flags give them: which section each belongs to, and shorthands."""
+"""Builds settings from a flat mapping of field names: sorts them into sections and expands shorthands."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .pretrain_config import PretrainConfig, division_violations, section_types
 
 
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
-    """Sections from a flat mapping of field names, shorthands included; what is left out takes its default.
+    """Builds all sections from a flat mapping of field names and shorthands; missing ones take their defaults.
 
     Raises:
-        ConfigError: settings that contradict each other or that a section refuses, or a required one that is missing.
-            What several sections refuse is in one message, a line each.
+        ConfigError: settings contradict each other, a section refuses its settings, or a required one is missing.
+            Errors of several sections are one message, a line each.
     """
     given = dict(values)
     use_torch_fsdp2 = _chooses_fsdp2(given)
@@ -54,7 +54,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         except ConfigError as error:
             violations.append(error)
     if violations:
-        violations += _divisions_beside(types, given) if "model" not in sections else []
+        violations += _division_errors(types, given) if "model" not in sections else []
         is_parallel = all(isinstance(violation, ParallelConfigError) for violation in violations)
         raise (ParallelConfigError if is_parallel else ConfigError)(
             "\n".join(str(violation) for violation in violations)
@@ -62,8 +62,8 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
     return PretrainConfig(**sections)
 
 
-def _divisions_beside(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
-    """Sizes outside of the transformer that its ranks do not divide, reported with those of the transformer."""
+def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> list[ParallelConfigError]:
+    """Returns errors for sizes outside of the transformer that its ranks do not divide, to report with its own."""
     defaults = {entry.name: entry.default for kind in types.values() for entry in fields(kind)}
     names = inspect.signature(division_violations).parameters
     values = {name: given.get(name, defaults[name]) for name in names}
@@ -72,7 +72,7 @@ def _divisions_beside(types: Mapping[str, type], given: Mapping[str, Any]) -> li
 
 
 def _chooses_fsdp2(given: dict[str, Any]) -> bool:
-    """Takes `use_torch_fsdp2` out of `given`."""
+    """Removes `use_torch_fsdp2` from `given`, and returns it."""
     asked, strategy = bool(given.pop("use_torch_fsdp2", None)), given.get("data_parallel_sharding_strategy")
     if asked and strategy is not None and not shards_parameters(strategy):
         raise ParallelConfigError(
@@ -96,7 +96,7 @@ def _reject_settings_of_others(chosen: type, given: Mapping[str, Any]) -> None:
 
 
 def is_required(entry: Field[Any]) -> bool:
-    """Whether a field has no default, or one that only programs may rely on."""
+    """Returns whether a field has no default, or one that only programs may rely on."""
     if entry.metadata.get("required_flag"):
         return True
     return entry.default is MISSING and entry.default_factory is MISSING

@@ -1,4 +1,4 @@
-"""Tables of flags: names that are not those of the fields, shorthands, and what they stand for."""
+"""Tables of flags: names that differ from those of the fields, shorthands, headings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "use_checkpoint_opt_param_scheduler": ("--use-checkpoint-opt_param-scheduler",),
     "override_opt_param_scheduler": ("--override-opt_param-scheduler",),
 }
-"""Fields whose flags Megatron-LM calls otherwise."""
+"""Fields whose flags have other names in Megatron-LM."""
 
 NEGATED = {
     "add_bias_linear": "--disable-bias-linear",
@@ -23,7 +23,7 @@ NEGATED = {
 """Fields that are on by default, with the flag that turns each off."""
 
 NOT_FLAGS = {"params_dtype", "perform_initialization"}
-"""Fields that the run decides, and not its user."""
+"""Fields that the program sets itself, so they have no flag."""
 
 SHORTHANDS: dict[str, tuple[str, Any, str]] = {
     "use_torch_fsdp2": (
@@ -44,16 +44,16 @@ SHORTHANDS: dict[str, tuple[str, Any, str]] = {
         "Share key and value heads between query heads; needs `--num-query-groups`.",
     ),
 }
-"""Flags that are no field, with the section among whose flags ``--help`` has them, their type and their help."""
+"""Flags that are not fields: the section of ``--help`` that lists each one, its type and its help."""
 
 AS_NUMBER = {"reshard_to_ranks": "reshard_after_forward"}
 """Shorthands that set a switch to a number, with the field of the switch."""
 
 DERIVED = {"hidden_size": ("ffn_hidden_size", "kv_channels"), "lr": ("min_lr",)}
-"""What follows from another field where it is not given: a program's default for it gives way when that one is."""
+"""By field, the fields derived from it when not given: its flag overrides a program's defaults for those."""
 
 ALTERNATIVES = ({"lr_warmup_iters", "lr_warmup_fraction"}, {"swiglu", "activation_func"})
-"""Ways to say the same: a program's default for one gives way to the flag of another."""
+"""Fields that set the same thing: the flag of one overrides a program's default for another."""
 
 TITLES = {
     "model": "Transformer",

@@ -1,6 +1,6 @@
-"""All settings of a pretraining run: one dataclass, a section per concern, built once and never written to.
+"""All settings of a pretraining run: one dataclass with a section per concern, built once and never changed.
 
-Facts about one section are checked where the section is built, facts across sections in :func:`validate`. Field names
+A section checks its own settings when it is built; :func:`validate` checks settings of several sections. Field names
 are Megatron-LM's flags with underscores; `arguments` makes the flags from them.
 """
 
@@ -33,7 +33,7 @@ from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, Schedu
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """All settings of a pretraining run. Below `core.training` each part takes its own section."""
+    """All settings of a pretraining run. Packages below `core.training` take only their section."""
 
     model: TransformerConfig
     """The transformer and the parallel degrees."""
@@ -57,31 +57,31 @@ class PretrainConfig:
         return self.gpt.max_position_embeddings or self.data.seq_length
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that read different samples."""
+        """Returns the number of ranks that read different samples."""
         return world_size // _model_parallel_size(self.model)
 
     def global_batch_size(self, world_size: int) -> int:
-        """Samples of a step over all ranks."""
+        """Returns the samples of a step over all ranks."""
         return self.data.global_batch_size or self.data.micro_batch_size * self.data_parallel_size(world_size)
 
     def num_microbatches(self, world_size: int) -> int:
-        """Micro-batches that each rank takes in a step."""
+        """Returns the number of micro-batches of each rank in a step."""
         data = self.data
         return num_microbatches(
             self.global_batch_size(world_size), data.micro_batch_size, self.data_parallel_size(world_size)
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as JSON values, for the log and for checkpoints; :meth:`from_json` is the way back."""
+        """Returns the settings as JSON values, for the log and for checkpoints; :meth:`from_json` reverses it."""
         sections = {section.name: _json_values(getattr(self, section.name)) for section in fields(self)}
         return {"use_torch_fsdp2": self.use_torch_fsdp2, **sections}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PretrainConfig:
-        """Settings from what :meth:`to_json` gave.
+        """Builds settings from the result of :meth:`to_json`.
 
         Raises:
-            ConfigError: a section or a field that is missing or unknown, from another version of this library.
+            ConfigError: a section or field is missing or unknown: it is from another version of this library.
         """
         try:
             types = section_types(values["use_torch_fsdp2"], values["ddp"]["data_parallel_sharding_strategy"])
@@ -95,7 +95,7 @@ class PretrainConfig:
 
 
 def section_types(use_torch_fsdp2: bool, sharding_strategy: str | None = None) -> dict[str, type]:
-    """The dataclass of each section, in the order of `PretrainConfig`."""
+    """Returns the dataclass of each section, in the order of `PretrainConfig`."""
     is_cut = sharding_strategy is not None and shards_parameters(sharding_strategy)
     own = FullyShardedDataParallelConfig if is_cut else DistributedDataParallelConfig
     return {
@@ -111,11 +111,10 @@ def section_types(use_torch_fsdp2: bool, sharding_strategy: str | None = None) -
 
 
 def validate(config: PretrainConfig, world_size: int) -> None:
-    """Checks what no section can know alone.
+    """Checks settings that depend on several sections or on the number of ranks.
 
     Raises:
-        ConfigError: everything that is wrong, a line each; a `ParallelConfigError` when all of it is about sizes that
-            do not divide.
+        ConfigError: all errors, a line each; a `ParallelConfigError` if all are about sizes that do not divide.
     """
     violations = [*_size_violations(config, world_size), *_setting_violations(config)]
     if violations:
@@ -150,7 +149,7 @@ def _replica_violations(config: PretrainConfig, world_size: int) -> Iterator[Con
     except ParallelConfigError as error:
         yield error
     instances, replicas = config.ddp.num_distributed_optimizer_instances, config.data_parallel_size(world_size)
-    if replicas % instances:  # context-parallel ranks do not count: an instance holds whole groups of them
+    if replicas % instances:  # context-parallel ranks do not count: an instance has whole groups of them
         yield ParallelConfigError(
             f"num_distributed_optimizer_instances {instances} does not divide the {replicas} data-parallel ranks"
         )
@@ -165,12 +164,12 @@ def division_violations(
     vocab_size: int | None,
     make_vocab_size_divisible_by: int,
 ) -> Iterator[ParallelConfigError]:
-    """Yields what the ranks of one model do not divide, its layers aside: sequences and the vocabulary."""
+    """Yields errors for sizes outside of the layers that a model's ranks do not divide: sequences, the vocabulary."""
     tp, cp = tensor_model_parallel_size, context_parallel_size
     cuts = sequence_multiple(tp, cp, sequence_parallel)
     if seq_length % cuts:
         yield ParallelConfigError(
-            f"seq_length {seq_length} is cut into {cuts} parts by context_parallel_size {cp} and sequence_parallel "
+            f"seq_length {seq_length} is split into {cuts} parts by context_parallel_size {cp} and sequence_parallel "
             f"{sequence_parallel}; take {nearest_multiples(seq_length, cuts)}"
         )
     multiple = make_vocab_size_divisible_by
@@ -211,9 +210,9 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
 
 
 def sequence_multiple(tensor_model_parallel_size: int, context_parallel_size: int, sequence_parallel: bool) -> int:
-    """What the length of a sequence has to be a multiple of.
+    """Returns the number that the length of a sequence has to be a multiple of.
 
-    It is cut into two chunks a context-parallel rank, whose part is cut once more by sequence parallelism.
+    A sequence is split into two chunks per context-parallel rank, and a rank's part once more by sequence parallelism.
     """
     chunks = 1 if context_parallel_size == 1 else 2 * context_parallel_size
     parts = context_parallel_size * (tensor_model_parallel_size if sequence_parallel else 1)

@@ -48,6 +48,7 @@ class RunLog:
         self._folder = folder if enabled else None
         self._log_interval, self._last = config.run.log_interval, config.run.train_iters
         self._losses: list[float] = []
+        """Losses since the last line of training."""
         self._num_tokens, self._seconds, self._skipped = 0, 0.0, 0
         """Sums since the last line of training, as `_losses`. `step` adds to them, and clears them when it writes
         one."""

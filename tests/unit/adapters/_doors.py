@@ -180,7 +180,7 @@ def enter(door: str, model: nn.Module, strategy: str, bf16: bool = False, offloa
 
 
 def units_of(model: nn.Module) -> list[str]:
-    """The names of what is sharded, in the plain model."""
+    """Returns the names of what is sharded, in the plain model."""
     return [_plain(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 

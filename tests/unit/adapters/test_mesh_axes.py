@@ -42,17 +42,17 @@ def test_axes_are_found_by_name(axes, flattened, data, ranks, tensor):
 
 
 @pytest.mark.parametrize(
-    ("axes", "words"),
+    ("axes", "message"),
     [
         ({"data_paralel": 8}, "the axes data_paralel, none of which.*did you mean .data_parallel."),
         ({"tp": 8}, "the axes tp, none of which.*tensor parallelism is the axis"),
         ({"dp_replicate": 8}, "it takes one of dp_shard_cp, dp_shard, next to dp_replicate"),
     ],
 )
-def test_a_missing_axis_is_said_with_those_there_are(axes, words):
+def test_a_missing_axis_is_said_with_those_there_are(axes, message):
     with fake_world(0, 8):
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        with pytest.raises(ParallelConfigError, match=words):
+        with pytest.raises(ParallelConfigError, match=message):
             mesh_axes(mesh)
         nameless = init_device_mesh("cpu", (8,))
         with pytest.raises(ParallelConfigError, match="without names"):

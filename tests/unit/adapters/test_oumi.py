@@ -206,7 +206,7 @@ def test_state_dict_types_go_out_and_in():
 
 
 @pytest.mark.parametrize(
-    ("block", "words"),
+    ("block", "message"),
     [
         ({"sharding_strategy": "FULL_SHRAD"}, "'FULL_SHRAD'; did you mean 'FULL_SHARD'.*HYBRID_SHARD_ZERO2"),
         ({"shard_strategy": "FULL_SHARD"}, "the fsdp block has 'shard_strategy'; did you mean 'sharding_strategy'"),
@@ -217,8 +217,8 @@ def test_state_dict_types_go_out_and_in():
         ({"use_orig_params": "maybe"}, "use_orig_params is 'maybe'"),
     ],
 )
-def test_what_a_block_may_not_say(block, words):
-    with pytest.raises(ConfigError, match=words):
+def test_what_a_block_may_not_say(block, message):
+    with pytest.raises(ConfigError, match=message):
         FSDPParams.from_dict(block)
 
 

@@ -1,4 +1,4 @@
-"""What a rank remembers of its collectives, and the tags that keep messages of different ones apart."""
+"""The record of a rank's collectives, and the tags that keep messages of different ones apart."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_tags_tell_collectives_apart():
     with fake_world(rank=0, world_size=2):
         assert message_tag(7) == 7
         tags = set()
-        for kind, subject in (("all-gather", "a"), ("all-gather", "a"), ("all-gather", "b"), ("all-reduce", "a")):
-            with recorded(kind, subject, 8):
+        for kind, what in (("all-gather", "a"), ("all-gather", "a"), ("all-gather", "b"), ("all-reduce", "a")):
+            with recorded(kind, what, 8):
                 tags.add(message_tag(7))
                 with recorded("all-gather", "inner", 8):
                     pass
@@ -61,9 +61,9 @@ def _exchanges_different_things() -> bool:
     group = dist.new_group(timeout=timedelta(seconds=2))
     mine = torch.full((2,), float(dist.get_rank()))
     gathered = torch.empty(4)
-    subject = "unit a" if dist.get_rank() == 0 else "unit b"
+    what = "unit a" if dist.get_rank() == 0 else "unit b"
     try:
-        collectives.all_gather(gathered, mine, group, what=subject)
+        collectives.all_gather(gathered, mine, group, what=what)
     except RuntimeError:
         return False
     return True
@@ -86,9 +86,9 @@ def test_every_collective_of_a_step_is_recorded_with_its_unit():
     first, second = run_distributed(_records_of_a_step, 2, "fsdp2")
     assert first == second
     units = ["unit embedding", "unit blocks.0", "unit blocks.1", "unit head"]
-    gathered = [subject for kind, subject in first if kind == "all-gather"]
+    gathered = [what for kind, what in first if kind == "all-gather"]
     assert gathered[:5] == [f"the parameters of {unit}" for unit in ["the root unit", *units]]
-    reduced = [subject for kind, subject in first if kind == "reduce-scatter"]
+    reduced = [what for kind, what in first if kind == "reduce-scatter"]
     assert sorted(reduced) == sorted(f"the gradients of {unit}" for unit in units)
     first, second = run_distributed(_records_of_a_step, 2, "zero1")
     assert first == second and first[0] == (

@@ -12,7 +12,7 @@ from core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 
 def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], dtype: DTypeLike = np.uint16) -> IndexedDataset:
-    """A corpus of one sequence per document, opened."""
+    """Returns a corpus of one sequence per document, opened."""
     with IndexedDatasetBuilder(f"{prefix}.bin", dtype) as builder:
         for document in documents:
             builder.add_document(document, [len(document)])

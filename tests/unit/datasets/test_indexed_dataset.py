@@ -18,7 +18,7 @@ CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6
 
 
 def _index_bytes(code: int, lengths: list[int], pointers: list[int], documents: list[int], version: int = 1) -> bytes:
-    """An .idx as Megatron-LM's `_IndexWriter` lays it out, composed field by field."""
+    """Returns an .idx as Megatron-LM's `_IndexWriter` lays it out, composed field by field."""
     return (
         b"MMIDIDX\x00\x00"
         + struct.pack("<Q", version)

@@ -69,7 +69,7 @@ def test_a_saved_tokenizer_is_found_next_to_its_corpus(tmp_path: Path):
 
 
 def _published(folder: Path, special: dict[str, int], **fields: object) -> Path:
-    """A tokenizer.json with one id for each of a few words, as another project might publish it."""
+    """Returns a tokenizer.json with one id for each of a few words, as another project might publish it."""
     content = {
         "version": "1.0",
         "truncation": None,

@@ -27,7 +27,7 @@ BUFFERS = 7
 
 
 def _table_of(kind: str) -> tuple[dict[str, int], ...]:
-    """The table between forward and backward, after a backward inside `no_sync`, and after a step."""
+    """Returns the table between forward and backward, after a backward inside `no_sync`, and after a step."""
     model = build(kind, toy(tied=False))
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
     tokens = batches(dist.get_rank())[0]

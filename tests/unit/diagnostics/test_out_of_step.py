@@ -57,7 +57,7 @@ def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "collective", "subject"),
+    ("kind", "fields", "collective", "what"),
     [
         ("ddp", {}, "all-reduce", "the gradients of bucket head.weight to embedding.weight"),
         ("zero1_overlap", {}, "reduce-scatter", "the gradients of bucket head.weight to blocks.1.down.weight"),
@@ -65,15 +65,13 @@ def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
         ("fsdp2", {}, "all-gather", "the parameters of the root unit"),
     ],
 )
-def test_a_rank_that_was_left_names_the_collective_and_where_the_other_is(kind, fields, collective, subject):
+def test_a_rank_that_was_left_names_the_collective_and_where_the_other_is(kind, fields, collective, what):
     left, skipped = run_distributed(_one_rank_skips_a_micro_batch, 2, kind, fields)
-    assert re.search(
-        rf"^rank 0 of 2 waited \d+ s in vain in {collective} 1 of {subject} \([\d.]+ \w+\), its call", left
-    )
+    assert re.search(rf"^rank 0 of 2 waited \d+ s in vain in {collective} 1 of {what} \([\d.]+ \w+\), its call", left)
     assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call" in left
     assert "look at rank 1 for a skipped micro-batch" in left
     assert re.search(r"^rank 1 of 2 waited \d+ s in vain in all-reduce 1 of the gradient norm \(4 B\)", skipped)
-    assert f"rank 0 waited in {collective} 1 of {subject} (" in skipped
+    assert f"rank 0 waited in {collective} 1 of {what} (" in skipped
 
 
 def _one_rank_leaves_in_backward(seconds: float) -> str:

@@ -56,7 +56,7 @@ class Toy(nn.Module):
 
 
 def tp_piece(value: torch.Tensor, dim: int | None) -> nn.Parameter:
-    """This tp rank's parameter of `value`, cut along `dim`, with Megatron's attributes."""
+    """Returns this tp rank's parameter of `value`, cut along `dim`, with Megatron's attributes."""
     if dim is None:
         return nn.Parameter(value.clone())
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()

@@ -1,4 +1,4 @@
-"""What the command says of a checkpoint, and of two."""
+"""The command's description of a checkpoint, and its comparison of two."""
 
 from __future__ import annotations
 

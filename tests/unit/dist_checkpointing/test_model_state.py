@@ -1,4 +1,5 @@
-"""Whole tensors, and sharded ones, into any module, in place; or one error that tells all, and nothing touched."""
+"""Loads whole and sharded tensors into any module, in place; or raises one error with all problems, changing
+nothing."""
 
 import pytest
 import torch

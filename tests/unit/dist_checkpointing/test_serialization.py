@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit into any layout, or nothing is touched and all ranks say why."""
+"""A saved state is loaded bitwise into any layout, or nothing changes and all ranks raise the reason."""
 
 import json
 from pathlib import Path

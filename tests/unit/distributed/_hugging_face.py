@@ -44,7 +44,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def serial_gradients(model: nn.Module, num_replicas: int) -> dict[str, torch.Tensor]:
-    """The mean over the batches of as many replicas, in one process."""
+    """Returns the mean over the batches of as many replicas, in one process."""
     model.zero_grad()
     for tokens in token_batches(num_replicas):
         (loss_of(model, tokens) / num_replicas).backward()

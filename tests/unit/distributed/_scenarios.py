@@ -113,7 +113,7 @@ SCENARIOS = {
 
 
 def serial_gradients(scenario: Scenario, step: int, world_size: int = 2) -> dict[str, torch.Tensor]:
-    """The mean over ranks of what each accumulates by itself, zeros where nothing arrives."""
+    """Returns the mean over ranks of what each accumulates by itself, zeros where nothing arrives."""
     totals: dict[str, torch.Tensor] = {}
     for rank in range(world_size):
         model = scenario.make()
@@ -127,7 +127,7 @@ def serial_gradients(scenario: Scenario, step: int, world_size: int = 2) -> dict
 
 
 def wrapped_gradients(kind: str, scenario: Scenario) -> list[dict[str, torch.Tensor]]:
-    """The same on this rank under a wrapper, step by step."""
+    """Returns the gradients of this rank under a wrapper, step by step."""
     model = build(kind, scenario.make())
     found = []
     for step in range(STEPS):

@@ -109,7 +109,7 @@ UNITS = (Block, nn.Embedding, nn.Linear)
 
 
 def settings(kind: str, **fields: Any) -> DistributedDataParallelConfig:
-    """The arguments for a wrapper of the given kind."""
+    """Returns the arguments for a wrapper of the given kind."""
     if kind in BUFFERED:
         return DistributedDataParallelConfig(**{**BUFFERED[kind], **fields})
     if kind == "zero3":
@@ -120,7 +120,7 @@ def settings(kind: str, **fields: Any) -> DistributedDataParallelConfig:
 def build(
     kind: str, module: nn.Module, *, config: Any = None, group: Any = None, unit_classes: Any = UNITS, **fields: Any
 ) -> _BaseDataParallel:
-    """A wrapper of the given kind over the default group."""
+    """Returns a wrapper of the given kind over the default group."""
     config, group = config or SimpleNamespace(), group or dist.group.WORLD
     if kind in BUFFERED:
         return DistributedDataParallel(config, settings(kind, **fields), module, process_group=group)
@@ -145,7 +145,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter, or of what a state dict holds of it; every rank calls it."""
+    """Returns the whole of a parameter, or of what a state dict holds of it; every rank calls it."""
     view = whole_view(tensor) if kept_range(tensor) is not None else tensor
     if isinstance(view, FlatRange):
         return _joined(view)
@@ -163,7 +163,7 @@ def _joined(view: FlatRange) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every gradient that the optimizer would read, whole, under the plain model's names."""
+    """Returns every gradient that the optimizer would read, whole, under the plain model's names."""
     module = model.module if isinstance(model, _BaseDataParallel) else model
     is_sharded = isinstance(model, _FlatDataParallel) and model.plan.strategy != "no_shard"
     gathered = _gather_shards(model) if is_sharded else {}

@@ -61,7 +61,8 @@ CASES = {
 
 
 def build(case: Case, **changes: Any) -> GPTModel:
-    """The model of `case`, some fields of its config changed, with whole biases and norms off their trivial start."""
+    """Returns the model of `case`, some fields of its config changed, with whole biases and norms off their trivial
+    start."""
     torch.manual_seed(7)
     model = GPTModel(
         TransformerConfig(**(case.config | changes)),

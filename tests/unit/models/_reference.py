@@ -19,7 +19,7 @@ def reference_losses(
     labels: torch.Tensor,
     hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The loss of each token, `[b, s]`; `hidden` `[s, s]` is True where a token must not see another."""
+    """Returns the loss of each token, `[b, s]`; `hidden` `[s, s]` is True where a token must not see another."""
     length = input_ids.shape[1]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     unseen = future if hidden is None else future | hidden
@@ -91,7 +91,7 @@ def _head_norm(model: GPTModel, layer: _Scope, name: str, x: torch.Tensor) -> to
 
 
 def _turned(model: GPTModel, x: torch.Tensor) -> torch.Tensor:
-    """Each pair of channels (i, i + r / 2) as one complex number, times e^(i angle)."""
+    """Returns each pair of channels (i, i + r / 2) as one complex number, times e^(i angle)."""
     if model.position_embedding_type != "rope":
         return x
     half = int(model.config.kv_channels * model.config.rotary_percent) // 2

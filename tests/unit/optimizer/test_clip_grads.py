@@ -1,4 +1,4 @@
-"""The norm counts every element of the model once, and shows neither how it was cut nor who measured it."""
+"""The norm counts every element of the model once, and does not depend on the layout or the rank."""
 
 import math
 from typing import Any
@@ -103,7 +103,7 @@ def test_clip_coefficient():
 
 
 def _shard(tensor: Tensor, mesh: Any, placements: list[Any]) -> DTensor:
-    """This rank's part, each shard cut as `torch.chunk` does; without communication."""
+    """Returns this rank's part, each shard cut as `torch.chunk` does; without communication."""
     local = tensor
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):

@@ -147,7 +147,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _replicated_run(name: str, fault: str) -> list[tuple[float | None, dict[str, Tensor]]]:
-    """Every rank holds the model; gradients are averaged by hand, some in `main_grad`."""
+    """Every rank has the model; gradients are averaged by hand, some in `main_grad`."""
     torch.manual_seed(0)
     model = Model()
     optimizer = get_megatron_optimizer(_config(optimizer=name), [model])

@@ -1,4 +1,4 @@
-"""Settings are refused where they contradict each other or lie out of range, with the field and the remedy named."""
+"""Settings that contradict each other or are out of range are refused, with the field and the remedy."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Modules from elsewhere start from the same values however many ranks cut them, by their own reset methods."""
+"""Modules of other libraries get the same initial values on any number of ranks, by their own reset methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values depend on the seed and the name alone: not on the cut, the sharding, the world or a meta start."""
+"""Initial values depend only on the seed and the name: not on layout, sharding, world size or a start on meta."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ S, B, H, OUT, V = 6, 2, 4, 10, 12
 
 
 def _pair(cls: type[nn.Module], *sizes: int, sequence_parallel: bool = False, **options: Any) -> list[nn.Module]:
-    """The serial layer and this rank's part of it, with equal values because both have one seed."""
+    """Returns the serial layer and this rank's part of it, with equal values because both have one seed."""
     layers_built = []
     for tp, group in ((1, None), (2, dist.group.WORLD)):
         torch.manual_seed(0)

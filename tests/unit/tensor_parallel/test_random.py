@@ -1,4 +1,4 @@
-"""Streams that ranks share or not, and recomputation that draws what the forward drew."""
+"""Random streams that ranks share or not, and recomputation that draws the numbers of the forward."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The memory of a step: its categories are what is known of them, and its peak is the one that the system saw."""
+"""The memory of a step: its categories equal the known tensors, and its peak another measurement."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -16,14 +15,8 @@ from core.distributed import finalize_model_grads
 from core.errors import ConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.training.loop import train
-from core.training.memory_profile import (
-    CATEGORIES,
-    PICTURE_FILE,
-    SERIES_FILE,
-    MemoryTimeline,
-    measure_step,
-    write_timeline,
-)
+from core.training.memory_profile import measure_step
+from core.training.memory_timeline import CATEGORIES, MemoryTimeline
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build
 from tests.unit.training._configs import small_config
@@ -94,7 +87,8 @@ def test_each_category_holds_what_is_known_of_it(kind):
 
 
 def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
-    """The peak of a step as torch's tracker of live tensors sees it, which asks no allocator, and as measured."""
+    """Returns the peak of a step as torch's tracker of live tensors sees it, which asks no allocator, and as
+    measured."""
     model, optimizer = _model(kind)
     for _ in range(2):
         _step(model, optimizer)
@@ -123,16 +117,3 @@ def _refuses_to_write_nowhere() -> None:
 
 def test_a_run_without_a_folder_is_refused_at_its_start():
     run_distributed(_refuses_to_write_nowhere, 1)
-
-
-def test_the_picture_and_the_series_show_the_peak(tmp_path):
-    held = tuple((5, 0, 1, 2, 100 if i == 4321 else i % 7) for i in range(10_000))
-    timeline = MemoryTimeline("cpu", tuple(float(i) for i in range(10_000)), held)
-    write_timeline(timeline, tmp_path, 3)
-    series = json.loads((tmp_path / SERIES_FILE).read_text())
-    assert series["peak_bytes"] == timeline.peak_bytes == 108
-    assert series["peak_at_s"] == 4321.0
-    assert series["bytes_at_peak"]["activations and other"] == 100
-    assert max(series["bytes"]["activations and other"]) == 100
-    assert len(series["time_s"]) == len(series["bytes"]["parameters"]) == 2000
-    assert (tmp_path / PICTURE_FILE).stat().st_size > 1000

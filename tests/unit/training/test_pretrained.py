@@ -38,7 +38,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 
 
 def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
-    """A new run of the kind "qwen3", in bf16 as its wrapper takes it."""
+    """Returns a new run of the kind "qwen3", in bf16 as its wrapper takes it."""
     parallel_state.destroy_model_parallel()
     kind = build("qwen3", vocab_size=64, seed=9)
     settings = _settings_of(architecture_of(kind)) | {"hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -1,4 +1,4 @@
-"""One step against arithmetic by hand: how losses of micro-batches and ranks are weighted, and what is reported."""
+"""One step compared with arithmetic by hand: weights of micro-batches and ranks, and the reported numbers."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _whole(documents: bool) -> tuple[torch.Tensor, ...]:
 
 
 def _cut(documents: bool, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """The same of this rank's chunks."""
+    """Returns the output and gradients of this rank's chunks."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size > 1:
         parallel_state.initialize_model_parallel(context_parallel_size=size)

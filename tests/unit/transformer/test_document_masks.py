@@ -1,4 +1,4 @@
-"""Which keys a rank's queries see, against the mask that they stand for."""
+"""The keys that a rank's queries see, compared with the explicit mask."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 7]])  # [
 
 
 def _seen(pieces: list[Piece], rows: int, positions: torch.Tensor, length: int) -> torch.Tensor:
-    """The pairs of query and key, `[b, s / cp, s]`, that the kernels are asked for, counted."""
+    """Returns the pairs of query and key, `[b, s / cp, s]`, that the kernels are asked for, counted."""
     seen = torch.zeros(rows, len(positions), length, dtype=torch.int)
     for piece in pieces:
         own = positions[piece.queries]

@@ -1,4 +1,4 @@
-"""Dropout: when it acts, and which random stream it draws from."""
+"""Dropout: when it is applied, and which random stream it draws from."""
 
 import pytest
 import torch

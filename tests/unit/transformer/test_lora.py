@@ -25,7 +25,7 @@ CASE = CASES["swiglu-gqa-rope-rms"]
 
 
 def _layer(kind: type[nn.Module], tp: int, sequence_parallel: bool) -> nn.Module:
-    """A layer with its adapter, every weight the part of the same whole integers."""
+    """Returns a layer with its adapter, every weight the part of the same whole integers."""
     torch.manual_seed(0)
     group = dist.group.WORLD if tp > 1 else None
     layer = kind(H, OUT, config=config(tp, sequence_parallel), init_method=integers, bias=False, tp_group=group)
@@ -150,7 +150,7 @@ def test_what_cannot_be_adapted_is_refused_and_left_alone():
     assert add_lora(model, None) == []
     with pytest.raises(ConfigError, match=r"'linear_q' names no linear layer of the model, which has linear_fc1, lin"):
         add_lora(model, RANK, targets=["linear_qkv", "linear_q"])
-    with pytest.raises(ConfigError, match="no target for them"):
+    with pytest.raises(ConfigError, match="requested without a target"):
         add_lora(model, RANK, targets=[])
     assert all(parameter.requires_grad for parameter in model.parameters())
     add_lora(model, RANK)

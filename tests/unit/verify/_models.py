@@ -1,4 +1,4 @@
-"""Models as a user's module has them: functions without arguments that build one and say what its loss is."""
+"""Models of a user's module: functions without arguments that return a model and its loss."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def build_in_bf16() -> tuple[nn.Module, object]:
 
 
 def build_with_a_hook() -> tuple[nn.Module, object]:
-    """A gradient that is changed by a hook on the parameter, which torch's FSDP2 does not call."""
+    """Builds a model with a hook on a parameter that changes its gradient, which torch's FSDP2 does not call."""
     model = Net()
     model.layers[0][0].bias.register_hook(lambda gradient: 2 * gradient)
     return model, loss
 
 
 def build_with_statistics() -> tuple[nn.Module, object]:
-    """A batch normalisation, whose running statistics are those of what one rank has seen."""
+    """Builds a model with batch normalisation, whose running statistics are those of what one rank has seen."""
     return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 7)), loss
 
 

@@ -1,4 +1,4 @@
-"""What is verified is imported, built and checked; what it gets wrong is one line that names it."""
+"""The user's function is imported, called and checked; each mistake is one line that names it."""
 
 from __future__ import annotations
 

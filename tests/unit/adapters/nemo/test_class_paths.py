@@ -1,4 +1,4 @@
-"""Classes by dotted paths, and what is said of those that do not exist."""
+"""Classes by dotted paths, and the errors for those that do not exist."""
 
 import pytest
 from torch import nn
@@ -14,7 +14,7 @@ def test_paths_and_classes_give_classes():
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "message"),
     [
         ("torch.nn.Linaer", r"'torch.nn.Linaer' does not import.*did you mean 'Linear'"),
         ("torch.optin.Adam", "there is no module torch.optin; did you mean 'optim'"),
@@ -24,8 +24,8 @@ def test_paths_and_classes_give_classes():
         ("torch.nn.functional.linear", "not a module class"),
     ],
 )
-def test_a_path_that_does_not_import_is_named_with_the_nearest(path, words):
-    with pytest.raises(WrapError, match=words):
+def test_a_path_that_does_not_import_is_named_with_the_nearest(path, message):
+    with pytest.raises(WrapError, match=message):
         import_classes_from_paths([path])
 
 

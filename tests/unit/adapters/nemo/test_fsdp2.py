@@ -166,9 +166,9 @@ def test_all_start_from_the_first_ranks_values():
 
 
 def _bad_input() -> None:
-    def says(error: type[Exception], words: str, names: tuple[str, ...], plan: object = None) -> None:
+    def says(error: type[Exception], message: str, names: tuple[str, ...], plan: object = None) -> None:
         mesh = init_device_mesh("cpu", (1, 2)[: len(names)] if len(names) == 2 else (2,), mesh_dim_names=names)
-        with pytest.raises(error, match=words):
+        with pytest.raises(error, match=message):
             fsdp2_strategy_parallelize(toy(), mesh, tp_shard_plan=plan)
 
     says(ParallelConfigError, "axes rows, none of which is a data-parallel", ("rows",))

@@ -1,4 +1,4 @@
-"""`nvfsdp_strategy_parallelize`: each option acts, or says once that it has nothing to act on here."""
+"""`nvfsdp_strategy_parallelize`: each option has an effect, or warns once that it has none here."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_names_and_numbers_choose_the_wrapper_and_gradients_are_the_oracles():
     run_distributed(_strategies, 2)
 
 
-def _warns(words: str, **options: Any) -> Any:
+def _warns(message: str, **options: Any) -> Any:
     warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=words):
+    with pytest.warns(UserWarning, match=message):
         model = _wrapped(**options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -127,13 +127,13 @@ def test_every_option_acts_or_warns_once():
 
 
 def _bad_input() -> None:
-    for words, options in {
+    for message, options in {
         "'optim_grad'; did you mean 'optim_grads'": {"data_parallel_sharding_strategy": "optim_grad"},
         "is 4; .*or a number from 0 to 3": {"data_parallel_sharding_strategy": 4},
         "does not import": {"nvfsdp_unit_modules": ["tests.unit.distributed._toys.Blok"]},
         "has no module; did you mean|has no module; it takes one of": {"nvfsdp_unit_modules": ["torch.nn.Bilinear"]},
     }.items():
-        with pytest.raises((ParallelConfigError, WrapError), match=words):
+        with pytest.raises((ParallelConfigError, WrapError), match=message):
             _wrapped(**options)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ParallelConfigError, match="there is no tp_shard_plan"):

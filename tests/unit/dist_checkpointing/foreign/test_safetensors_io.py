@@ -1,4 +1,4 @@
-"""Models in one file or several, read without being loaded, and no file that says what is not so."""
+"""Models in one file or several, read without loading them; files that contradict their index are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat runs of tensors: the boxes that they are, and checkpoints that go from any cut to any other through them."""
+"""Flat ranges of tensors: their boxes, and checkpoints that go from any layout to any other through them."""
 
 import math
 from itertools import pairwise, product
@@ -43,7 +43,7 @@ def test_the_view_is_the_whole_tensor_and_shares_storage():
 
 
 def _state(layout: str, *, filled: bool) -> tuple[Toy, dict[str, torch.Tensor]]:
-    """A model and its state in a layout; with the word ``flat`` cut where three of a buffer's elements end."""
+    """Returns a model and its state in a layout; with the word ``flat`` cut where three of a buffer's elements end."""
     model = toy(layout, filled=filled)
     if "flat" not in layout:
         return model, model_state_dict(model)

@@ -15,7 +15,7 @@ from core.distributed.buffers.pending_parameters import can_be_pending, end_pend
 
 @pytest.fixture
 def pending() -> tuple[nn.Linear, list[str]]:
-    """A module whose parameters wait, and what has waited."""
+    """Returns a module whose parameters wait, and what has waited."""
     module, waited = nn.Linear(2, 2), []
 
     def wait() -> None:

@@ -47,7 +47,7 @@ def copies_counted():
 
 
 def _is_gathered_right(options: dict) -> int:
-    """The number of copies that torch made on the way."""
+    """Returns the number of copies that torch made on the way."""
     model, whole = _sharded(**options), Uneven()
     with copies_counted() as copies:
         for asynchronous in (False, True, True):
@@ -120,7 +120,8 @@ def test_an_unused_gather_is_freed_and_forgotten():
 
 
 def _reduces_in(settings: dict) -> set[str]:
-    """The threads in which units are reduced, slowly; gradients have to be right as soon as backward returns."""
+    """Returns the threads in which units are reduced, slowly; gradients have to be right as soon as backward
+    returns."""
     threads = []
     reduce_scatter = collectives.reduce_scatter
 

@@ -1,4 +1,4 @@
-"""Gradients are looked at before they are mixed with others'."""
+"""Gradients are checked before they are reduced over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wrapped model starts from: the first rank's values, held by it alone or drawn equally by all."""
+"""Initial values of a wrapped model: the first rank's, broadcast by it or drawn equally by all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rank says what differs first between the models that ranks wrap, and who has what."""
+"""Every rank names the first difference between the ranks' models, and each rank's value."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_of_modules_that_are_one_unit_some_may_rest():
 
 
 def _frozen() -> nn.Module:
-    """The first block wholly, the second in part."""
+    """Freezes the first block wholly, the second in part."""
     model = toy(tied=False)
     model.blocks[0].requires_grad_(False)
     model.blocks[1].up.requires_grad_(False)

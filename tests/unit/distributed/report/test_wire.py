@@ -1,4 +1,4 @@
-"""What a step is said to put on the wire is what its collectives carry, counted call by call."""
+"""The described traffic of a step equals that of its collectives, counted call by call."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from core import parallel_state
 from core.errors import CheckpointError, ConfigError, DataError, ParallelConfigError
 from core.models.gpt import GPTModel, get_gpt_layer_local_spec, gpt_model
 from core.models.gpt.architecture import architecture_of
-from core.models.gpt.hf_layout import choose_layout
+from core.models.gpt.hf_config import choose_layout
 from core.transformer import TransformerConfig, materialize
 from core.transformer.mlp import MLP
 from core.transformer.norms import RMSNorm

@@ -21,7 +21,7 @@ from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDat
 from core.errors import CheckpointError
 from core.models.gpt import GPTModel
 from core.models.gpt.architecture import architecture_of
-from core.models.gpt.hf_layout import Layout, architecture_from_hf, choose_layout, hf_config
+from core.models.gpt.hf_config import Layout, architecture_from_hf, choose_layout, hf_config
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.transformer.transformer_config import TransformerConfig
 from tests.unit._spawn import run_distributed

@@ -33,7 +33,7 @@ class Bomb:
 
 
 def theirs(model: GPTModel, *, stacked: bool, fused_norms: bool, halves: bool = False) -> dict[str, torch.Tensor]:
-    """The same weights under Megatron-LM's names and in its shapes."""
+    """Returns the same weights under Megatron-LM's names and in its shapes."""
     layers: dict[int, dict[str, torch.Tensor]] = {}
     found: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():

@@ -1,4 +1,4 @@
-"""Random streams there and back."""
+"""Random streams are packed, unpacked and restored."""
 
 from __future__ import annotations
 

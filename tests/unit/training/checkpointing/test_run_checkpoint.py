@@ -1,4 +1,4 @@
-"""Which checkpoint a folder means; whole runs are in tests/functional."""
+"""The checkpoint that a folder means; whole runs are in tests/functional."""
 
 import pytest
 

@@ -54,14 +54,14 @@ def test_batch_sizes_follow_from_the_number_of_ranks():
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 9},
             3,
-            "(?s)3 ranks do not divide.*seq_length 9 is cut into 2 parts",
+            "(?s)3 ranks do not divide.*seq_length 9 is split into 2 parts",
         ),
         (
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "seq_length": 9},
             2,
-            "seq_length 9 is cut into 2 parts .*; take 8 or 10",
+            "seq_length 9 is split into 2 parts .*; take 8 or 10",
         ),
-        ({"context_parallel_size": 2, "seq_length": 6}, 2, "seq_length 6 is cut into 4 parts .*; take 4 or 8"),
+        ({"context_parallel_size": 2, "seq_length": 6}, 2, "seq_length 6 is split into 4 parts .*; take 4 or 8"),
         (
             {"tensor_model_parallel_size": 2, "vocab_size": 61, "make_vocab_size_divisible_by": 1},
             2,
@@ -119,7 +119,7 @@ def test_all_sizes_that_ranks_do_not_divide_are_one_error():
         "num_attention_heads 6 cannot be split over tensor_model_parallel_size 4; take 4 or 8",
         "num_query_groups 3 cannot be split over tensor_model_parallel_size 4, nor its ranks over the groups; take 2",
         "ffn_hidden_size 30 cannot be split over tensor_model_parallel_size 4; take 28 or 32",
-        "seq_length 30 is cut into 8 parts by context_parallel_size 2 and sequence_parallel True; take 24 or 32",
+        "seq_length 30 is split into 8 parts by context_parallel_size 2 and sequence_parallel True; take 24 or 32",
         "make_vocab_size_divisible_by 6 pads any vocabulary to a size that tensor_model_parallel_size 4 does not",
     ):
         assert said in str(caught.value)

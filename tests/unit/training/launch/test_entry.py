@@ -1,4 +1,4 @@
-"""What a program's end looks like from outside, without a process group; with one, see tests/functional."""
+"""Output and exit status of a failed program without a process group; with one, see tests/functional."""
 
 from __future__ import annotations
 

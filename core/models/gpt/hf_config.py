@@ -1,0 +1,278 @@
+"""Translates ``config.json`` of Hugging Face's GPTs, Llama, Qwen2, Qwen3 and GPT-2, to an architecture and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from ...bounds import brief
+from ...errors import CheckpointError
+from .architecture import Architecture
+
+_LARGEST_SIZE = 2**31 - 1
+
+Layout = Literal["llama", "qwen2", "qwen3", "gpt2"]
+
+_CLASSES: dict[Layout, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
+_ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    "gelu": "gelu",
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+}
+_THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+_REFUSED: dict[
+    Layout, dict[str, tuple[bool, ...]]
+] = {  # settings that change what a model computes, with the values that do not
+    "gpt2": {
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    "qwen2": {"use_sliding_window": (False,)},
+    "qwen3": {"use_sliding_window": (False,), "attention_bias": (False,)},
+    "llama": {"mlp_bias": (False, True), "attention_bias": (False, True)},
+}
+
+
+def choose_layout(architecture: Architecture) -> Layout:
+    """Returns Hugging Face's kind of model with this architecture.
+
+    Raises:
+        CheckpointError: there is none; says of each kind what it cannot express.
+    """
+    reasons = {}
+    for layout in _CLASSES:
+        problems = list(_inexpressible(layout, architecture))
+        if not problems:
+            return layout
+        reasons[layout] = ", ".join(problems)
+    found = "; ".join(f"{layout} cannot express {problems}" for layout, problems in reasons.items())
+    raise CheckpointError(f"no layout of Hugging Face's fits this model: {found}")
+
+
+def check_layout(layout: Layout, architecture: Architecture) -> None:
+    """Raises CheckpointError with everything that `layout` cannot express of the model."""
+    if layout not in _CLASSES:
+        raise CheckpointError(f"there is no layout {layout!r}; it takes one of {', '.join(_CLASSES)}")
+    if problems := list(_inexpressible(layout, architecture)):
+        raise CheckpointError(f"the layout {layout} cannot express {', '.join(problems)} of this model")
+
+
+def hf_config(layout: Layout, architecture: Architecture, *, dtype: str = "float32") -> dict[str, Any]:
+    """Returns the content of ``config.json``."""
+    a = architecture
+    common = {
+        "architectures": [_CLASSES[layout]],
+        "model_type": layout,
+        "vocab_size": a.vocab_size,
+        "tie_word_embeddings": a.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # transformers before 4.56
+    }
+    if layout == "gpt2":
+        return common | {
+            "n_layer": a["num_layers"],
+            "n_embd": a["hidden_size"],
+            "n_head": a["num_attention_heads"],
+            "n_inner": a["ffn_hidden_size"],
+            "n_positions": a.max_sequence_length,
+            "activation_function": _THEIR_ACTIVATIONS[a["activation_func"]],
+            "layer_norm_epsilon": a["layernorm_epsilon"],
+        }
+    base = float(a["rotary_base"])
+    described = common | {
+        "num_hidden_layers": a["num_layers"],
+        "hidden_size": a["hidden_size"],
+        "num_attention_heads": a["num_attention_heads"],
+        "num_key_value_heads": a["num_query_groups"],
+        "head_dim": a["kv_channels"],
+        "intermediate_size": a["ffn_hidden_size"],
+        "hidden_act": _THEIR_ACTIVATIONS[a["activation_func"]],
+        "max_position_embeddings": a.max_sequence_length,
+        "rms_norm_eps": a["layernorm_epsilon"],
+        "rope_theta": base,  # transformers before 5
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+    }
+    if layout == "llama":
+        return described | {"attention_bias": a["add_bias_linear"], "mlp_bias": a["add_bias_linear"]}
+    if layout == "qwen3":
+        described["attention_bias"] = False
+    return described | {"use_sliding_window": False}
+
+
+def architecture_from_hf(config: Mapping[str, Any]) -> Architecture:
+    """Returns the model that a ``config.json`` describes.
+
+    Raises:
+        CheckpointError: it is another kind of model, or has settings that no model here has; names all of them.
+    """
+    layout = layout_of(config)
+    problems = [
+        f"{name} {brief(config[name])}"
+        for name, values in _REFUSED[layout].items()
+        if name in config and config[name] not in values
+    ]
+    if config.get("quantization_config"):
+        problems.append("quantization_config")
+    get = _Reader(config)
+    if layout == "gpt2":
+        hidden, heads = get.size("n_embd", 768), get.size("n_head", 12)
+        fields = {
+            "num_layers": get.size("n_layer", 12),
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": heads,
+            "kv_channels": hidden // heads,
+            "ffn_hidden_size": get.size("n_inner", 4 * hidden),
+            "layernorm_epsilon": get.number("layer_norm_epsilon", 1e-5),
+            "normalization": "LayerNorm",
+            "add_bias_linear": True,
+        }
+        activation, positions = get("activation_function", "gelu_new"), get.size("n_positions", 1024)
+        vocab_size, tied = get.size("vocab_size", 50257), get("tie_word_embeddings", True)
+    else:
+        heads, hidden = get.size("num_attention_heads"), get.size("hidden_size")
+        biased = bool(config.get("attention_bias", False)) if layout == "llama" else False
+        if layout == "llama" and biased != bool(config.get("mlp_bias", False)):
+            problems.append(f"attention_bias {biased} with mlp_bias {not biased}")
+        rope, rope_problems = _rope(config)
+        problems += rope_problems
+        fields = {
+            "num_layers": get.size("num_hidden_layers"),
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_query_groups": get.size("num_key_value_heads", heads),
+            "kv_channels": get.size("head_dim", 128 if layout == "qwen3" else hidden // heads),
+            "ffn_hidden_size": get.size("intermediate_size"),
+            "layernorm_epsilon": get.number("rms_norm_eps", 1e-6),
+            "normalization": "RMSNorm",
+            "add_bias_linear": biased,
+            "gated_linear_unit": True,
+            "rotary_base": rope,
+        }
+        activation, positions = get("hidden_act", "silu"), get.size("max_position_embeddings", 2048)
+        vocab_size, tied = get.size("vocab_size"), get("tie_word_embeddings", False)
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        problems.append(f"the activation {brief(activation)}")
+    if problems:
+        raise CheckpointError(f"models here cannot express {', '.join(problems)} of this {layout}")
+    defaults = {"gated_linear_unit": False, "rotary_percent": 1.0, "rotary_base": 10000.0}
+    flags = {"add_qkv_bias": layout == "qwen2", "qk_layernorm": layout == "qwen3"}
+    return Architecture(
+        transformer={**defaults, **flags, **fields, "activation_func": _ACTIVATIONS[activation]},
+        vocab_size=vocab_size,
+        max_sequence_length=positions,
+        tied=bool(tied),
+        position_embedding_type="learned_absolute" if layout == "gpt2" else "rope",
+    )
+
+
+def check_fits(architecture: Architecture, num_elements: int, num_tensors: int) -> None:
+    """Refuses a model that is larger than the tensors in its files, before it is allocated.
+
+    Args:
+        num_elements, num_tensors: totals over all files.
+    """
+    a = architecture
+    attention = a["hidden_size"] * a["kv_channels"] * a["num_attention_heads"]
+    least = a.vocab_size * a["hidden_size"] + a["num_layers"] * (
+        attention + 2 * a["hidden_size"] * a["ffn_hidden_size"]
+    )
+    if least > num_elements or a["num_layers"] > num_tensors:
+        raise CheckpointError(
+            f"config.json describes a model of at least {least} parameters in {a['num_layers']} layers, and the files "
+            f"hold {num_elements} in {num_tensors} tensors"
+        )
+
+
+def layout_of(config: Mapping[str, Any]) -> Layout:
+    """Returns the kind of model that a ``config.json`` describes.
+
+    Raises:
+        CheckpointError: the kind is unknown.
+    """
+    said = config.get("model_type")
+    found: list[Layout] = [layout for layout in _CLASSES if layout == said]
+    if not found:
+        raise CheckpointError(f"model_type is {brief(said)}; {', '.join(_CLASSES)} are known here")
+    return found[0]
+
+
+def _inexpressible(layout: Layout, a: Architecture) -> Iterator[str]:
+    if callable(a["activation_func"]):
+        yield f"activation_func {a['activation_func']}, a function without a name"
+    wanted: dict[str, Any] = {"rotary_percent": 1.0}
+    if layout == "gpt2":
+        wanted = {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False}
+        wanted |= {"qk_layernorm": False}
+        positions = "learned_absolute"
+        if a["num_query_groups"] != a["num_attention_heads"]:
+            yield f"num_query_groups {a['num_query_groups']} of {a['num_attention_heads']} heads"
+        if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
+            yield f"kv_channels {a['kv_channels']}"
+    else:
+        wanted |= {"normalization": "RMSNorm", "gated_linear_unit": True, "qk_layernorm": layout == "qwen3"}
+        if layout != "llama":
+            wanted |= {"add_bias_linear": False}
+        if layout == "qwen2":
+            wanted |= {"add_qkv_bias": True}
+            if a["kv_channels"] * a["num_attention_heads"] != a["hidden_size"]:
+                yield f"kv_channels {a['kv_channels']}"
+        elif not a["add_bias_linear"]:
+            wanted |= {"add_qkv_bias": False}
+        if layout == "llama" and a["hidden_size"] % a["num_attention_heads"]:
+            yield f"hidden_size {a['hidden_size']}, which {a['num_attention_heads']} heads do not divide"
+        positions = "rope"
+    yield from (f"{name} {a[name]!r}" for name, value in wanted.items() if a[name] != value)
+    if a.position_embedding_type != positions:
+        yield f"position_embedding_type {a.position_embedding_type!r}"
+
+
+class _Reader:
+    """Looks up a value of a config; returns a default if it is missing or null."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise CheckpointError(f"config.json has no {name}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Returns a positive size: a number of layers, heads, channels or tokens."""
+        value = self(name, default)
+        if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
+            raise CheckpointError(f"config.json has {name} {brief(value)}; it takes 1 to {_LARGEST_SIZE}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise CheckpointError(f"config.json has {name} {brief(value)}; it takes a positive number")
+        return float(value)
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """Returns the base of the rotation, and the settings of it that models here do not support."""
+    tables = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]  # before transformers 5, since
+    if not all(isinstance(table, dict) for table in tables):
+        raise CheckpointError(f"config.json has {brief(tables)} for rope_scaling and rope_parameters, and no tables")
+    kinds = {brief(table.get("rope_type", table.get("type", "default"))) for table in tables}
+    problems = [f"rotary embeddings of type {kind}" for kind in sorted(kinds - {brief("default")})]
+    said = tables[0] | tables[1]
+    share = said.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1, 1.0):
+        problems.append(f"partial_rotary_factor {brief(share)}")
+    base = said.get("rope_theta", config.get("rope_theta"))
+    return _Reader({"rope_theta": base}).number("rope_theta", 10000.0), problems
