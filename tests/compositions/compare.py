@@ -71,6 +71,7 @@ def _joined(curves: Sequence[Curve]) -> Curve:
         losses=[loss for curve in curves for loss in curve.losses],
         grad_norms=[norm for curve in curves for norm in curve.grad_norms],
         skipped=[step for curve in curves for step in curve.skipped],
+        scales=[scale for curve in curves for scale in curve.scales],
         masters=curves[-1].masters,
     )
 
@@ -90,6 +91,7 @@ def _all_nan(ours: list[float], theirs: list[float]) -> bool:
 def _assert_close(composition: Composition, found: Curve, serial: Serial) -> None:
     expected, limit, what = serial.curve, tolerance(composition), "the serial run"
     assert found.skipped == expected.skipped, f"skipped {found.skipped}, and {expected.skipped} in {what}"
+    assert found.scales == expected.scales, f"loss scales {found.scales}, and {expected.scales} in {what}"
     for name in ("losses", "grad_norms"):
         ours, theirs = getattr(found, name), getattr(expected, name)
         assert len(ours) == len(theirs), f"{name} are {ours}, and {theirs} in {what}"

@@ -24,6 +24,7 @@ from core.transformer import Float16Module
 from tests.compositions.composition import Composition
 from tests.compositions.data import MicroBatch, micro_batch
 from tests.compositions.model import Gated, build
+from tests.compositions.plain_optimizer import PlainOptimizer
 from tests.compositions.settings import optimizer_config, parameter_groups, wrapper_config
 from tests.functional._parallel_runs import Layout, _masters
 from tests.functional._runs import Curve, in_precision
@@ -36,7 +37,7 @@ class Training(ABC):
     """What is called."""
     module: nn.Module
     """What holds the parameters."""
-    optimizer: MegatronOptimizer
+    optimizer: MegatronOptimizer | PlainOptimizer
 
     def __init__(self, composition: Composition) -> None:
         self.composition = composition
@@ -100,10 +101,11 @@ class Training(ABC):
             self.curve.grad_norms.append(norm)
         else:
             self.curve.skipped.append(step)
+        self.curve.scales.append(self._scale)
 
     def finish(self) -> Curve:
         """Notes where the steps have led, and returns all; collective."""
-        self.curve.masters = _masters(self.module, self.optimizer)  # type: ignore[arg-type]
+        self.curve.masters = self._weights()
         self.curve.losses = self._whole_losses()
         return self.curve
 
@@ -140,11 +142,22 @@ class Training(ABC):
         """After the last micro-batch: gradients are those of all replicas."""
 
     @abstractmethod
+    def _weights(self) -> dict[str, Tensor]:
+        """Weights of the whole model, in fp32; collective."""
+
+    @property
+    @abstractmethod
+    def _scale(self) -> float:
+        """Of the loss of the next step."""
+
+    @abstractmethod
     def _whole_losses(self) -> list[float]: ...
 
 
 class Wrapped(Training):
     """On this rank's part of its replica's micro-batches."""
+
+    optimizer: MegatronOptimizer
 
     def __init__(self, composition: Composition, part: Composition) -> None:
         """Args:
@@ -188,6 +201,13 @@ class Wrapped(Training):
     def finish_gradients(self) -> None:
         finalize_model_grads([self.wrapper], self.of_step[1] if self.composition.loss == "per token" else None)
 
+    def _weights(self) -> dict[str, Tensor]:
+        return _masters(self.module, self.optimizer)
+
+    @property
+    def _scale(self) -> float:
+        return self.optimizer.get_loss_scale().item()
+
     def _whole_losses(self) -> list[float]:
         totals = torch.stack(self.reported)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -211,6 +231,8 @@ class Wrapped(Training):
 class Serial(Training):
     """In one process, without a wrapper, over the micro-batches of all replicas."""
 
+    optimizer: PlainOptimizer
+
     def __init__(self, composition: Composition) -> None:
         super().__init__(composition)
         module = build(composition, Layout(), is_serial=True)
@@ -218,10 +240,8 @@ class Serial(Training):
         if composition.precision != "fp32":
             in_precision(module, "ddp")
             self.model = Float16Module(module.config, module)
-        self.optimizer = get_megatron_optimizer(
-            optimizer_config(composition), [self.model], **parameter_groups(composition)
-        )
-        self.start = _masters(module, self.optimizer)
+        self.optimizer = PlainOptimizer(composition, module)
+        self.start = self._weights()
         self.sums: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -260,6 +280,14 @@ class Serial(Training):
             if parameter.requires_grad:  # one that no backward reached has a gradient of zeros, as under a wrapper
                 total = self.sums.get(parameter, torch.zeros_like(parameter, dtype=torch.float64))
                 parameter.main_grad = (total / divisor).float()  # type: ignore[attr-defined]
+
+    def _weights(self) -> dict[str, Tensor]:
+        masters = self.optimizer.masters
+        return {name: masters.get(name, p).detach().float().clone() for name, p in self.module.named_parameters()}
+
+    @property
+    def _scale(self) -> float:
+        return self.optimizer.scale
 
     def _whole_losses(self) -> list[float]:
         return [(total / weight).item() for total, weight in self.reported]

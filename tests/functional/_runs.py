@@ -96,6 +96,8 @@ class Curve:
     grad_norms: list[float] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     """Steps that were not made, because a gradient was not finite."""
+    scales: list[float] = field(default_factory=list)
+    """Loss scale after each step."""
     zeros: list[int] = field(default_factory=list)
     """Zeros in the gradient of each step, where the optimizer counts them."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -1,0 +1,85 @@
+"""The update of the serial run: torch's own AdamW or SGD, and clipping and loss scale written out once more.
+
+It shares nothing with `core.optimizer` but the constants, so that a fault there shows in a comparison with this.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tests.compositions.composition import Composition
+from tests.compositions.settings import optimizer_config, parameter_groups
+
+
+class PlainOptimizer:
+    """Steps fp32 masters by ``main_grad``, and copies them into the parameters.
+
+    Attributes:
+        masters: by name, of each parameter that was trained when this was built; the parameter itself in fp32.
+        scale: of the loss, 1 but in fp16.
+    """
+
+    def __init__(self, composition: Composition, module: nn.Module) -> None:
+        self._config = config = optimizer_config(composition)
+        self._params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters = {name: p.detach().float() for name, p in self._params.items()}
+        # What was copied into parameters last: others have written what differs from it.
+        self._published = {name: p.detach().clone() for name, p in self._params.items()}
+        factor = parameter_groups(composition).get("lr_mult", 1.0)  # of the second layer
+        groups = [
+            {
+                "params": [self.masters[name]],
+                "lr": (config.lr or 0.0) * (factor if "layers.1" in name else 1.0),
+                "weight_decay": config.weight_decay if p.ndim > 1 or composition.decay == "all" else 0.0,
+            }
+            for name, p in self._params.items()
+        ]
+        self._rule: torch.optim.Optimizer
+        if config.optimizer == "adam":
+            betas = (config.adam_beta1, config.adam_beta2)
+            self._rule = torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, foreach=False)
+        else:
+            self._rule = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=False)
+        self.scale = (config.initial_loss_scale or 1.0) if config.fp16 else 1.0
+        self._finite_steps = 0
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss for backward."""
+        return loss * self.scale
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are kept in ``main_grad``, which the training clears."""
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, None]:
+        """As `MegatronOptimizer.step`."""
+        for name, p in self._params.items():
+            if not torch.equal(p, self._published[name]):
+                self.masters[name].copy_(p)
+            gradient = getattr(p, "main_grad", None)
+            self.masters[name].grad = None if gradient is None else gradient.double().div(self.scale).float()
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = math.sqrt(sum(g.double().pow(2).sum().item() for g in gradients))
+        if self._config.fp16:
+            self._adapt_scale(math.isfinite(norm))
+        if not math.isfinite(norm):
+            return False, None, None
+        if norm > self._config.clip_grad > 0.0:
+            for gradient in gradients:
+                gradient.mul_(self._config.clip_grad / norm)
+        self._rule.step()
+        for name, p in self._params.items():
+            p.copy_(self.masters[name])
+            self._published[name].copy_(p)
+        return True, norm, None
+
+    def _adapt_scale(self, is_finite: bool) -> None:
+        """Doubles after `loss_scale_window` finite steps in a row, and halves at an overflow (hysteresis of one)."""
+        self._finite_steps = self._finite_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.scale /= 2
+        elif self._finite_steps == self._config.loss_scale_window:
+            self._finite_steps, self.scale = 0, self.scale * 2
