@@ -107,6 +107,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             for buffer in plan.buffers
         ]
         self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named)
+        self._unit_of = {param: unit for unit in self.units for param in unit.params}
         for unit in self.units:
             unit.adopt()
         device = next((buffer.device for buffer in self._buffers_of_shards), torch.device("cpu"))
@@ -121,6 +122,10 @@ class FullyShardedDataParallel(_FlatDataParallel):
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         kept = kept_range(param)
         return super().elements_of(param, start, end) if kept is None else kept[0]
+
+    def _take_gradient(self, param: Tensor) -> None:
+        self._gathering.check_gradient(self._unit_of[param], param)  # type: ignore[index,arg-type]
+        super()._take_gradient(param)
 
     def settle_parameters(self) -> None:
         self._gathering.settle()

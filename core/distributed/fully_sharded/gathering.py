@@ -41,14 +41,15 @@ class ParameterGathering:
         self._last: Unit | None = None
         # The backward that `_last` belongs to, or NO_BACKWARD.
         self._pass = NO_BACKWARD
-        # Of the shards, when they were last gathered from; see `_forget_stale`.
+        # Writes to the shards that what is gathered knows of; set by `forget`, compared in each forward.
         self._version = self._count_writes()
+        self._needs_backward = {
+            unit: planned.is_needed_in_backward for unit, planned in zip(units, plan.units, strict=True)
+        }
         for unit, planned in zip(units, plan.units, strict=True):
             unit.on_use = partial(self._on_use, unit)
             before: Any = _Hook(self._begin if unit is self._root else partial(self._before_forward, unit))
-            after: Any = _Hook(
-                self._end if unit is self._root else partial(self._after_forward, unit, planned.is_needed_in_backward)
-            )
+            after: Any = _Hook(self._end if unit is self._root else partial(self._after_forward, unit))
             for module in planned.modules:
                 module.register_forward_pre_hook(before, prepend=True)
                 module.register_forward_hook(after, always_call=True)
@@ -57,8 +58,7 @@ class ParameterGathering:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         """Begins a forward of the model."""
-        if current_backward() == NO_BACKWARD:
-            self.end_running()
+        if current_backward() == NO_BACKWARD and not self._root.running:
             self._last = None
         self._root.running += 1
         self.need(self._root)
@@ -71,7 +71,7 @@ class ParameterGathering:
             self._watch(self._root, output)
 
     def end_running(self) -> None:
-        """Forgets forwards that raised."""
+        """Forgets forwards that never ended."""
         for unit in self._units:
             unit.running = 0
 
@@ -111,6 +111,7 @@ class ParameterGathering:
             unit.start_gather(self._lane, waits=not self._depth[is_backward])
         unit.finish_gather()
         unit.show()
+        unit.used_in = current_backward()
         if unit is self._last or unit is self._root:
             return
         if self._last is not None:
@@ -140,13 +141,11 @@ class ParameterGathering:
         unit.running += 1
         self.need(unit)
 
-    def _after_forward(
-        self, unit: Unit, is_needed_in_backward: bool, module: nn.Module, args: Any, output: Any
-    ) -> None:
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A call has ended, or raised."""
         unit.running = max(unit.running - 1, 0)
         if torch.is_grad_enabled():
-            if is_needed_in_backward:
+            if self._needs_backward[unit]:
                 self._watch(unit, output)
         elif not self._root.running and not unit.running and current_backward() == NO_BACKWARD:
             self.settle()  # called by itself
@@ -156,6 +155,22 @@ class ParameterGathering:
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, unit))
+
+    def check_gradient(self, unit: Unit, param: nn.Parameter) -> None:
+        """Raises where a gradient has come from a backward that has computed with what is in the slot of its unit.
+
+        Raises:
+            UnitError: nothing has called for the unit in this backward, and another has had its slot since.
+        """
+        if unit.is_gathered or unit.used_in == current_backward() or not self._needs_backward[unit]:
+            return
+        names = [name for piece in unit.pieces for name in piece.names]
+        name = names[next(index for index, other in enumerate(unit.params) if other is param)]
+        raise UnitError(
+            f"parameter {name} got a gradient, but backward has not gathered unit {unit.name}: its forward returned "
+            "no tensor that torch.utils._pytree finds; return tensors, or tuples, lists or dicts of them, or keep the "
+            f"unit gathered with reshard_overrides=({unit.name + '=False'!r},)"
+        )
 
     def _on_use(self, unit: Unit) -> None:
         """A parameter of the unit is used while it is hidden."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..._torch_compat import NO_BACKWARD
 from ...comm import collectives
 from ...comm.lane import CommLane, Handle
 from ...errors import UnitError
@@ -72,12 +73,14 @@ class Unit:
         pieces: in the order of the slot's parts.
 
     Attributes:
-        running: calls of its modules that have begun and not ended; reset by `ParameterGathering.begin`.
+        running: calls of its modules that have begun and not ended, counted by `ParameterGathering`.
+        used_in: the backward that called for it last, or `NO_BACKWARD` for a forward; set by `ParameterGathering`.
     """
 
     def __init__(self, name: str, slot: Slot | None, pieces: Sequence[Piece], group: ProcessGroup) -> None:
         self.name, self.slot, self.pieces, self._group = name, slot, pieces, group
         self.running = 0
+        self.used_in = NO_BACKWARD
         # A gather that is under way: set by `start_gather`, cleared by `finish_gather`.
         self._handle: Handle | None = None
         self._hideable = [p for piece in pieces for p in piece.params if can_be_pending(p)]
