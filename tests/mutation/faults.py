@@ -240,8 +240,8 @@ MUTATIONS = (
     Mutation(
         "gradients of the step before are not cleared",
         "core.distributed.buffers.bucket.Bucket.clear_grads",
-        r"if not slot\.is_empty:",
-        "if slot.is_written_by_layer and (not slot.is_empty):",
+        r"slot\.content = Content\.NOTHING",
+        "slot.content = Content.NOTHING if slot.is_written_by_layer else slot.content",
         (_DDP, _CONTRACT),
     ),
     Mutation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,40 @@ from ..plan.layout import BucketLayout
 
 _ALLOCATION_ALIGNMENT = 64
 """Bytes, of every tensor that torch allocates on the CPU. What is aligned to `PARAM_ALIGNMENT` elements is so too."""
+
+
+class Content(Enum):
+    """What a parameter's place in a bucket holds."""
+
+    NOTHING = "nothing"
+    """What is in memory is of an earlier step: the first gradient replaces it."""
+
+    ZEROS = "zeros"
+    """Zeros to add to; no gradient has arrived."""
+
+    GRADIENT = "gradient"
+    """The sum of what has arrived."""
+
+    SENT = "sent"
+    """Nothing: the gradient that had arrived was reduced, and its memory released."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the next gradient is added to what is in memory, rather than replacing it."""
+        return self in (Content.ZEROS, Content.GRADIENT)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a gradient has come since the last `Bucket.clear_grads`."""
+        return self in (Content.GRADIENT, Content.SENT)
+
+    def zeroed(self) -> Content:
+        """The content once memory that did not count was made zero."""
+        return Content.GRADIENT if self.has_arrived else Content.ZEROS
+
+    def released(self) -> Content:
+        """The content once its memory is gone."""
+        return Content.SENT if self.has_arrived else Content.NOTHING
 
 
 @dataclass(eq=False, slots=True)
@@ -36,14 +71,11 @@ class GradSlot:
     """fp32, of the parameter's shape; allocated when a gradient arrives, freed with the bucket's whole gradients."""
 
     view: Tensor | None = None
-    is_empty: bool = True
-    """Nothing has been added since the last `Bucket.clear_grads`: what is in memory does not count."""
+    content: Content = Content.NOTHING
+    """Changed by the methods of its bucket alone, on the thread that runs backward or between steps."""
 
     is_written_by_layer: bool = False
     """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed."""
-
-    has_arrived: bool = False
-    """A gradient has come since the last `Bucket.clear_grads`; else there are zeros here, or nothing."""
 
     lent_to: int | None = None
     """The backward that computes a gradient in `view` (`Bucket.lend`), until it brings the parameter's."""
@@ -120,7 +152,7 @@ class Bucket:
         if buffer.grad_data is not None:
             self._hold_grads(buffer.grad_data[layout.start : layout.end])
             for slot in self._slots.values():  # zeros to add to, so that what is written before a backward counts
-                slot.is_empty = False
+                slot.content = Content.ZEROS
                 self._view(slot)
         self.separate_shard: Tensor | None = None
 
@@ -201,7 +233,7 @@ class Bucket:
         from those under a strategy whose parameters lie elsewhere.
         """
         slot = self._slots[param]
-        if slot.lent_to is not None or not slot.is_empty or param.dtype != self.main_grad_dtype(param):
+        if slot.lent_to is not None or slot.content.counts or param.dtype != self.main_grad_dtype(param):
             return None
         memory = self._memory_of(slot)
         if memory.data_ptr() % _ALLOCATION_ALIGNMENT:
@@ -232,21 +264,21 @@ class Bucket:
         slot = self._slots[param]
         view = self._view(slot)
         if gradient.is_sparse:
-            if slot.is_empty:
+            if not slot.content.counts:
                 view.zero_()
             view.add_(gradient.coalesce())  # each row once, so that it is rounded as if it were dense
         elif gradient.data_ptr() == view.data_ptr():
             pass
-        elif slot.is_empty:
-            view.copy_(gradient)
-        else:
+        elif slot.content.counts:
             view.add_(gradient)
-        slot.is_empty, slot.has_arrived = False, True
+        else:
+            view.copy_(gradient)
+        slot.content = Content.GRADIENT
 
     def replace_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Makes `gradient` the parameter's, in place of what has been added."""
         self.take_back(param)
-        self._slots[param].is_empty = True
+        self._slots[param].content = Content.NOTHING
         self.add_gradient(param, gradient)
 
     def zero_gradient(self, param: nn.Parameter) -> None:
@@ -264,23 +296,21 @@ class Bucket:
         One that is trainable now always has one, zeros where no backward reached it; a frozen one has what came
         before it was frozen.
         """
-        return param.requires_grad or self._slots[param].has_arrived
+        return param.requires_grad or self._slots[param].content.has_arrived
 
     def note_written_by_layer(self, param: nn.Parameter) -> None:
         """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
         slot = self._slots[param]
-        slot.is_empty = False
-        slot.has_arrived = slot.is_written_by_layer = True
+        slot.content, slot.is_written_by_layer = Content.GRADIENT, True
 
     def clear_grads(self) -> None:
         """Makes every gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
         self.separate_shard = None
         for slot in self._slots.values():
             slot.lent_to = None
-            slot.has_arrived = False
-            if not slot.is_empty:  # else it is None already, or zeros that nothing has been added to
-                slot.is_empty = True
+            if slot.content.counts:  # else it is None already, or zeros that nothing has been added to
                 slot.param.main_grad = None  # type: ignore[attr-defined]
+            slot.content = Content.NOTHING
         self.prepare_for_layers()
 
     def prepare_for_layers(self) -> None:
@@ -288,15 +318,15 @@ class Bucket:
         for slot in self._slots.values():
             if slot.is_written_by_layer:
                 self._view(slot).zero_()
-                slot.is_empty = False
+                slot.content = slot.content.zeroed()
 
     def complete_grads(self) -> Tensor:
         """The whole gradient, `[numel]`, zero where none has arrived; every ``main_grad`` is there afterwards."""
         for slot in self._slots.values():
             view = self._view(slot)
-            if slot.is_empty:
+            if not slot.content.counts:
                 view.zero_()
-                slot.is_empty = False
+                slot.content = slot.content.zeroed()
             if slot.accumulator is not None:
                 self._place_of(slot).copy_(slot.accumulator)
         return self._held_grads()
@@ -317,7 +347,7 @@ class Bucket:
         """Frees the whole gradient, once the reduction that holds it has ended too."""
         self.grad_data = None
         for slot in self._slots.values():
-            slot.view, slot.accumulator, slot.is_empty = None, None, True
+            slot.view, slot.accumulator, slot.content = None, None, slot.content.released()
             slot.param.main_grad = None  # type: ignore[attr-defined]
             if slot.accumulates_in_fp32:
                 slot.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
