@@ -140,7 +140,8 @@ class _FlatDataParallel(_BaseDataParallel):
     def _finish_grad_sync(self, force_all_reduce: bool) -> None:
         if force_all_reduce and any(group.bucket.releases_grads for group in self._bucket_groups):
             raise ParallelConfigError(
-                "force_all_reduce asks for whole gradients, which the strategy 'optim_grads' has released; drop it"
+                f"force_all_reduce asks for whole gradients, which the strategy {self.plan.strategy!r} has released; "
+                "drop it"
             )
         self.settle_parameters()
         self._placement.check(unwrap_model(self))

@@ -17,7 +17,6 @@ from ..dist_checkpointing.views.flat_range import FlatRange, keep_range, kept_ra
 from ..errors import ParallelConfigError, WrapError
 from ..process_groups_config import ProcessGroupCollection
 from .buffers.pending_parameters import let_be_seen
-from .buffers.unreadable_gradient import is_unreadable
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .flat_data_parallel import _FlatDataParallel
@@ -107,7 +106,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             for buffer in plan.buffers
         ]
         self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named)
-        self._unit_of = {param: unit for unit in self.units for param in unit.params}
+        self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
         for unit in self.units:
             unit.adopt()
         device = next((buffer.device for buffer in self._buffers_of_shards), torch.device("cpu"))
@@ -147,7 +146,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.forget()
         for unit in self.units:
             unit.gather_apart()
-            for param in unit.params:
+            for param in unit.name_of:
                 keep_range(param, None)
         self._is_whole = True
         try:
@@ -211,16 +210,11 @@ class FullyShardedDataParallel(_FlatDataParallel):
         return self
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
-        buckets = [group.bucket for group in self._bucket_groups]
-        held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
-        held += [memory for buffer in self._buffers_of_shards for memory in buffer.kept_grad_memory]
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
-        slots = {id(unit.slot): unit.slot for unit in self.units if unit.slot is not None}
-        return {
+        held = super().held_tensors()
+        slots = {unit.slot for unit in self.units if unit.slot is not None}
+        kept = [memory for buffer in self._buffers_of_shards for memory in buffer.kept_grad_memory]
+        return held | {
             "parameters": [*(buffer.shards for buffer in self._buffers_of_shards), *self.module.buffers()],
-            "gathered parameters": [part for slot in slots.values() for part in slot.parts],
-            "gradients": [*held, *(g for bucket in buckets for g in bucket.extra_main_grads), *grads],
-            "gradients not reduced yet": [
-                b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None
-            ],
+            "gathered parameters": [part for slot in slots for part in slot.parts],
+            "gradients": [*held["gradients"], *kept],
         }

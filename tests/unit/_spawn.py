@@ -193,6 +193,7 @@ def _tear_down() -> None:
     if random_streams is not None:  # else dropout of the next job would draw from the streams of this one
         random_streams.get_rng_tracker().reset()
     torch.use_deterministic_algorithms(False)
+    os.environ.pop("SHARDSTACK_POISON_SLOTS", None)  # of a job that asked for it
     # Old groups must have closed their sockets before new ones open theirs: gloo closes late, and then now and then a
     # socket that has come to have the same number.
     gc.collect()

@@ -164,20 +164,18 @@ class ParameterGathering:
         """
         if unit.is_gathered or unit.used_in == current_backward() or not self._needs_backward[unit]:
             return
-        names = [name for piece in unit.pieces for name in piece.names]
-        name = names[next(index for index, other in enumerate(unit.params) if other is param)]
         raise UnitError(
-            f"parameter {name} got a gradient, but backward has not gathered unit {unit.name}: its forward returned "
-            "no tensor that torch.utils._pytree finds; return tensors, or tuples, lists or dicts of them, or keep the "
-            f"unit gathered with reshard_overrides=({unit.name + '=False'!r},)"
+            f"parameter {unit.name_of[param]} got a gradient, but backward has not gathered unit {unit.name}: "
+            "its forward returned no tensor that torch.utils._pytree finds; return tensors, or tuples, lists or "
+            f"dicts of them, or keep the unit gathered with reshard_overrides=({unit.name + '=False'!r},)"
         )
 
     def _on_use(self, unit: Unit) -> None:
         """A parameter of the unit is used while it is hidden."""
         if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
-            name = unit.pieces[0].names[0]
+            first = next(iter(unit.name_of.values()))
             raise UnitError(
-                f"a parameter of unit {unit.name} (it begins with {name}) was used outside of a forward, where each "
+                f"a parameter of unit {unit.name} (it begins with {first}) was used outside of a forward, where each "
                 "rank holds its shard alone; use parameters inside the wrapper's whole_parameters(), which every rank "
                 "has to enter, or save and load them by core.dist_checkpointing"
             )

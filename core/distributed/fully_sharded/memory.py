@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from ...host_memory import passing_memory
 from ..buffers.bucket import Bucket, FlatMemory
 from ..plan import BucketPlan, BufferPlan
-from ..plan.layout import BucketLayout
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -64,10 +62,10 @@ class ShardedBuffer(FlatMemory):
         sizes = Counter(bucket.elements for bucket in plan.buckets)
         self._grad_slots: dict[int, list[Tensor]] = {size: [] for size, count in sizes.items() if count > 1}
         self.buckets: list[Bucket] = []
-        if plan.is_trained:
-            self.buckets = [Bucket(self, _counted_from(bucket, plan)) for bucket in plan.buckets]
-        for bucket, planned in zip(self.buckets, plan.buckets, strict=False):
+        for planned in plan.buckets if plan.is_trained else ():
+            bucket = Bucket(self, planned.layout)
             bucket.local_param_shard = self.shard_of(planned)
+            self.buckets.append(bucket)
 
     @property
     def kept_grad_memory(self) -> list[Tensor]:
@@ -86,13 +84,6 @@ class ShardedBuffer(FlatMemory):
     def shard_of(self, bucket: BucketPlan) -> Tensor:
         """`[elements / num_shards]`: this rank's shard of a bucket's parameters."""
         return self.shards[bucket.layout.start // self.num_shards : bucket.layout.end // self.num_shards]
-
-
-def _counted_from(bucket: BucketPlan, plan: BufferPlan) -> BucketLayout:
-    """The bucket's layout, its members counted among the parameters of the whole buffer."""
-    first = sum(len(before.params) for before in plan.buckets[: plan.buckets.index(bucket)])
-    members = tuple(first + index for index in range(len(bucket.params)))
-    return replace(bucket.layout, members=members)
 
 
 class Slot:

@@ -73,6 +73,7 @@ class Unit:
         pieces: in the order of the slot's parts.
 
     Attributes:
+        name_of: its parameters, each with its name in the model.
         running: calls of its modules that have begun and not ended, counted by `ParameterGathering`.
         used_in: the backward that called for it last, or `NO_BACKWARD` for a forward; set by `ParameterGathering`.
     """
@@ -83,16 +84,13 @@ class Unit:
         self.used_in = NO_BACKWARD
         # A gather that is under way: set by `start_gather`, cleared by `finish_gather`.
         self._handle: Handle | None = None
-        self._hideable = [p for piece in pieces for p in piece.params if can_be_pending(p)]
+        self.name_of = {param: name for piece in pieces for param, name in zip(piece.params, piece.names, strict=True)}
+        self._hideable = [param for param in self.name_of if can_be_pending(param)]
         # Of each parameter, as torch counts writes to it, when it was last hidden: gathers do not count.
         self._versions = self._count_writes()
         self._is_hidden = False
         # What a use of a hidden parameter calls, set once by `ParameterGathering`.
         self.on_use: Callable[[], None] = self.show
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return [param for piece in self.pieces for param in piece.params]
 
     def own_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
@@ -155,8 +153,8 @@ class Unit:
             self._poison(self.slot)
         if before != self._versions:
             self.slot.owner = None
-            index = next(i for i, (a, b) in enumerate(zip(before, self._versions, strict=True)) if a != b)
-            name = [name for piece in self.pieces for name in piece.names][index]
+            changes = zip(self.name_of.values(), before, self._versions, strict=True)
+            name = next(name for name, old, new in changes if old != new)
             raise UnitError(
                 f"parameter {name} was written while its unit was gathered, and the write would be lost; write "
                 "parameters between steps, inside the wrapper's whole_parameters()"
@@ -192,7 +190,7 @@ class Unit:
         self._versions = self._count_writes()
 
     def _count_writes(self) -> list[int]:
-        return [param._version for param in self.params]
+        return [param._version for param in self.name_of]
 
 
 def build_units(
@@ -212,7 +210,9 @@ def build_units(
         slot: Slot | None = None
         if planned.slot is not None:
             sizes = [(b.elements, buffer.param_dtype, buffer.device) for b, buffer in zip(buckets, kept, strict=True)]
-            slot = slots.setdefault(planned.slot, slots.get(planned.slot) or Slot(sizes))
+            if planned.slot not in slots:
+                slots[planned.slot] = Slot(sizes)
+            slot = slots[planned.slot]
         shards = [buffer.shard_of(bucket) for bucket, buffer in zip(buckets, kept, strict=True)]
         pieces = [
             Piece(

@@ -76,7 +76,7 @@ def plan_buffers(
         **common,
         frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
         buffers=tuple(buffers),
-        leaves=_order_of_leaving(buffers),
+        leaves=order_of_leaving(buffers),
         reduces_during_backward=reduces_during_backward,
         overlaps_grads=ddp_config.overlap_grad_reduce,
         overlaps_params=ddp_config.overlap_param_gather,
@@ -100,7 +100,7 @@ def full_param_layout(
     """
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in reversed(params):
-        kinds.setdefault(_kind(param, ddp_config), []).append(param)
+        kinds.setdefault(kind_of(param, ddp_config), []).append(param)
     options: dict[str, Any] = {
         "num_buckets": ddp_config.num_buckets,
         "for_high_busbw": ddp_config.pad_buckets_for_high_nccl_busbw,
@@ -143,13 +143,15 @@ def _by_kind(names: ParameterNames, ddp_config: DistributedDataParallelConfig) -
         name = names.of[param][0]
         reject_unfit_parameter(name, param)
         if param.requires_grad:
-            kinds.setdefault(_kind(param, ddp_config), []).append(param)
+            kinds.setdefault(kind_of(param, ddp_config), []).append(param)
     return kinds
 
 
-def _kind(
-    param: nn.Parameter, ddp_config: DistributedDataParallelConfig
-) -> tuple[bool, torch.dtype, torch.dtype, torch.device]:
+Kind = tuple[bool, torch.dtype, torch.dtype, torch.device]
+"""Of the parameters of one buffer; see `kind_of`."""
+
+
+def kind_of(param: nn.Parameter, ddp_config: DistributedDataParallelConfig) -> Kind:
     """What parameters of one buffer have in common: the mark of experts, dtype, dtype of gradients, device."""
     # Double precision stays: reducing in fp32 is about adding more exactly, not less.
     in_fp32 = ddp_config.grad_reduce_in_fp32
@@ -193,11 +195,12 @@ def accumulated_in_fp32(
     return frozenset(name for name in names if any(p == "all" or fnmatch(name, p) for p in patterns))
 
 
-def _order_of_leaving(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:
+def order_of_leaving(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:
     """Returns buckets in the order in which backward should finish them: by their first parameter, the last first."""
     place = {
         (index, number): bucket.place
         for index, buffer in enumerate(buffers)
+        if buffer.is_trained
         for number, bucket in enumerate(buffer.buckets)
     }
     return tuple(sorted(place, key=lambda key: -place[key]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..groups import DataParallelGroups
@@ -14,6 +14,18 @@ _MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_
 """Settings that concern a rank alone."""
 
 _FIELDS_OF_MODEL_CONFIG = ("bf16", "fp16", "calculate_per_token_loss", "gradient_accumulation_fusion")
+
+
+Settings = TypeVar("Settings", bound=DistributedDataParallelConfig)
+
+
+def settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig) -> Settings:
+    """Returns settings of the given kind as they are; of a plain config, with the defaults of `kind` for the rest."""
+    if isinstance(ddp_config, kind):
+        return ddp_config
+    own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
+    shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
+    return kind(**shared)
 
 
 def common_plan(

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from ... import device
 from ...errors import ParallelConfigError
+from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, parse_overrides
 from ..groups import DataParallelGroups
 from .buffers import (
+    Kind,
     accumulated_in_fp32,
     check_precision,
     check_reduction,
-    is_expert_parameter,
+    kind_of,
     lay_out_params,
+    order_of_leaving,
     plan_bucket,
     reject_unfit_parameter,
 )
-from .common import common_plan
+from .common import common_plan, settings_as
 from .layout import BucketLayout
 from .names import ParameterNames
 from .resharding import check_reshard, reshard_of
-from .units import Unit, UnitChoice, find_units
+from .units import Unit, UnitChoice, find_units, own_parameters
 from .values import BucketPlan, BufferPlan, FlatUnitPlan, FullyShardedPlan
 
-_Kind = tuple[bool, bool, torch.dtype, torch.dtype, torch.device]
-"""Of parameters that share a buffer: trained, experts, dtype, dtype of the gradient, device."""
+_Kind = tuple[bool, Kind]
+"""Of parameters that share a buffer: whether they are trained, and their `kind_of`."""
 
 
 def plan_flat_units(
@@ -43,26 +44,29 @@ def plan_flat_units(
     *,
     caller: str,
 ) -> FullyShardedPlan:
-    """What `FullyShardedDataParallel` is to do to a model; see `plan_model`."""
+    """Plans a model for `FullyShardedDataParallel`; see `plan_model`."""
     settings = _own_settings(ddp_config, caller)
     check_reduction(config, settings)
     check_precision(config, module)
     names, num_shards = ParameterNames(module), groups.shard.size()
     units = [*find_units(module, unit_classes, splits_dtypes=False), Unit((module,), ("",))]
     buckets: dict[_Kind, list[BucketPlan]] = {}
+    in_buffer: dict[_Kind, list[nn.Parameter]] = {}
     of_units: list[tuple[tuple[_Kind, int], ...]] = []
-    taken: set[nn.Parameter] = set()
-    for unit in units:
-        params = dict.fromkeys(p for member in unit.modules for p in member.parameters() if p not in taken)
-        taken.update(params)
+    for params in own_parameters(units):
         places = []
-        for kind, of_kind in _by_kind(names, list(params), settings).items():
-            in_buffer = buckets.setdefault(kind, [])
-            start = in_buffer[-1].layout.end if in_buffer else 0
-            (layout,) = lay_out_params(of_kind, dp_size=num_shards, separates_shared=False)
-            moved = BucketLayout(start, start + layout.end, layout.members, layout.ranges)
-            places.append((kind, len(in_buffer)))
-            in_buffer.append(plan_bucket(names, of_kind, moved, num_shards))
+        for kind, of_kind in _by_kind(names, params, settings).items():
+            before, members = buckets.setdefault(kind, []), in_buffer.setdefault(kind, [])
+            (layout,) = lay_out_params(
+                of_kind,
+                dp_size=num_shards,
+                separates_shared=False,
+                for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
+            )
+            moved = _moved(layout, before[-1].layout.end if before else 0, len(members))
+            members += of_kind
+            places.append((kind, len(before)))
+            before.append(plan_bucket(names, members, moved, num_shards))
         of_units.append(tuple(places))
     index_of = {kind: index for index, kind in enumerate(buckets)}
     buffers = tuple(_buffer(kind, of_kind, settings, num_shards) for kind, of_kind in buckets.items())
@@ -86,7 +90,7 @@ def plan_flat_units(
     return FullyShardedPlan(
         **common,
         buffers=buffers,
-        leaves=_order_of_leaving(buffers, planned),
+        leaves=order_of_leaving(buffers),
         reduces_during_backward=True,
         overlaps_grads=True,
         overlaps_params=settings.forward_prefetch > 0 or settings.backward_prefetch > 0,
@@ -99,17 +103,16 @@ def plan_flat_units(
 
 
 def _own_settings(ddp_config: DistributedDataParallelConfig, caller: str) -> FullyShardedDataParallelConfig:
-    """The settings as given, or the defaults of what a plain config does not say."""
-    if isinstance(ddp_config, FullyShardedDataParallelConfig):
-        return ddp_config
+    """Returns the wrapper's own settings, or their defaults. Warns about those of buckets, which units replace."""
     if not shards_parameters(ddp_config.sharding_strategy):
         raise ParallelConfigError(
             f"{caller} shards parameters, gradients and optimizer state, and data_parallel_sharding_strategy is "
             f"{ddp_config.sharding_strategy!r}; set 'optim_grads_params', or use wrap_model"
         )
-    own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
-    shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
-    return FullyShardedDataParallelConfig(**shared)
+    without_effect = [field for field in ("bucket_size", "num_buckets") if getattr(ddp_config, field) is not None]
+    if without_effect:
+        warn_once(f"{', '.join(without_effect)}: where parameters are sharded a unit is the bucket. No number changes")
+    return settings_as(FullyShardedDataParallelConfig, ddp_config)
 
 
 def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: int) -> bool:
@@ -123,8 +126,14 @@ def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: 
     return asked
 
 
+def _moved(layout: BucketLayout, start: int, first_member: int) -> BucketLayout:
+    """Returns the layout of a bucket by itself at its place in a buffer, behind `first_member` parameters."""
+    members = tuple(first_member + index for index in layout.members)
+    return replace(layout, start=start, end=start + layout.end, members=members)
+
+
 def _slots(sizes: Sequence[Hashable], reshards: Sequence[bool], in_use: int) -> list[int]:
-    """The slot of each unit: of those that reshard, units of one size take turns with as many as are `in_use`."""
+    """Returns the slot of each unit. Of those that reshard, units of one size take turns with `in_use` slots."""
     shared: dict[Hashable, list[int]] = {}
     found: list[int] = []
     for size, is_shared in zip(sizes, reshards, strict=True):
@@ -139,22 +148,18 @@ def _slots(sizes: Sequence[Hashable], reshards: Sequence[bool], in_use: int) -> 
 def _by_kind(
     names: ParameterNames, params: Sequence[nn.Parameter], settings: FullyShardedDataParallelConfig
 ) -> dict[_Kind, list[nn.Parameter]]:
-    """Parameters of a unit, of one bucket each, in reverse order of construction."""
+    """Groups the parameters of a unit, in reverse order of construction, by the buffers that hold them."""
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for param in reversed(params):
         reject_unfit_parameter(names.of[param][0], param)
-        wide = torch.promote_types(param.dtype, torch.float32)
-        grad_dtype = wide if settings.grad_reduce_in_fp32 and param.requires_grad else param.dtype
-        place = device.current_device() if param.is_meta else param.device  # where it will be materialized
-        kind = param.requires_grad, is_expert_parameter(param), param.dtype, grad_dtype, place
-        kinds.setdefault(kind, []).append(param)
+        kinds.setdefault((param.requires_grad, kind_of(param, settings)), []).append(param)
     return kinds
 
 
 def _buffer(
     kind: _Kind, buckets: Sequence[BucketPlan], settings: FullyShardedDataParallelConfig, num_shards: int
 ) -> BufferPlan:
-    is_trained, holds_experts, dtype, grad_dtype, _ = kind
+    is_trained, (holds_experts, dtype, grad_dtype, _) = kind
     found = (param.name for bucket in buckets for param in bucket.params)
     return BufferPlan(
         param_dtype=dtype,
@@ -166,10 +171,3 @@ def _buffer(
         is_trained=is_trained,
         buckets=tuple(buckets),
     )
-
-
-def _order_of_leaving(buffers: Sequence[BufferPlan], units: Sequence[FlatUnitPlan]) -> tuple[tuple[int, int], ...]:
-    """That in which backward is expected to finish units; the root's last, which backward is in all the time."""
-    place = {key: buffers[key[0]].buckets[key[1]].place for unit in units[:-1] for key in unit.buckets}
-    inner = sorted(place, key=lambda key: -place[key])
-    return tuple(key for key in (*inner, *units[-1].buckets) if buffers[key[0]].is_trained)

@@ -19,11 +19,11 @@ from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .common import common_plan
+from .common import common_plan, settings_as
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .resharding import check_reshard, reshard_of
-from .units import Unit, UnitChoice, find_units
+from .units import Unit, UnitChoice, find_units, own_parameters
 from .values import FSDP2Plan, ModuleUnitPlan, ParamPlan
 
 _BUFFER_FIELDS = (
@@ -197,13 +197,10 @@ def _reject_own_recomputation(units: Iterable[Unit], activation_checkpointing: s
 def _params_of_units(module: nn.Module, units: Sequence[Unit], shard_size: int) -> list[tuple[ParamPlan, ...]]:
     """For each unit, and last for the root, the parameters that no unit before it has."""
     names = ParameterNames(module)
-    taken: set[nn.Parameter] = set()
-    found = []
-    for modules in [*(unit.modules for unit in units), (module,)]:
-        own = dict.fromkeys(p for member in modules for p in member.parameters() if p not in taken)
-        taken.update(own)
-        found.append(tuple(_cut_by_rows(names, parameter, shard_size) for parameter in own))
-    return found
+    return [
+        tuple(_cut_by_rows(names, parameter, shard_size) for parameter in own)
+        for own in own_parameters([*units, Unit((module,), ("",))])
+    ]
 
 
 def _cut_by_rows(names: ParameterNames, parameter: nn.Parameter, shard_size: int) -> ParamPlan:
@@ -254,8 +251,4 @@ def _own_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullySharde
             f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "
             "unit by unit and overlaps by itself. No number changes"
         )
-    if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
-        return ddp_config
-    own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
-    shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
-    return TorchFullyShardedDataParallelConfig(**shared)
+    return settings_as(TorchFullyShardedDataParallelConfig, ddp_config)

@@ -79,6 +79,15 @@ def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes:
     ]
 
 
+def own_parameters(units: Iterable[Unit]) -> Iterator[list[nn.Parameter]]:
+    """Yields for each unit the parameters that no unit before it has."""
+    taken: set[nn.Parameter] = set()
+    for unit in units:
+        own = list(dict.fromkeys(p for member in unit.modules for p in member.parameters() if p not in taken))
+        taken.update(own)
+        yield own
+
+
 def _named(modules: tuple[nn.Module, ...], names: dict[nn.Module, str]) -> Unit:
     return Unit(modules, tuple(names[module] for module in modules))
 

@@ -238,7 +238,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
     trained = [(buffer, bucket) for buffer, bucket in buckets if buffer.is_trained]
     gathered = sum(bucket.elements * buffer.param_dtype.itemsize for buffer, bucket in buckets)
     reduced = sum(bucket.elements * buffer.grad_dtype.itemsize for buffer, bucket in trained)
-    whole_grads = sum(  # memory that is not released, and accumulators
+    whole_grads = sum(  # where one rank has all
         (0 if buffer.releases_grads else bucket.elements * buffer.grad_dtype.itemsize) for buffer, bucket in trained
     )
     of_slot = [other for other in plan.units if other.slot == unit.slot]
@@ -255,7 +255,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
         gradient=Held(
             whole_grads or reduced // plan.num_shards, _distinct(buffer.grad_dtype for buffer, _ in trained)
         ),
-        after_forward="stays" if len(of_slot) == 1 else "freed",
+        after_forward="stays" if unit.slot is None or len(of_slot) == 1 else "freed",
         traffic=sharded_traffic(
             step,
             gathered_bytes=gathered,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from core.distributed.fully_sharded.unit import POISONS
 from core.distributed.report.facts import model_facts
 from core.errors import ParallelConfigError, UnitError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Stack, batches, build, gradients, loss_of, toy
 
@@ -286,3 +288,18 @@ def test_memory_for_gradients_of_layers_is_taken_once():
     for first, second, third in run_distributed(_allocations, 2):
         assert second == third < first  # the root's alone: no other unit has its size
         assert second == 128
+
+
+def _settings_of_buckets() -> tuple[str, set[int]]:
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = build("zero3", toy(), bucket_size=50, num_buckets=None, pad_buckets_for_high_nccl_busbw=True)
+    sizes = {bucket.elements for buffer in model.plan.buffers for bucket in buffer.buckets}
+    return str(caught[0].message), sizes
+
+
+def test_settings_of_buckets_act_or_are_named():
+    for said, sizes in run_distributed(_settings_of_buckets, 2):
+        assert said == "bucket_size: where parameters are sharded a unit is the bucket. No number changes"
+        assert sizes == {2**16}
