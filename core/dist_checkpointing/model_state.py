@@ -15,8 +15,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..device import current_device
 from ..dtypes import dtype_name
 from ..errors import CheckpointError
+from ..kept_ranges import kept_range
 from .agreement import Ranks
-from .views.flat_range import FlatRange, kept_range, whole_view
+from .views.flat_range import FlatRange, whole_view
 from .views.global_view import global_shape, global_view, local_slices, local_tensor
 
 

@@ -13,21 +13,24 @@ from torch import Tensor, nn
 from ..comm.lane import comm_lane
 from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
-from ..dist_checkpointing.views.flat_range import FlatRange, keep_range, kept_range, whole_view
+from ..dist_checkpointing.views.flat_range import FlatRange, whole_view
 from ..errors import ParallelConfigError, WrapError
+from ..kept_ranges import keep_range, kept_range
 from ..process_groups_config import ProcessGroupCollection
 from .buffers.pending_parameters import let_be_seen
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .flat_data_parallel import _FlatDataParallel
+from .fully_sharded.calls import watch_calls
 from .fully_sharded.gathering import ParameterGathering
 from .fully_sharded.memory import ShardedBuffer
 from .fully_sharded.unit import Unit, build_units
 from .groups import Ranks, find_groups
 from .model.broadcast import broadcast_tensors
-from .model.initial_values import start_equal
+from .model.initial_values import InitialValues, cast_buffers
 from .model.same_model import reject_different_models
 from .model.unfit_models import reject_unfit
+from .model.unit_transforms import transform_modules
 from .plan import FullyShardedPlan, plan_flat_units
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
@@ -58,15 +61,16 @@ class FullyShardedDataParallel(_FlatDataParallel):
             present.
         ddp_config: the wrapper's settings: a `FullyShardedDataParallelConfig`, or any other whose sharding strategy
             is ``optim_grads_params``.
-        module: the model, in the dtypes that it computes in (`Float16Module`). Every rank's becomes that of the
-            group's first; on the meta device it is materialized here.
+        module: the model. Every rank's becomes that of the group's first, with ``sync_module_states``; on the meta
+            device it is materialized here. fp32 parameters are kept in fp32 where the model's config computes in less
+            (``bf16``, ``fp16``): they are cast when they are gathered, and are the optimizer's masters.
         sub_modules_to_wrap: as `TorchFullyShardedDataParallel` takes it.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
 
     Raises:
-        ParallelConfigError: a field that this wrapper cannot honour, or half precision with fp32 parameters.
+        ParallelConfigError: a field that this wrapper cannot honour.
         WrapError: a parameter that is a DTensor already.
     """
 
@@ -92,8 +96,12 @@ class FullyShardedDataParallel(_FlatDataParallel):
         plan = plan_flat_units(model, config, ddp_config, groups, unit_classes, caller=caller)
         super().__init__(config, module, ddp_config, plan)
         reject_different_models(model, plan, [unit.names for unit in plan.units])
+        for planned in plan.units:
+            transform_modules(planned.modules, planned.recomputes, planned.is_compiled)
         with replaced_parameters_marked(module):
-            start_equal(module, self.process_group)  # replicas that start different would stay different
+            start = InitialValues(module, self.process_group, from_first_rank=plan.equalizes)
+            start.equalize()
+            start.allocate(parameters_have_memory=False)
         named = dict(model.named_parameters())
         self._buffers_of_shards = [
             ShardedBuffer(
@@ -102,16 +110,24 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 named[buffer.buckets[0].params[0].name].device,
                 num_shards=plan.num_shards,
                 shard_index=groups.shard.rank(),
+                offloads=plan.offloads,
+                pins_memory=plan.pins_memory,
             )
             for buffer in plan.buffers
         ]
         self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named)
         self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
         for unit in self.units:
-            unit.adopt()
+            unit.adopt(with_values=True)
+        self._note_ranges()
+        start.fill()  # what was on the meta device, one tensor at a time, into the shards
+        for unit in self.units:
+            unit.adopt(with_values=False)
         device = next((buffer.device for buffer in self._buffers_of_shards), torch.device("cpu"))
         self._gathering = ParameterGathering(plan, self.units, self._buffers_of_shards, comm_lane(device))
-        self._note_ranges()
+        watch_calls(plan, self.units, self._gathering)
+        if plan.buffer_dtype is not None:
+            cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
             let_be_seen(param, partial(whole_view, param))
         self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.leaves])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from ..dtypes import Dtype, as_dtype
 from ..errors import ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -48,6 +50,65 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     backward_prefetch: int = 1
     """The same for backward."""
 
+    keep_gathered_between_micro_batches: Literal["none", "ends", "all"] = "ends"
+    """Units that stay gathered from one micro-batch of a step to the next, while gradients accumulate whole.
+
+    ``ends``: what a micro-batch begins and ends with, that is the root, the first and the last unit, and units that
+    are gathered for their forward alone, as an embedding. ``all``: every unit, after its forward too, so that each
+    parameter is gathered once a step, for memory of the whole model's parameters. ``none``: nothing. With
+    `reduce_every_micro_batch`, which is there to save memory, ``ends`` is ``none``.
+    """
+
+    # ---- precision
+
+    param_dtype: Dtype | None = None
+    """Dtype of computation and of all-gathers. None: that of the model's config (``bf16``, ``fp16``) where all
+    parameters arrive in fp32; else each parameter keeps its own, as fp32 norms in a bf16 model do."""
+
+    reduce_dtype: Dtype | None = None
+    """Dtype of gradient reduction. None: fp32 with `grad_reduce_in_fp32`, else `param_dtype`."""
+
+    output_dtype: Dtype | None = None
+    """Dtype to which the model's floating-point outputs are cast. None: fp32 where parameters are cast to less."""
+
+    cast_forward_inputs: bool = True
+    """Cast floating-point inputs of the model and of each unit to `param_dtype`, where that is set or follows."""
+
+    buffer_dtype: Dtype | None = None
+    """Dtype to which the model's floating-point buffers are cast once, at construction. None: they stay."""
+
+    # ---- what is done to each unit
+
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute activations again in backward: all of a unit from its inputs (``full``), or all but the results of
+    matrix products, every second one of linear layers, and of attention (``selective``)."""
+
+    activation_checkpointing_interval: int = 1
+    """Do so to every n-th unit, the first included."""
+
+    compile_units: bool = False
+    """Compile each unit's forward with `torch.compile`."""
+
+    # ---- memory
+
+    cpu_offload: bool = False
+    """Keep shards of parameters, gradients and optimizer state in the host's memory."""
+
+    pin_memory: bool = True
+    """Pin that memory, for faster copies; without an accelerator a warning says that there is nothing to pin for."""
+
+    # ---- construction and use
+
+    sync_module_states: bool = True
+    """Broadcast parameters and buffers from data-parallel rank 0 before sharding.
+
+    FSDP2 cuts each rank's own copy, so that replicas that differed would become a mixture; this makes that
+    impossible, at the cost of one broadcast of the model at construction.
+    """
+
+    forward_methods: tuple[str, ...] = ()
+    """Methods other than ``forward`` that are called on the model or its units and need gathered parameters."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for field, other in (
@@ -63,6 +124,42 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
             if getattr(self, field) < 0:
                 raise ParallelConfigError(f"{field} is {getattr(self, field)}; it takes 0 (off) or a positive number")
         parse_overrides(self.reshard_overrides)
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            as_dtype(getattr(self, field), field)
+        if (
+            self.reduce_dtype is not None
+            and self.grad_reduce_in_fp32
+            and as_dtype(self.reduce_dtype) != as_dtype("fp32")
+        ):
+            raise ParallelConfigError(
+                f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
+            )
+        self._check_units()
+        if self.keep_gathered_between_micro_batches not in ("none", "ends", "all"):
+            raise ParallelConfigError(
+                f"keep_gathered_between_micro_batches is {self.keep_gathered_between_micro_batches!r}; it takes none, "
+                "ends or all"
+            )
+        if self.keep_gathered_between_micro_batches == "all" and (
+            self.reshard_overrides or not isinstance(self.reshard_after_forward, bool)
+        ):
+            raise ParallelConfigError(
+                "keep_gathered_between_micro_batches='all' keeps every unit gathered for a whole step, and "
+                f"reshard_after_forward is {self.reshard_after_forward} with reshard_overrides "
+                f"{list(self.reshard_overrides)}; drop one of the two"
+            )
+
+    def _check_units(self) -> None:
+        if self.activation_checkpointing not in ("none", "full", "selective"):
+            raise ParallelConfigError(
+                f"activation_checkpointing is {self.activation_checkpointing!r}; it takes none, full or selective"
+            )
+        interval = self.activation_checkpointing_interval
+        if interval < 1 or (interval > 1 and self.activation_checkpointing == "none"):
+            raise ParallelConfigError(
+                f"activation_checkpointing_interval is {interval} with activation_checkpointing "
+                f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
+            )
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Reshard]]:

@@ -129,7 +129,7 @@ def _check_precision(config: OptimizerConfig, model_chunks: Sequence[nn.Module],
             "gradients from vanishing; set fp16=True"
         )
     for p in params:
-        dtype = p.param.dtype
+        dtype = p.local().dtype
         if (dtype == torch.float16 and not config.fp16) or (dtype == torch.bfloat16 and config.fp16):
             wanted = "fp16=True" if dtype == torch.float16 else "bf16=True"
             raise ConfigError(

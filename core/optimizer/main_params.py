@@ -72,7 +72,7 @@ class MainParam:
     @property
     def is_low_precision(self) -> bool:
         """Whether `main` is an fp32 master copy instead of a view."""
-        return self.param.dtype in _LOW_PRECISION
+        return self.local().dtype in _LOW_PRECISION
 
     def local(self) -> Tensor:
         """Returns what this rank updates of the parameter, sharing its storage."""

@@ -11,13 +11,18 @@ from torch import nn
 
 @torch.no_grad()
 def allocate_meta_tensors(
-    model: nn.Module, device: torch.device | str, parameter_device: torch.device | str | None = None
+    model: nn.Module,
+    device: torch.device | str,
+    parameter_device: torch.device | str | None = None,
+    *,
+    parameters_have_memory: bool = True,
 ) -> list[torch.Tensor]:
     """Replaces parameters and buffers on the meta device by empty ones; returns the new ones.
 
     A sharded parameter (FSDP2) gets storage for its shard. torch's `to_empty` would also discard existing values,
     untie shared plain parameters, and drop attributes of parameters. `parameter_device`, if given, is the device of
-    parameters, for example the host of offloaded shards.
+    parameters, for example the host of offloaded shards. Without `parameters_have_memory` they have a shape, a dtype
+    and a device, and one element of memory (`has_no_memory`), until a wrapper makes them views of its own.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
@@ -30,8 +35,12 @@ def allocate_meta_tensors(
 
     def storage_for(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta and tensor not in made:
-            where = parameter_device if parameter_device and tensor in places else device
-            made[tensor] = torch.empty_like(tensor, device=where)
+            is_parameter = tensor in places
+            where = parameter_device if parameter_device and is_parameter else device
+            if is_parameter and not parameters_have_memory:
+                made[tensor] = tensor.new_empty((1,) * tensor.ndim, device=where).expand(tensor.shape)
+            else:
+                made[tensor] = torch.empty_like(tensor, device=where)
         return made.get(tensor, tensor)
 
     if places or on_meta:
@@ -49,6 +58,11 @@ def allocate_meta_tensors(
         dict.fromkeys(module._buffers[name] for module, name in on_meta),
     )
     return [tensor for tensor in filled if tensor is not None]
+
+
+def has_no_memory(parameter: torch.Tensor) -> bool:
+    """Whether `allocate_meta_tensors` gave it a shape alone."""
+    return parameter.numel() > 1 and parameter.untyped_storage().nbytes() == parameter.element_size()
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:

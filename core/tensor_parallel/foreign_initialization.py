@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import ConfigError
+from ..kept_ranges import keep_range, kept_range
 from .groups import resolve_group
 from .partition import copy_partition, copy_shard, whole_shape
 
@@ -84,7 +85,7 @@ def _filled_by(foreign: ForeignModule, resets: list[Callable[[], Any]], seed: in
     with _whole_tensors(foreign) as blank, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
         marks = {name: (tensor, tensor._version, _bytes_of(tensor).clone()) for name, tensor in blank.items()}
-        with _WritesWhole(foreign.name):
+        with _WritesWhole(foreign):
             for run in resets:
                 run()
         now = {**foreign.module._parameters, **foreign.module._buffers}
@@ -109,6 +110,7 @@ def _whole_tensors(foreign: ForeignModule) -> Iterator[Mapping[str, torch.Tensor
                 dtype = torch.promote_types(dtype, torch.float32)
             whole = nn.Parameter(_blank(whole_shape(parameter, resolve_group(None)), dtype), requires_grad=False)
             vars(whole).update(vars(parameter))
+            keep_range(whole, None)
             module._parameters[name] = whole
             if name in foreign.wanted:
                 blank[name] = whole
@@ -144,13 +146,24 @@ class _WritesWhole(TorchDispatchMode):
     DTensor itself would draw the wrong values for a rank's part.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, foreign: ForeignModule) -> None:
         super().__init__()
-        self._name = name or "the model"
+        self._name = foreign.name or "the model"
+        # Parameters of submodules that are kept as a range: with a shape and, until they are filled, memory of one
+        # element, by which an alias (``.data``) is known too.
+        ranges = [p for p in foreign.module.parameters() if kept_range(p) is not None and p.numel()]
+        self._ranges = {parameter.untyped_storage().data_ptr(): parameter for parameter in ranges}
+
+    def _range(self, leaf: Any) -> torch.Tensor | None:
+        """The parameter kept as a range that a tensor is."""
+        return self._ranges.get(leaf.untyped_storage().data_ptr()) if type(leaf) in _PLAIN else None
+
+    def _is_sharded(self, leaf: Any) -> bool:
+        return isinstance(leaf, DTensor) or self._range(leaf) is not None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        sharded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+        sharded = any(map(self._is_sharded, tree_leaves((args, kwargs))))
         if not sharded or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return func(*args, **kwargs)
         returns_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
@@ -160,8 +173,8 @@ class _WritesWhole(TorchDispatchMode):
                 f"module ({func}), and what it writes there would be lost; fill that parameter in the "
                 "reset_parameters() of the module that owns it"
             )
-        target = args[0] if func._schema.is_mutable and args and isinstance(args[0], DTensor) else None
-        if any(leaf is not target for leaf in _written(func, args, kwargs)):
+        target: Any = args[0] if func._schema.is_mutable and args and self._is_sharded(args[0]) else None
+        if any(leaf is not target for leaf in _written(func, args, kwargs) if self._is_sharded(leaf)):
             raise ConfigError(
                 f"the initialisation of {self._name.rstrip('.')} writes sharded parameters of others by {func}, "
                 "which would be lost; fill them one at a time, in place, or in the reset_parameters() of their owners"
@@ -169,23 +182,32 @@ class _WritesWhole(TorchDispatchMode):
         overwrites = func._overloadpacket.__name__ in _OVERWRITING
 
         def to_whole(leaf: Any) -> Any:
-            if not isinstance(leaf, DTensor):
+            if not self._is_sharded(leaf):
                 return leaf
             if leaf is target and overwrites:
                 return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-            return leaf.full_tensor().cpu()
+            if isinstance(leaf, DTensor):
+                return leaf.full_tensor().cpu()
+            raise ConfigError(
+                f"the initialisation of {self._name.rstrip('.')} reads a sharded parameter of another module "
+                f"({func}), of which each rank has a range; fill that parameter in the reset_parameters() of the "
+                "module that owns it"
+            )
 
         args, kwargs = tree_map(to_whole, (args, kwargs))
         result = func(*args, **kwargs)
         if target is None:
             return result
-        copy_shard(args[0], target)
+        kept = self._range(target)
+        copy_shard(args[0], target if kept is None else kept)
         return target
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[DTensor]:
-    """Returns the sharded tensors that an operation writes into."""
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Returns what an operation writes into."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    leaves = tree_leaves([given.get(name) for name in written])
-    return [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+    return tree_leaves([given.get(name) for name in written])

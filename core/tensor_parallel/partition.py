@@ -6,6 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import ParallelConfigError
+from ..kept_ranges import fill_range, kept_range
 from .groups import Group, group_rank, group_size
 
 
@@ -25,8 +26,10 @@ def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -
 
 
 def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Fills this rank's shard of a DTensor, or a plain parameter, from one tensor-parallel rank's tensor `whole`."""
-    if isinstance(parameter, DTensor):
+    """Fills a parameter, or what this rank keeps of a sharded one, from one tensor-parallel rank's tensor `whole`."""
+    if kept_range(parameter) is not None:
+        fill_range(parameter, whole)
+    elif isinstance(parameter, DTensor):
         # Without a source rank every rank shards its own copy.
         own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(own.to_local())

@@ -28,6 +28,7 @@ from core.dist_checkpointing import latest_checkpoint
 from core.dist_checkpointing.format.folders import complete_checkpoints
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
+from core.distributed.distributed_data_parallel_config import shards_parameters
 from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
@@ -110,9 +111,10 @@ def pretrain(config: PretrainConfig) -> None:
 
 
 def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
-    """Builds the model, in the precision that its wrapper needs: FSDP2 shards fp32 parameters and casts them."""
-    # On the meta device nothing is allocated: FSDP2 fills each rank's shards after sharding.
-    with torch.device("meta") if config.use_torch_fsdp2 else nullcontext():
+    """Builds the model, in the precision that its wrapper needs: one that shards parameters keeps fp32, and casts."""
+    is_cut = shards_parameters(config.ddp.sharding_strategy)
+    # On the meta device nothing is allocated: such a wrapper fills each rank's shards.
+    with torch.device("meta") if is_cut else nullcontext():
         model: torch.nn.Module = GPTModel(
             config.model,
             vocab_size=vocab_size,
@@ -122,7 +124,7 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
         )
     freeze_parameters(model, config.gpt.freeze)
     add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
-    if config.use_torch_fsdp2:
+    if is_cut:
         return model
     model = model.to(current_device())
     return Float16Module(config.model, model) if config.model.fp16 or config.model.bf16 else model

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...errors import CheckpointError
+from ...kept_ranges import kept_range
 from .global_view import global_shape, global_view, local_slices, local_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -47,24 +48,6 @@ def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
     boxes = boxes_of_range(tuple(param.shape), start, start + len(values))
     moved = [(tuple(a + b for a, b in zip(origin, offsets, strict=True)), sizes) for offsets, sizes in boxes]
     return FlatRange(values.detach(), tuple(global_shape(param)), moved)
-
-
-_RANGE = "held_range"
-
-
-def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:
-    """Notes on a parameter which of its elements this rank keeps, and where; see `whole_view`.
-
-    Args:
-        kept: `values` and `start`, as `flat_range_view` takes them; None where the parameter itself has its values.
-    """
-    setattr(param, _RANGE, kept)
-
-
-def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
-    """What `keep_range` has noted."""
-    found: tuple[Tensor, int] | None = getattr(param, _RANGE, None)
-    return found
 
 
 def whole_view(tensor: Tensor) -> Tensor:

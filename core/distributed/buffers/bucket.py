@@ -88,7 +88,11 @@ class FlatMemory:
     params: list[nn.Parameter]
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
+    shard_grad_dtype: torch.dtype
+    """Of a reduced shard that has memory of its own."""
     device: torch.device
+    shard_device: torch.device
+    """Of shards that have memory of their own: the host's, where they are offloaded."""
     num_shards: int
     shard_index: int
     accumulated_in_fp32: frozenset[str]
@@ -205,7 +209,8 @@ class Bucket:
             return self._held_grads().chunk(self.buffer.num_shards)[self.buffer.shard_index]
         if self.separate_shard is None:
             length = self.numel // self.buffer.num_shards
-            self.separate_shard = torch.zeros(length, dtype=self.buffer.grad_dtype, device=self.buffer.device)
+            buffer = self.buffer
+            self.separate_shard = torch.zeros(length, dtype=buffer.shard_grad_dtype, device=buffer.shard_device)
         return self.separate_shard
 
     @property
@@ -339,7 +344,8 @@ class Bucket:
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiplies what an optimizer reads."""
-        self.local_grad_shard.mul_(factor)
+        shard = self.local_grad_shard
+        shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
         for accumulator in self.extra_main_grads:
             accumulator.mul_(factor)
 

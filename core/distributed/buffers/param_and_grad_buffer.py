@@ -51,8 +51,10 @@ class ParamAndGradBuffer(FlatMemory):
     ) -> None:
         self.names = [name for name, _ in params]
         self.params = [param for _, param in params]
-        self.param_dtype, self.device = self.params[0].dtype, self.params[0].device
-        self.grad_dtype, self.accumulated_in_fp32 = grad_dtype, frozenset(accumulated_in_fp32)
+        self.param_dtype = self.params[0].dtype
+        self.device = self.shard_device = self.params[0].device
+        self.grad_dtype = self.shard_grad_dtype = grad_dtype
+        self.accumulated_in_fp32 = frozenset(accumulated_in_fp32)
         self.num_shards, self.shard_index = num_shards, shard_index
         self.numel = layouts[-1].end
         self.param_data: Tensor | None = None

@@ -38,6 +38,9 @@ class BucketReduction:
     def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
         """Reduces `whole` `[n]` into `kept`, this rank's part of it; without shards both are the same tensor.
 
+        It is reduced in the dtype of `whole`; `kept` may be wider, so that what is added to it is not rounded, and in
+        the host's memory, which it has reached on return.
+
         Args:
             accumulate: add to what `kept` holds; then it is no part of `whole`.
             what: its name for messages.
@@ -54,11 +57,15 @@ class BucketReduction:
         reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=self.fp32_accumulation)
         if self.shard_group is None:
             reduce(whole, self.group, what=what)
-        elif self.replica_group is None:
+        elif self.replica_group is None and (kept.dtype, kept.device) == (whole.dtype, whole.device):
             scatter(kept, whole, self.shard_group, what=what, scale=scale, accumulate=accumulate)
         else:
-            part = torch.empty_like(kept) if accumulate else kept
-            scatter(part, whole, self.shard_group, what=what)
-            reduce(part, self.replica_group, what=what)
-            if accumulate:
-                kept.add_(part)
+            is_apart = accumulate or (kept.dtype, kept.device) != (whole.dtype, whole.device)
+            part = whole.new_empty(len(kept)) if is_apart else kept
+            if self.replica_group is None:
+                scatter(part, whole, self.shard_group, what=what, scale=scale)
+            else:
+                scatter(part, whole, self.shard_group, what=what)
+                reduce(part, self.replica_group, what=what)
+            if is_apart:
+                kept.add_(part.to(kept.device)) if accumulate else kept.copy_(part)

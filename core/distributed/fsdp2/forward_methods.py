@@ -1,4 +1,4 @@
-"""Methods other than `forward` that need gathered parameters, as `generate` or `encode_image`."""
+"""Gathers parameters around methods other than `forward`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from ...errors import WrapError
+from ..model.forward_methods import find_forward_methods
 from .torch_private import is_in_forward
 
 
@@ -34,16 +34,8 @@ def register_forward_methods(
     Raises:
         WrapError: a name that neither the root nor a unit has as a method.
     """
-    modules = list(dict.fromkeys([root, *members]))
-    for name in names:
-        holders = [module for module in modules if callable(getattr(module, name, None))]
-        if not holders:
-            kinds = sorted({type(module).__name__.removeprefix("FSDP") for module in modules})
-            raise WrapError(
-                f"forward_methods names {name!r}, which is a method of neither the model nor its units "
-                f"({', '.join(kinds)}); name methods of these, and classes that have it in sub_modules_to_wrap"
-            )
-        for module in holders:
+    for module, found in find_forward_methods(root, members, names).items():
+        for name in found:
             register_fsdp_forward_method(module, name)
             setattr(module, name, _freeing(root, getattr(module, name), prepare, free))
 

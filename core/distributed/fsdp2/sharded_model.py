@@ -75,7 +75,8 @@ class ShardedModel:
         register_forward_methods(
             module, members, plan.forward_methods, prepare=self.prepare_forward, free=self.reshard
         )
-        start.fill("cpu" if plan.offloads else None)
+        start.allocate("cpu" if plan.offloads else None)
+        start.fill()
         # The tensors that units are gathered into exist. Set for good by the first forward, in `prepare_forward`.
         self._has_allocated = False
         # A backward raised. Set when it is noticed, in `_end_failed_backward`; cleared by `recover`, which returns it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from .unit import Unit
 
 
 class ParameterGathering:
-    """Hooks on the modules of units, which gather and hide their parameters.
+    """Gathers and hides the parameters of units around the calls of their modules (`watch_calls`).
 
     The main thread calls it in forward, autograd's in backward; never both at once.
 
@@ -46,29 +46,41 @@ class ParameterGathering:
         self._needs_backward = {
             unit: planned.is_needed_in_backward for unit, planned in zip(units, plan.units, strict=True)
         }
-        for unit, planned in zip(units, plan.units, strict=True):
+        for unit in units:
             unit.on_use = partial(self._on_use, unit)
-            before: Any = _Hook(self._begin if unit is self._root else partial(self._before_forward, unit))
-            after: Any = _Hook(self._end if unit is self._root else partial(self._after_forward, unit))
-            for module in planned.modules:
-                module.register_forward_pre_hook(before, prepend=True)
-                module.register_forward_hook(after, always_call=True)
 
-    # ---- the whole model
+    # ---- calls of modules
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
+    def before_call(self, unit: Unit) -> None:
+        """To be called before a forward of one of the unit's modules, or another method of it."""
+        if unit is self._root:
+            self._begin()
+        else:
+            unit.running += 1
+            self.need(unit)
+
+    def after_call(self, unit: Unit, output: Any) -> None:
+        """To be called after it, with what it has returned, or None where it has raised."""
+        if unit is self._root:
+            self._end(output)
+        else:
+            self._after_forward(unit, output)
+
+    def _begin(self) -> None:
         """Begins a forward of the model."""
         if current_backward() == NO_BACKWARD and not self._root.running:
             self._last = None
         self._root.running += 1
         self.need(self._root)
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, output: Any) -> None:
         self._root.running -= 1
         if not self._root.running and current_backward() == NO_BACKWARD and not torch.is_grad_enabled():
             self.settle()
         elif torch.is_grad_enabled():
             self._watch(self._root, output)
+
+    # ---- the whole model
 
     def end_running(self) -> None:
         """Forgets forwards that never ended."""
@@ -137,12 +149,7 @@ class ParameterGathering:
                 f"keep one of them apart, with reshard_overrides=({owner.name + '=False'!r},)"
             )
 
-    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        unit.running += 1
-        self.need(unit)
-
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        """A call has ended, or raised."""
+    def _after_forward(self, unit: Unit, output: Any) -> None:
         unit.running = max(unit.running - 1, 0)
         if torch.is_grad_enabled():
             if self._needs_backward[unit]:
@@ -184,17 +191,3 @@ class ParameterGathering:
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         """Called by autograd with the gradient of each tensor that a unit's forward returned."""
         self.need(unit)
-
-
-class _Hook:
-    """Calls a method; in a pickled or copied module it does nothing."""
-
-    def __init__(self, call: Callable[..., None] | None) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        if self._call is not None:
-            self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None,)

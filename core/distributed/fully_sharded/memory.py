@@ -27,7 +27,9 @@ class ShardedBuffer(FlatMemory):
     Args:
         plan: what it holds.
         params: the model's, by name.
-        device: where shards are kept.
+        device: where the model computes.
+        offloads: shards are in the host's memory.
+        pins_memory: in a part of it that the device copies from while it computes.
 
     Attributes:
         shards: `[numel / num_shards]`, this rank's shard of each bucket, one after the other: one tensor, so that its
@@ -45,10 +47,13 @@ class ShardedBuffer(FlatMemory):
         *,
         num_shards: int,
         shard_index: int,
+        offloads: bool = False,
+        pins_memory: bool = False,
     ) -> None:
         self.names = [param.name for bucket in plan.buckets for param in bucket.params]
         self.params = [params[name] for name in self.names]
-        self.param_dtype, self.grad_dtype, self.device = plan.param_dtype, plan.grad_dtype, device
+        self.param_dtype, self.gathered_dtype, self.device = plan.param_dtype, plan.gathered_dtype, device
+        self.grad_dtype, self.shard_grad_dtype = plan.grad_dtype, plan.shard_grad_dtype
         self.num_shards, self.shard_index = num_shards, shard_index
         self.accumulated_in_fp32 = plan.accumulated_in_fp32
         self.param_data = None
@@ -56,7 +61,10 @@ class ShardedBuffer(FlatMemory):
         self.grad_data: Tensor | None = None
         if plan.is_trained and not plan.releases_grads:
             self.grad_data = torch.zeros(numel, dtype=plan.grad_dtype, device=device)
-        self.shards = torch.zeros(numel // num_shards, dtype=plan.param_dtype, device=device)
+        self.shard_device = torch.device("cpu") if offloads else device
+        self.shards = torch.zeros(
+            numel // num_shards, dtype=plan.param_dtype, device=self.shard_device, pin_memory=pins_memory
+        )
         # Memory for whole gradients, of each size that several units have, as long as the model is wrapped. Taken by a
         # unit's first gradient, given back when it is reduced; both by the thread that runs backward.
         sizes = Counter(bucket.elements for bucket in plan.buckets)

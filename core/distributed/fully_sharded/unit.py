@@ -16,6 +16,7 @@ from ...comm import collectives
 from ...comm.lane import CommLane, Handle
 from ...errors import UnitError
 from ...host_memory import passing_memory
+from ...tensor_parallel.allocation import has_no_memory
 from ..buffers.pending_parameters import can_be_pending, end_pending, make_pending
 from ..plan import FullyShardedPlan
 from .memory import ShardedBuffer, Slot
@@ -40,17 +41,22 @@ class Piece:
     shard: Tensor
     """`[numel / num_shards]`, this rank's part of the whole, which an optimizer writes."""
     whole: Tensor
-    """`[numel]`, the slot's part that parameters are views of; `shard` itself where one rank has all."""
+    """`[numel]`, the slot's part that parameters are views of, in the dtype of computation; `shard` itself where one
+    rank has all, in one dtype."""
 
-    def place_params(self, memory: Tensor) -> None:
-        """Makes the parameters views of `memory` `[numel]`."""
+    def place_params(self, memory: Tensor, but_for: Callable[[Tensor], bool] | None = None) -> None:
+        """Makes the parameters, but for those of which `but_for` is true, views of `memory` `[numel]`."""
         for param, (start, end) in zip(self.params, self.ranges, strict=True):
-            param.data = memory[start:end].view(param.shape)
+            if but_for is None or not but_for(param):
+                param.data = memory[start:end].view(param.shape)
 
-    def take_shard(self, group: ProcessGroup) -> None:
-        """Copies this rank's part of the values of the parameters into `shard`."""
-        for param, own, start in self.own_ranges(group.rank()):
-            own.copy_(param.detach().flatten()[start : start + own.numel()])
+    def gather(self, into: Tensor, group: ProcessGroup, what: str) -> None:
+        """Writes the shards of all ranks into `into` `[numel]`, cast to its dtype."""
+        own = self.shard
+        if (own.dtype, own.device) != (into.dtype, into.device) or group.size() == 1:
+            own = into.chunk(group.size())[group.rank()].copy_(own, non_blocking=True)  # a cast takes no memory there
+        if group.size() > 1:
+            collectives.all_gather(into, own, group, what=what)
 
     def own_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
@@ -80,6 +86,7 @@ class Unit:
 
     def __init__(self, name: str, slot: Slot | None, pieces: Sequence[Piece], group: ProcessGroup) -> None:
         self.name, self.slot, self.pieces, self._group = name, slot, pieces, group
+        self._what = f"the parameters of unit {name}"
         self.running = 0
         self.used_in = NO_BACKWARD
         # A gather that is under way: set by `start_gather`, cleared by `finish_gather`.
@@ -89,6 +96,8 @@ class Unit:
         # Of each parameter, as torch counts writes to it, when it was last hidden: gathers do not count.
         self._versions = self._count_writes()
         self._is_hidden = False
+        # Its parameters are in memory of their own: set by `gather_apart`, cleared by `return_to_slot`.
+        self._is_apart = False
         # What a use of a hidden parameter calls, set once by `ParameterGathering`.
         self.on_use: Callable[[], None] = self.show
 
@@ -103,11 +112,23 @@ class Unit:
         return self.slot is None or self.slot.owner is self
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Takes the values of the parameters into the shards, and makes the parameters views of the slot."""
+    def adopt(self, *, with_values: bool) -> None:
+        """Makes the parameters views of the slot.
+
+        Args:
+            with_values: only those that have values, which go into the shards.
+        """
+        if with_values:
+            self._take_values()
         for piece in self.pieces:
-            piece.take_shard(self._group)
-            piece.place_params(piece.whole)
+            piece.place_params(piece.whole, but_for=has_no_memory if with_values else None)
+        self._versions = self._count_writes()
+
+    def _take_values(self) -> None:
+        """Copies this rank's part of the values of the parameters into the shards."""
+        for param, own, start in self.own_ranges():
+            if not has_no_memory(param):
+                own.copy_(param.detach().flatten()[start : start + own.numel()])
 
     def start_gather(self, lane: CommLane, *, waits: bool) -> None:
         """Gathers the shards into the slot, in place of what another unit has there."""
@@ -124,7 +145,7 @@ class Unit:
 
     def _gather(self) -> None:
         for piece in self.pieces:
-            collectives.all_gather(piece.whole, piece.shard, self._group, what=f"the parameters of unit {self.name}")
+            piece.gather(piece.whole, self._group, self._what)
 
     def finish_gather(self) -> None:
         """Waits for a gather that is under way."""
@@ -144,7 +165,7 @@ class Unit:
         Raises:
             UnitError: a parameter was written while it was gathered; the write would be lost.
         """
-        if self._is_hidden or self.slot is None:
+        if self._is_hidden or self._is_apart or self.slot is None:
             return
         before, self._versions = self._versions, self._count_writes()
         self._is_hidden = True
@@ -174,20 +195,21 @@ class Unit:
         self.show()
         if self.slot is None:
             return
-        self.slot.owner = None
+        self.slot.owner, self._is_apart = None, True
         for piece in self.pieces:
-            apart = passing_memory(piece.whole.numel(), piece.whole.dtype, piece.whole.device)
-            collectives.all_gather(apart, piece.shard, self._group, what=f"the parameters of unit {self.name}")
+            apart = passing_memory(piece.whole.numel(), piece.shard.dtype, piece.whole.device)
+            piece.gather(apart, self._group, self._what)
             piece.place_params(apart)
 
     def return_to_slot(self) -> None:
         """Takes what was written since `gather_apart` into this rank's shard, and frees that memory."""
         if self.slot is None:
             return
+        with torch.no_grad():
+            self._take_values()
         for piece in self.pieces:
-            piece.take_shard(self._group)
             piece.place_params(piece.whole)
-        self._versions = self._count_writes()
+        self._versions, self._is_apart = self._count_writes(), False
 
     def _count_writes(self) -> list[int]:
         return [param._version for param in self.name_of]
@@ -209,7 +231,10 @@ def build_units(
         buckets = [bucket for _, bucket in plan.buckets_of(planned)]
         slot: Slot | None = None
         if planned.slot is not None:
-            sizes = [(b.elements, buffer.param_dtype, buffer.device) for b, buffer in zip(buckets, kept, strict=True)]
+            sizes = [
+                (bucket.elements, buffer.gathered_dtype, buffer.device)
+                for bucket, buffer in zip(buckets, kept, strict=True)
+            ]
             if planned.slot not in slots:
                 slots[planned.slot] = Slot(sizes)
             slot = slots[planned.slot]

@@ -3,7 +3,8 @@
     start = InitialValues(module, group)
     start.equalize()                        # before sharding: broadcasts tensors that every rank has
     shard_model(module, ...)
-    start.fill()                            # allocates the rest, and draws it by name or receives it part by part
+    start.allocate()                        # the rest
+    start.fill()                            # draws it by name, or receives it, tensor by tensor
 
 The first rank decides, tensor by tensor. All ranks get a tensor that it has: in place if all have storage, else after
 sharding, one tensor at a time, so that a rank that started on the meta device never has the whole model. All ranks
@@ -63,15 +64,18 @@ class InitialValues:
         broadcast_tensors(self._equalized, self._group)
         self._equalized = []
 
-    def fill(self, parameter_device: torch.device | str | None = None) -> None:
-        """Allocates and fills tensors on the meta device. Call it after the model is sharded.
+    def allocate(self, parameter_device: torch.device | str | None = None, **options: bool) -> None:
+        """Allocates tensors on the meta device.
 
         Args:
             parameter_device: device of parameters; None means that of this process.
+            options: as `allocate_meta_tensors` takes them.
         """
-        if not self._drawn and not self._received:
-            return
-        allocate_meta_tensors(self._module, device.current_device(), parameter_device)
+        if self._drawn or self._received:
+            allocate_meta_tensors(self._module, device.current_device(), parameter_device, **options)
+
+    def fill(self) -> None:
+        """Fills what `allocate` has allocated, one tensor at a time. Call it after the model is sharded."""
         self._draw()
         self._receive()
 
@@ -111,9 +115,10 @@ class InitialValues:
 
 
 def start_equal(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Calls `equalize` and `fill`, for a wrapper that does not shard."""
+    """Does all of it, for a wrapper that does not shard."""
     start = InitialValues(module, group)
     start.equalize()
+    start.allocate()
     start.fill()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ... import device
+from ...dtypes import Dtype, as_dtype
 from ...errors import ParallelConfigError, WrapError
 from ...tensor_parallel.attributes import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
@@ -62,7 +63,9 @@ def plan_buffers(
         buffers.append(
             BufferPlan(
                 param_dtype=dtype,
+                gathered_dtype=dtype,
                 grad_dtype=grad_dtype,
+                shard_grad_dtype=grad_dtype,
                 holds_params=is_sharded,
                 releases_grads=strategy == "optim_grads" and num_shards > 1,
                 holds_experts=holds_experts,
@@ -151,11 +154,21 @@ Kind = tuple[bool, torch.dtype, torch.dtype, torch.device]
 """Of the parameters of one buffer; see `kind_of`."""
 
 
-def kind_of(param: nn.Parameter, ddp_config: DistributedDataParallelConfig) -> Kind:
-    """What parameters of one buffer have in common: the mark of experts, dtype, dtype of gradients, device."""
-    # Double precision stays: reducing in fp32 is about adding more exactly, not less.
-    in_fp32 = ddp_config.grad_reduce_in_fp32
-    grad_dtype = torch.promote_types(param.dtype, torch.float32) if in_fp32 else param.dtype
+def kind_of(
+    param: nn.Parameter,
+    ddp_config: DistributedDataParallelConfig,
+    computes_in: torch.dtype | None = None,
+    reduces_in: Dtype | None = None,
+) -> Kind:
+    """What parameters of one buffer have in common: the mark of experts, dtype, dtype of gradients, device.
+
+    Args:
+        computes_in: the dtype that the model sees; None is the parameter's.
+        reduces_in: the dtype of gradients, where it is asked for.
+    """
+    grad_dtype = as_dtype(reduces_in) or computes_in or param.dtype
+    if ddp_config.grad_reduce_in_fp32:  # to add more exactly, so double precision stays
+        grad_dtype = torch.promote_types(grad_dtype, torch.float32)
     place = device.current_device() if param.is_meta else param.device  # where it will be materialized
     return is_expert_parameter(param), param.dtype, grad_dtype, place
 

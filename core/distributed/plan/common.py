@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from ... import device
+from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from ..groups import DataParallelGroups
 from .values import GradientReduction
 
@@ -26,6 +29,18 @@ def settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig)
     own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
     shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
     return kind(**shared)
+
+
+def pins_memory(settings: FullyShardedDataParallelConfig) -> bool:
+    """Returns whether offloaded shards are in pinned memory; warns where there is nothing to pin it for."""
+    asked = settings.cpu_offload and settings.pin_memory
+    has_accelerator = device.device_type() != "cpu"
+    if asked and not has_accelerator:
+        warn_once(
+            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
+            "memory. No number changes"
+        )
+    return asked and has_accelerator
 
 
 def common_plan(

@@ -6,8 +6,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ...dtypes import as_dtype
 from ...errors import ParallelConfigError
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
@@ -16,7 +19,6 @@ from ..groups import DataParallelGroups
 from .buffers import (
     Kind,
     accumulated_in_fp32,
-    check_precision,
     check_reduction,
     kind_of,
     lay_out_params,
@@ -24,15 +26,17 @@ from .buffers import (
     plan_bucket,
     reject_unfit_parameter,
 )
-from .common import common_plan, settings_as
+from .common import common_plan, pins_memory, settings_as
 from .layout import BucketLayout
 from .names import ParameterNames
+from .precision import compute_dtype, mixed_precision_policy
 from .resharding import check_reshard, reshard_of
+from .transforms import choose_transforms
 from .units import Unit, UnitChoice, find_units, own_parameters
 from .values import BucketPlan, BufferPlan, FlatUnitPlan, FullyShardedPlan
 
-_Kind = tuple[bool, Kind]
-"""Of parameters that share a buffer: whether they are trained, and their `kind_of`."""
+_Kind = tuple[bool, torch.dtype, Kind]
+"""Of parameters that share a buffer: whether they are trained, the dtype of computation, and their `kind_of`."""
 
 
 def plan_flat_units(
@@ -47,7 +51,7 @@ def plan_flat_units(
     """Plans a model for `FullyShardedDataParallel`; see `plan_model`."""
     settings = _own_settings(ddp_config, caller)
     check_reduction(config, settings)
-    check_precision(config, module)
+    precision = mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
     names, num_shards = ParameterNames(module), groups.shard.size()
     units = [*find_units(module, unit_classes, splits_dtypes=False), Unit((module,), ("",))]
     buckets: dict[_Kind, list[BucketPlan]] = {}
@@ -55,7 +59,7 @@ def plan_flat_units(
     of_units: list[tuple[tuple[_Kind, int], ...]] = []
     for params in own_parameters(units):
         places = []
-        for kind, of_kind in _by_kind(names, params, settings).items():
+        for kind, of_kind in _by_kind(names, params, settings, precision).items():
             before, members = buckets.setdefault(kind, []), in_buffer.setdefault(kind, [])
             (layout,) = lay_out_params(
                 of_kind,
@@ -72,16 +76,21 @@ def plan_flat_units(
     buffers = tuple(_buffer(kind, of_kind, settings, num_shards) for kind, of_kind in buckets.items())
     keys = [tuple((index_of[kind], number) for kind, number in places) for places in of_units]
     reshards = [*(_reshards(unit, settings, num_shards) for unit in units[:-1]), False]
+    recomputed, compiled = choose_transforms(units[:-1], settings)
     sizes = [tuple((index, buffers[index].buckets[number].elements) for index, number in key) for key in keys]
     slots = _slots(sizes, reshards, 1 + max(settings.forward_prefetch, settings.backward_prefetch))
+    # Where one rank has all, in one dtype and place, parameters are views of the shards themselves.
+    is_whole = num_shards == 1 and precision.param_dtype is None and not settings.cpu_offload
     planned = tuple(
         FlatUnitPlan(
             modules=unit.modules,
             names=unit.names,
             buckets=key,
-            slot=slot if num_shards > 1 and key else None,
+            slot=None if is_whole or not key else slot,
             is_freed=reshard,
             is_needed_in_backward=unit.is_needed_in_backward,
+            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
+            is_compiled=unit in compiled,
         )
         for unit, key, slot, reshard in zip(units, keys, slots, reshards, strict=True)
     )
@@ -97,6 +106,12 @@ def plan_flat_units(
         averages_in_collective=settings.average_in_collective,
         adds_in_fp32=settings.reduce_scatter_with_fp32_accumulation,
         units=planned,
+        precision=precision,
+        offloads=settings.cpu_offload,
+        pins_memory=pins_memory(settings),
+        equalizes=settings.sync_module_states,
+        buffer_dtype=as_dtype(settings.buffer_dtype),
+        forward_methods=settings.forward_methods,
         forward_prefetch=settings.forward_prefetch,
         backward_prefetch=settings.backward_prefetch,
     )
@@ -116,6 +131,8 @@ def _own_settings(ddp_config: DistributedDataParallelConfig, caller: str) -> Ful
 
 
 def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: int) -> bool:
+    if settings.keep_gathered_between_micro_batches == "all":
+        return False
     overrides = parse_overrides(settings.reshard_overrides)
     asked = check_reshard(reshard_of(unit.names[0], settings.reshard_after_forward, overrides), num_shards)
     if not isinstance(asked, bool):
@@ -146,26 +163,34 @@ def _slots(sizes: Sequence[Hashable], reshards: Sequence[bool], in_use: int) -> 
 
 
 def _by_kind(
-    names: ParameterNames, params: Sequence[nn.Parameter], settings: FullyShardedDataParallelConfig
+    names: ParameterNames,
+    params: Sequence[nn.Parameter],
+    settings: FullyShardedDataParallelConfig,
+    precision: MixedPrecisionPolicy,
 ) -> dict[_Kind, list[nn.Parameter]]:
     """Groups the parameters of a unit, in reverse order of construction, by the buffers that hold them."""
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for param in reversed(params):
         reject_unfit_parameter(names.of[param][0], param)
-        kinds.setdefault((param.requires_grad, kind_of(param, settings)), []).append(param)
+        computes_in = (precision.param_dtype if param.is_floating_point() else None) or param.dtype
+        kind = param.requires_grad, computes_in, kind_of(param, settings, computes_in, settings.reduce_dtype)
+        kinds.setdefault(kind, []).append(param)
     return kinds
 
 
 def _buffer(
     kind: _Kind, buckets: Sequence[BucketPlan], settings: FullyShardedDataParallelConfig, num_shards: int
 ) -> BufferPlan:
-    is_trained, (holds_experts, dtype, grad_dtype, _) = kind
+    is_trained, gathered_dtype, (holds_experts, dtype, grad_dtype, _) = kind
     found = (param.name for bucket in buckets for param in bucket.params)
+    shard_grad_dtype = torch.promote_types(grad_dtype, dtype)
     return BufferPlan(
         param_dtype=dtype,
+        gathered_dtype=gathered_dtype,
         grad_dtype=grad_dtype,
+        shard_grad_dtype=shard_grad_dtype,
         holds_params=True,
-        releases_grads=is_trained and num_shards > 1,
+        releases_grads=is_trained and (num_shards > 1 or shard_grad_dtype != grad_dtype or settings.cpu_offload),
         holds_experts=holds_experts,
         accumulated_in_fp32=accumulated_in_fp32(found, grad_dtype, settings) if is_trained else frozenset(),
         is_trained=is_trained,

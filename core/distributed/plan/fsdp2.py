@@ -9,20 +9,19 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ... import device
 from ...dist_checkpointing import local_tensor
 from ...dtypes import as_dtype
 from ...errors import ParallelConfigError
-from ...tensor_parallel.initialization import ParameterOwner
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .common import common_plan, settings_as
+from .common import common_plan, pins_memory, settings_as
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .resharding import check_reshard, reshard_of
+from .transforms import choose_transforms
 from .units import Unit, UnitChoice, find_units, own_parameters
 from .values import FSDP2Plan, ModuleUnitPlan, ParamPlan
 
@@ -93,7 +92,7 @@ def plan_fsdp2(
         backward_prefetch=settings.backward_prefetch,
         collectives=settings.collectives,
         offloads=settings.cpu_offload,
-        pins_memory=_pins_memory(settings),
+        pins_memory=pins_memory(settings),
         equalizes=settings.sync_module_states,
         buffer_dtype=as_dtype(settings.buffer_dtype),
         forward_methods=settings.forward_methods,
@@ -143,57 +142,6 @@ def _reshards(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConf
     return found
 
 
-def choose_transforms(
-    units: Sequence[Unit], settings: TorchFullyShardedDataParallelConfig
-) -> tuple[list[Unit], list[Unit]]:
-    """The units whose activations are computed again in backward, and those that are compiled.
-
-    Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
-    one operation again would save nothing. So are units inside units, which are part of what is done to these.
-
-    Raises:
-        ParallelConfigError: a model that recomputes by itself as well (``recompute_granularity``); or no unit that it
-            could be done to.
-    """
-    recomputes = settings.activation_checkpointing != "none"
-    if not (recomputes or settings.compile_units):
-        return [], []
-    inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
-    layers = [
-        unit
-        for unit in units
-        if unit.is_needed_in_backward
-        and not inside.issuperset(unit.modules)
-        and not all(map(_is_one_layer, unit.modules))
-    ]
-    if not layers:
-        raise ParallelConfigError(
-            f"activation_checkpointing is {settings.activation_checkpointing!r} and compile_units "
-            f"{settings.compile_units}, but no unit has more than one layer of weights; name the classes of the "
-            "model's blocks in sub_modules_to_wrap"
-        )
-    if recomputes:
-        _reject_own_recomputation(layers, settings.activation_checkpointing)
-    every_nth = settings.activation_checkpointing_interval
-    return layers[::every_nth] if recomputes else [], layers if settings.compile_units else []
-
-
-def _is_one_layer(module: nn.Module) -> bool:
-    is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
-    return is_torchs or isinstance(module, ParameterOwner)
-
-
-def _reject_own_recomputation(units: Iterable[Unit], activation_checkpointing: str) -> None:
-    for submodule in (below for unit in units for module in unit.modules for below in module.modules()):
-        granularity = getattr(getattr(submodule, "config", None), "recompute_granularity", None)
-        if granularity is not None:
-            raise ParallelConfigError(
-                f"activation_checkpointing is {activation_checkpointing!r} in the wrapper's settings and "
-                f"recompute_granularity is {granularity!r} in the model's config: both would compute the same "
-                "activations again; drop one of the two"
-            )
-
-
 def _params_of_units(module: nn.Module, units: Sequence[Unit], shard_size: int) -> list[tuple[ParamPlan, ...]]:
     """For each unit, and last for the root, the parameters that no unit before it has."""
     names = ParameterNames(module)
@@ -215,17 +163,6 @@ def _cut_by_rows(names: ParameterNames, parameter: nn.Parameter, shard_size: int
         cut="rows",
         bounds=tuple(min(index * chunk, rows) * row_numel for index in range(shard_size + 1)),
     )
-
-
-def _pins_memory(settings: TorchFullyShardedDataParallelConfig) -> bool:
-    asked = settings.cpu_offload and settings.pin_memory
-    has_accelerator = device.device_type() != "cpu"
-    if asked and not has_accelerator:
-        warn_once(
-            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
-            "memory. No number changes"
-        )
-    return asked and has_accelerator
 
 
 def _own_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:

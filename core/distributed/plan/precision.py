@@ -1,4 +1,4 @@
-"""In which dtypes FSDP2 gathers, computes and reduces."""
+"""In which dtypes wrappers that shard parameters gather, compute and reduce."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...dtypes import as_dtype
 from ...errors import ParallelConfigError
-from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
+from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 
 
 def mixed_precision_policy(
-    parameters: Iterable[torch.Tensor], compute_dtype: torch.dtype, settings: TorchFullyShardedDataParallelConfig
+    parameters: Iterable[torch.Tensor], compute_dtype: torch.dtype, settings: FullyShardedDataParallelConfig
 ) -> MixedPrecisionPolicy:
     """In which dtypes a model computes, reduces and answers.
 

@@ -132,7 +132,13 @@ class BufferPlan:
     """Flat memory for parameters of one dtype and device, and their gradients."""
 
     param_dtype: torch.dtype
+    """Of what a rank keeps of parameters, which its optimizer updates."""
+    gathered_dtype: torch.dtype
+    """Of whole parameters, in which the model computes; another where they are cast to be gathered."""
     grad_dtype: torch.dtype
+    """In which gradients add up and are reduced."""
+    shard_grad_dtype: torch.dtype
+    """Of the reduced gradient that a rank keeps; it may be wider where whole gradients are released."""
     holds_params: bool
     """Parameters are views of it; otherwise it holds gradients alone."""
     releases_grads: bool
@@ -217,6 +223,8 @@ class FlatUnitPlan:
     """Between its forward and backward another unit may be gathered into the same memory."""
     is_needed_in_backward: bool
     """False where no backward of the unit reads a weight, as in an embedding."""
+    recomputes: Literal["none", "full", "selective"] = "none"
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,16 +307,35 @@ class FullyShardedPlan(FlatPlan):
 
     asked_by: ClassVar[Mapping[str, str]] = {
         **ShardingPlan.asked_by,
+        "recomputes": "activation_checkpointing='full'",
         "is_freed": "reshard_after_forward=True",
         "gathers_ahead": "forward_prefetch=0, backward_prefetch=0",
+        "offloads": "cpu_offload=True",
     }
 
     units: tuple[FlatUnitPlan, ...]
     """Children before parents; last the model, with what is in no unit before it."""
+    precision: MixedPrecisionPolicy
+    """Of the model; units cast their inputs too, its outputs are cast alone."""
     forward_prefetch: int
-    """Units that are gathered ahead in forward, 0 or 1."""
+    """Units that are gathered ahead in forward."""
     backward_prefetch: int
     """The same in backward."""
+    offloads: bool
+    """Shards are in the host's memory."""
+    pins_memory: bool
+    equalizes: bool
+    """The first rank's values replace those of the others before sharding."""
+    buffer_dtype: torch.dtype | None
+    forward_methods: tuple[str, ...]
+
+    @property
+    def casts_parameters(self) -> bool:
+        return self.precision.param_dtype is not None
+
+    @property
+    def recomputes(self) -> bool:
+        return any(unit.recomputes != "none" for unit in self.units)
 
     @property
     def gathers_ahead(self) -> bool:

@@ -236,22 +236,22 @@ def _bucket_unit(plan: FlatPlan, buffer: BufferPlan, bucket: BucketPlan, step: S
 def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, params: Sequence[ParamPlan]) -> UnitFacts:
     buckets = plan.buckets_of(unit)
     trained = [(buffer, bucket) for buffer, bucket in buckets if buffer.is_trained]
-    gathered = sum(bucket.elements * buffer.param_dtype.itemsize for buffer, bucket in buckets)
+    kept = sum(bucket.elements * buffer.param_dtype.itemsize for buffer, bucket in buckets)
+    gathered = sum(bucket.elements * buffer.gathered_dtype.itemsize for buffer, bucket in buckets)
     reduced = sum(bucket.elements * buffer.grad_dtype.itemsize for buffer, bucket in trained)
     whole_grads = sum(  # where one rank has all
         (0 if buffer.releases_grads else bucket.elements * buffer.grad_dtype.itemsize) for buffer, bucket in trained
     )
     of_slot = [other for other in plan.units if other.slot == unit.slot]
     is_last, is_first = of_slot[-1] is unit, of_slot[0] is unit
-    dtypes = _distinct(buffer.param_dtype for buffer, _ in buckets)
     return UnitFacts(
         name=" + ".join(unit.names),
         kind=" + ".join(dict.fromkeys(_class_name(module) for module in unit.modules)),
         place=min(param.places[0] for param in params),
         num_parameters=sum(param.numel for param in params),
         num_trainable=sum(param.numel for param in params if param.is_trained),
-        kept=Held(gathered // plan.num_shards, dtypes),
-        gathered=Held(gathered, dtypes),
+        kept=Held(kept // plan.num_shards, _distinct(buffer.param_dtype for buffer, _ in buckets)),
+        gathered=Held(gathered, _distinct(buffer.gathered_dtype for buffer, _ in buckets)),
         gradient=Held(
             whole_grads or reduced // plan.num_shards, _distinct(buffer.grad_dtype for buffer, _ in trained)
         ),
@@ -266,6 +266,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
             gathered_again_over=0 if is_last or not unit.is_needed_in_backward else plan.num_shards,
             is_kept=is_first,
         ),
+        is_offloaded=plan.offloads,
     )
 
 

@@ -154,7 +154,7 @@ def _starts_on_meta(kind: str) -> None:
     assert torch.equal(model(tokens, labels=labels), build_gpt(True)(tokens, labels=labels))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3", "fsdp2"])
 def test_a_start_on_the_meta_device_gives_the_values_of_a_direct_one(kind):
     for world_size in (1, 2):
         run_distributed(_starts_on_meta, world_size, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from core import parallel_state
 from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.model.initial_values import start_equal
 from core.errors import ConfigError
+from core.tensor_parallel import initialization
+from core.tensor_parallel.foreign_initialization import ForeignModule, reset
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import Toy, batches, build, full, loss_of, toy
 
-KINDS = ("ddp", "zero1", "fsdp2")
+KINDS = ("ddp", "zero1", "zero3", "fsdp2")
 
 
 class Start(Toy):
@@ -105,7 +108,7 @@ def _first_rank_alone_holds_it(kind: str) -> dict[str, torch.Tensor]:
     return expected
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("zero1", 2), ("fsdp2", 2), ("fsdp2", 3)])
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 2), ("zero1", 2), ("zero3", 2), ("fsdp2", 2), ("fsdp2", 3)])
 def test_others_receive_what_the_first_rank_alone_holds(kind, world_size):
     run_distributed(_first_rank_alone_holds_it, world_size, kind)
 
@@ -191,3 +194,60 @@ def test_a_model_of_transformers_starts_on_meta_and_trains():
         assert found.keys() == alone.keys()
         for name, expected in alone.items():
             assert torch.equal(found[name], expected) or (name.startswith("grad") and found[name].allclose(expected))
+
+
+class Outer(nn.Module):
+    """Fills a weight of its child: wholly, or by adding to it."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.inner, self.gain, self.reads = nn.Linear(6, 6), nn.Parameter(torch.empty(6)), reads
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+        if self.reads:
+            self.inner.bias.data.add_(1.0)
+        else:
+            self.inner.bias.data.fill_(0.25)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.gain
+
+
+def _outer_has_the_last_word() -> None:
+    for reads in (False, True):
+        with torch.device("meta"):
+            module = nn.Sequential(Outer(reads))
+        if reads:
+            with pytest.raises(ConfigError, match=r"initialisation of 0 reads a sharded parameter.*reset_parameters"):
+                build("zero3", module, unit_classes=(nn.Linear,))
+            continue
+        build("zero3", module, unit_classes=(nn.Linear,))
+        assert torch.equal(full(module[0].inner.bias), torch.full((6,), 0.25))
+        assert torch.equal(full(module[0].gain), torch.ones(6))
+
+
+def test_a_module_may_overwrite_what_ranks_keep_a_range_of():
+    run_distributed(_outer_has_the_last_word, 2)
+
+
+def _starts_without_memory_for_the_model() -> int:
+    """Returns the most elements of memory that parameters have while any module is initialised."""
+    most = 0
+    with torch.device("meta"):
+        module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+
+    def measured(foreign: ForeignModule, seed: int) -> None:
+        nonlocal most
+        held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() // 4 for p in module.parameters()}
+        most = max(most, sum(held.values()))
+        reset(foreign, seed)
+
+    with mock.patch.object(initialization, "reset", measured):
+        build("zero3", module, unit_classes=(nn.Linear,))
+    return most
+
+
+def test_from_the_meta_device_one_tensor_is_whole_at_a_time():
+    assert max(run_distributed(_starts_without_memory_for_the_model, 2)) == 16  # of each parameter one element

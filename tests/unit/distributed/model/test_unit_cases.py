@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from core.distributed import finalize_model_grads
 from core.errors import WrapError
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._scenarios import SCENARIOS, Adapted, serial_gradients, wrapped_gradients
@@ -300,24 +301,24 @@ class Coder(nn.Module):
 def _calls_methods() -> None:
     x = torch.randn(4, 3) + dist.get_rank()
     found = []
-    for kind, fields in (("fsdp2", {"forward_methods": ("twice", "reconstruct")}), ("ddp", {})):
+    methods = {"forward_methods": ("twice", "reconstruct")}
+    for kind, fields in (("fsdp2", methods), ("zero3", methods), ("ddp", {})):
         torch.manual_seed(4)
         model = build(kind, Methods(), unit_classes=(Coder,), **fields)
         with torch.no_grad():
             only = model.module.encoder.twice(x)  # before the model around it has ever run
             before = model.module.reconstruct(x)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=0.0, sgd_momentum=0.0)
+        optimizer = get_megatron_optimizer(config, [model])
         for _ in range(2):
             model.zero_grad_buffer()
             (model.module.reconstruct(x).square().mean() + model(x).mean()).backward()
             finalize_model_grads([model])
-            for parameter in model.parameters():
-                parameter.grad = getattr(parameter, "main_grad", parameter.grad)
             optimizer.step()
         with torch.no_grad():
             after = model.module.reconstruct(x)
         assert not torch.equal(before, after)
-        assert kind == "ddp" or all(isinstance(p, DTensor) for p in model.parameters())  # nothing stays gathered
+        assert kind != "fsdp2" or all(isinstance(p, DTensor) for p in model.parameters())  # nothing stays gathered
         found.append(({"before": before, "only": only, "after": after}, gradients(model)))
         if kind == "fsdp2":
             for _ in range(3):
@@ -325,8 +326,10 @@ def _calls_methods() -> None:
             assert len(model.sharded._prefetcher._order) <= 2 * 3 * 2  # units, of the calls since the last step
             model.zero_grad_buffer()
             assert not model.sharded._prefetcher._order
-    for one, other in zip(*found, strict=True):
-        assert_near(one, other, exact=False)
+    *sharded, replicated = found
+    for results in sharded:
+        for one, other in zip(results, replicated, strict=True):
+            assert_near(one, other, exact=False)
 
 
 def test_methods_other_than_forward_gather_their_parameters():

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
+from core.distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig, wrap_model
 from core.distributed.model.unit_transforms import transform_modules
-from core.distributed.plan.fsdp2 import choose_transforms
+from core.distributed.plan.transforms import choose_transforms
 from core.distributed.plan.units import find_units
 from core.errors import ParallelConfigError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
@@ -152,15 +152,17 @@ def test_what_cannot_be_done_is_refused_by_name():
             TorchFullyShardedDataParallelConfig(**fields)
 
 
-def _same_with_and_without(fields: dict[str, object], is_exact: bool) -> None:
+def _same_with_and_without(kind: str, fields: dict[str, object], is_exact: bool) -> None:
     found = []
     for options in ({}, fields):
-        model = build("fsdp2", toy(), unit_classes=(Block, nn.Embedding), **options)
+        model = build(kind, toy(), unit_classes=(Block, nn.Embedding), **options)
         assert list(model.state_dict()) == list(Toy().state_dict())
         for _ in range(2):
             model.zero_grad_buffer()
-            for tokens in batches(dist.get_rank(), 2):
-                loss_of(model, tokens).backward()
+            first, second = batches(dist.get_rank(), 2)
+            with model.no_sync():
+                loss_of(model, first).backward()
+            loss_of(model, second).backward()
             model.finish_grad_sync()
         found.append(gradients(model))
     plain, changed = found
@@ -171,6 +173,7 @@ def _same_with_and_without(fields: dict[str, object], is_exact: bool) -> None:
         assert torch.equal(changed[name], expected), name
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -178,27 +181,28 @@ def _same_with_and_without(fields: dict[str, object], is_exact: bool) -> None:
         {"activation_checkpointing": "selective", "activation_checkpointing_interval": 2},
     ],
 )
-def test_sharded_units_are_checkpointed_bit_for_bit(fields):
-    run_distributed(_same_with_and_without, 2, fields, True)
+def test_sharded_units_are_checkpointed_bit_for_bit(kind, fields):
+    run_distributed(_same_with_and_without, 2, kind, fields, True)
 
 
-def _compiles() -> None:
+def _compiles(kind: str) -> None:
     from torch._dynamo.utils import counters
 
     counters.clear()
-    _same_with_and_without({"compile_units": True, "activation_checkpointing": "selective"}, is_exact=False)
+    _same_with_and_without(kind, {"compile_units": True, "activation_checkpointing": "selective"}, is_exact=False)
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"], counters["graph_break"]
 
 
 @pytest.mark.long
-def test_compiled_units_agree():
-    run_distributed(_compiles, 2)
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_compiled_units_agree(kind):
+    run_distributed(_compiles, 2, kind)
 
 
-def _gpt_losses(fields: dict[str, object]) -> list[torch.Tensor]:
+def _gpt_losses(kind: type[FullyShardedDataParallelConfig], fields: dict[str, Any]) -> list[torch.Tensor]:
     module = build_gpt(True)
-    settings = TorchFullyShardedDataParallelConfig(**fields)
+    settings = kind(**fields)
     model = wrap_model(module, module.config, settings, process_group=dist.group.WORLD)
     tokens, labels = micro_batches(0, dist.get_rank())[0]
     model(tokens, labels=labels).mean().backward()
@@ -207,9 +211,10 @@ def _gpt_losses(fields: dict[str, object]) -> list[torch.Tensor]:
 
 
 def _gpt_is_the_same() -> None:
-    plain = _gpt_losses({})
-    for kind in ("full", "selective"):
-        assert all(map(torch.equal, _gpt_losses({"activation_checkpointing": kind}), plain))
+    for kind in (FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig):
+        plain = _gpt_losses(kind, {})
+        for recomputed in ("full", "selective"):
+            assert all(map(torch.equal, _gpt_losses(kind, {"activation_checkpointing": recomputed}), plain))
 
 
 def test_a_gpts_layers_are_checkpointed_bit_for_bit():

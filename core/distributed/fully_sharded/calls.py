@@ -1,0 +1,108 @@
+"""What happens around each call of a unit's modules: parameters are gathered, inputs and outputs cast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_any, tree_map
+
+from ..model.forward_methods import find_forward_methods
+from ..plan import FlatUnitPlan, FullyShardedPlan
+from .gathering import ParameterGathering
+from .unit import Unit
+
+
+def watch_calls(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
+    """Lets every forward of the units' modules, and the methods that the plan names, run with gathered parameters.
+
+    A state dict has what this rank keeps.
+
+    Args:
+        units: in the order of the plan's, the root's last.
+
+    Raises:
+        WrapError: the plan names a method that no unit has.
+    """
+    (root,) = plan.units[-1].modules
+    members = [module for planned in plan.units[:-1] for module in planned.modules]
+    methods = find_forward_methods(root, members, plan.forward_methods)
+    shows_ranges = _AroundCalls(plan, plan.units[-1], units[-1], gathering).before_state_dict
+    for module in root.modules():
+        module.register_state_dict_pre_hook(shows_ranges)
+    for planned, unit in zip(plan.units, units, strict=True):
+        around = _AroundCalls(plan, planned, unit, gathering)
+        for module in planned.modules:
+            module.register_forward_pre_hook(around.before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(around.after, always_call=True)
+            for name in methods.get(module, ()):
+                setattr(module, name, around.enclose(getattr(module, name)))
+
+
+class _AroundCalls:
+    """Hooks of one unit's modules; in a pickled or copied module they do nothing."""
+
+    def __init__(
+        self, plan: FullyShardedPlan, planned: FlatUnitPlan, unit: Unit, gathering: ParameterGathering | None
+    ) -> None:
+        precision = plan.precision
+        is_root = planned is plan.units[-1]
+        self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
+        self._outputs = precision.output_dtype if is_root else None
+        self._unit, self._gathering = unit, gathering
+
+    def before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._gathering is None:
+            return None
+        self._gathering.before_call(self._unit)
+        return None if self._inputs is None else (_cast(args, self._inputs), _cast(kwargs, self._inputs))
+
+    def after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        if self._gathering is None:
+            return None
+        self._gathering.after_call(self._unit, output)
+        return None if self._outputs is None else _cast(output, self._outputs)
+
+    def before_state_dict(self, *unused: Any) -> None:
+        """Lets a state dict have the ranges that this rank keeps, also where forward has left a unit gathered."""
+        if self._gathering is not None and not self._unit.running:
+            self._gathering.settle()
+
+    def enclose(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, with what hooks do around a forward."""
+
+        @functools.wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.before(None, args, kwargs) or (args, kwargs)
+            output = None
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                changed = self.after(None, args, output)
+            return output if changed is None else changed
+
+        return called
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _do_nothing, ()
+
+
+def _do_nothing() -> Any:
+    """An `_AroundCalls` of a copy."""
+    made = object.__new__(_AroundCalls)
+    made._gathering = None
+    return made
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    """Returns it with its floating-point tensors in `dtype`; itself where they are."""
+
+    def is_other(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype
+
+    if not tree_any(is_other, tree):
+        return tree
+    return tree_map(lambda leaf: leaf.to(dtype) if is_other(leaf) else leaf, tree)

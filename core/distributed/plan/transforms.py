@@ -1,0 +1,63 @@
+"""Which units are recomputed in backward, and which are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from ...errors import ParallelConfigError
+from ...tensor_parallel.initialization import ParameterOwner
+from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
+from .units import Unit
+
+
+def choose_transforms(
+    units: Sequence[Unit], settings: FullyShardedDataParallelConfig
+) -> tuple[list[Unit], list[Unit]]:
+    """The units whose activations are computed again in backward, and those that are compiled.
+
+    Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
+    one operation again would save nothing. So are units inside units, which are part of what is done to these.
+
+    Raises:
+        ParallelConfigError: a model that recomputes by itself as well (``recompute_granularity``); or no unit that it
+            could be done to.
+    """
+    recomputes = settings.activation_checkpointing != "none"
+    if not (recomputes or settings.compile_units):
+        return [], []
+    inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
+    layers = [
+        unit
+        for unit in units
+        if unit.is_needed_in_backward
+        and not inside.issuperset(unit.modules)
+        and not all(map(_is_one_layer, unit.modules))
+    ]
+    if not layers:
+        raise ParallelConfigError(
+            f"activation_checkpointing is {settings.activation_checkpointing!r} and compile_units "
+            f"{settings.compile_units}, but no unit has more than one layer of weights; name the classes of the "
+            "model's blocks in sub_modules_to_wrap"
+        )
+    if recomputes:
+        _reject_own_recomputation(layers, settings.activation_checkpointing)
+    every_nth = settings.activation_checkpointing_interval
+    return layers[::every_nth] if recomputes else [], layers if settings.compile_units else []
+
+
+def _is_one_layer(module: nn.Module) -> bool:
+    is_torchs = type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
+    return is_torchs or isinstance(module, ParameterOwner)
+
+
+def _reject_own_recomputation(units: Iterable[Unit], activation_checkpointing: str) -> None:
+    for submodule in (below for unit in units for module in unit.modules for below in module.modules()):
+        granularity = getattr(getattr(submodule, "config", None), "recompute_granularity", None)
+        if granularity is not None:
+            raise ParallelConfigError(
+                f"activation_checkpointing is {activation_checkpointing!r} in the wrapper's settings and "
+                f"recompute_granularity is {granularity!r} in the model's config: both would compute the same "
+                "activations again; drop one of the two"
+            )

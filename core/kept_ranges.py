@@ -1,0 +1,33 @@
+"""Which elements of a parameter this rank keeps, where a wrapper shards it in flat memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_RANGE = "held_range"
+
+
+def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:
+    """Notes on a parameter which of its elements this rank keeps, and where.
+
+    Args:
+        kept: `[n]`, contiguous: the elements, and the first one's place in the flattened parameter. None where the
+            parameter itself has its values.
+    """
+    setattr(param, _RANGE, kept)
+
+
+def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
+    """What `keep_range` has noted."""
+    found: tuple[Tensor, int] | None = getattr(param, _RANGE, None)
+    return found
+
+
+def fill_range(param: Tensor, whole: Tensor) -> None:
+    """Copies this rank's elements from `whole`, of the parameter's shape, and counts that as a write to it."""
+    kept = kept_range(param)
+    if kept is not None:
+        values, start = kept
+        values.copy_(whole.detach().reshape(-1)[start : start + len(values)])
+        torch.autograd.graph.increment_version(param)

@@ -1,0 +1,101 @@
+"""Parameters that are kept in fp32 and cast to be gathered: the bits are those of FSDP2, which does the same."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from core.distributed import finalize_model_grads
+from core.errors import ParallelConfigError
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import batches, build, loss_of, toy
+
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"bf16": True}, {}),
+    ({"bf16": True}, {"grad_reduce_in_fp32": True}),
+    ({"bf16": True}, {"reduce_every_micro_batch": True}),
+    ({"bf16": True}, {"activation_checkpointing": "full"}),
+    ({"bf16": True, "calculate_per_token_loss": True}, {}),
+    ({"bf16": True, "calculate_per_token_loss": True}, {"reduce_every_micro_batch": True}),
+    ({"fp16": True}, {}),
+    ({"fp16": True}, {"reduce_dtype": "bf16", "output_dtype": "bf16"}),
+    ({}, {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "bf16"}),
+    ({}, {"reduce_dtype": "bf16"}),
+]
+"""Fields of the model's config, and of the wrapper's."""
+
+
+def _train(kind: str, fields: dict[str, Any], settings: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Returns the losses and norms of three steps, and all weights after them."""
+    model = build(kind, toy(), config=SimpleNamespace(**fields), **settings)
+    half = {name: fields.get(name, False) for name in ("bf16", "fp16")}
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=0.1, clip_grad=0.5, initial_loss_scale=2.0**8, **half), [model]
+    )
+    seen = []
+    for step in range(3):
+        model.zero_grad_buffer()
+        for is_last in (False, True):
+            with nullcontext() if is_last else model.no_sync():
+                loss = loss_of(model, batches(step)[0])
+                optimizer.scale_loss(loss).backward()
+            seen.append(loss.detach())
+        tokens = torch.tensor(7.0) if "calculate_per_token_loss" in fields else None
+        finalize_model_grads([model], tokens)
+        seen.append(torch.tensor(optimizer.step()[1]))
+    with model.whole_parameters():
+        weights = {
+            name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+            for name, param in model.module.named_parameters()
+        }
+    return seen, weights
+
+
+def _agrees_with_fsdp2(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for fields, settings in cases:
+        (expected, weights), (found, own) = (_train(kind, fields, settings) for kind in ("fsdp2", "zero3"))
+        assert all(map(torch.equal, found, expected)), (fields, settings, found, expected)
+        for name, weight in weights.items():
+            assert own[name].dtype == weight.dtype == torch.float32, (fields, settings, name)
+            assert torch.equal(own[name], weight), (fields, settings, name)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_cast_parameters_give_the_bits_of_fsdp2(num_ranks):
+    run_distributed(_agrees_with_fsdp2, num_ranks, CASES[:: 2 if num_ranks == 4 else 1])
+
+
+def _is_seen_in_the_dtype_of_computation() -> None:
+    module = toy(tied=False)
+    model = build("zero3", module, config=SimpleNamespace(fp16=True), output_dtype="bf16", buffer_dtype="fp16")
+    seen = {}
+    module.blocks[0].up.register_forward_hook(lambda m, args, out: seen.update(weight=m.weight.dtype, out=out.dtype))
+    output = model(batches(0)[0])
+    assert seen == {"weight": torch.float16, "out": torch.float16}
+    assert output.dtype == torch.bfloat16 and module.offset.dtype == torch.float16
+    assert {held.dtype for held in model.state_dict().values() if held.dtype != torch.float16} == {torch.float32}
+    with model.whole_parameters():
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert {param.dtype for param in model.parameters()} == {torch.float16}
+    facts = {(buffer.param_dtype, buffer.gathered_dtype, buffer.grad_dtype) for buffer in model.plan.buffers}
+    assert facts == {(torch.float32, torch.float16, torch.float16)}
+
+
+def test_the_model_computes_in_its_dtype_and_shards_stay_fp32():
+    run_distributed(_is_seen_in_the_dtype_of_computation, 2)
+
+
+def _needs_a_loss_scale() -> None:
+    with pytest.raises(ParallelConfigError, match=r"param_dtype is fp16.*fp16=False"):
+        build("zero3", toy(), param_dtype="fp16")
+
+
+def test_fp16_needs_a_loss_scale():
+    run_distributed(_needs_a_loss_scale, 1)
