@@ -11,6 +11,19 @@ from ..errors import ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 
+
+@dataclass(frozen=True)
+class ShardCut:
+    """Where the parameters of a unit may be cut between ranks."""
+
+    kind: Literal["auto", "flat", "rows", "tensor", "block"]
+    block: int = 1
+    """Elements."""
+
+    def __str__(self) -> str:
+        return f"block:{self.block}" if self.kind == "block" else self.kind
+
+
 Reshard = bool | int
 """False: parameters stay gathered. True: back to this rank's shard. A number: to shards over that many ranks."""
 
@@ -58,6 +71,20 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     parameter is gathered once a step, for memory of the whole model's parameters. ``none``: nothing. With
     `reduce_every_micro_batch`, which is there to save memory, ``ends`` is ``none``.
     """
+
+    # ---- how a unit is cut
+
+    shard_cut: str = "auto"
+    """Where parameters may be cut between ranks, on flat buffers; no number changes.
+
+    ``flat``: anywhere, with the least padding. ``rows``: a shard is a whole number of rows of each parameter.
+    ``tensor``: each parameter whole on one rank, balanced by size, for an optimizer that needs whole matrices.
+    ``block:N``: at multiples of N elements of each parameter, for state that is quantised in blocks. ``auto``:
+    ``rows`` where that costs less than 1 % of padding, else ``flat``. FSDP2 always cuts by rows.
+    """
+
+    shard_cut_overrides: tuple[str, ...] = ()
+    """Other cuts for some units, as ``"decoder.layers.*=tensor"``: a shell pattern of module names, then the cut."""
 
     # ---- precision
 
@@ -124,6 +151,8 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
             if getattr(self, field) < 0:
                 raise ParallelConfigError(f"{field} is {getattr(self, field)}; it takes 0 (off) or a positive number")
         parse_overrides(self.reshard_overrides)
+        parse_cut(self.shard_cut, "shard_cut")
+        parse_cut_overrides(self.shard_cut_overrides)
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             as_dtype(getattr(self, field), field)
         if (
@@ -160,6 +189,38 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 f"activation_checkpointing_interval is {interval} with activation_checkpointing "
                 f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
             )
+
+
+def parse_cut(value: str, field: str) -> ShardCut:
+    """What a setting says about a cut.
+
+    Raises:
+        ParallelConfigError: none of the known cuts.
+    """
+    kind, _, block = value.partition(":")
+    if value in ("auto", "flat", "rows", "tensor"):
+        return ShardCut(value)  # type: ignore[arg-type]
+    if kind == "block" and block.isdecimal() and int(block) > 0:
+        return ShardCut("block", int(block))
+    raise ParallelConfigError(
+        f"{field} is {value!r}; a cut is auto, flat, rows, tensor, or block:N with N elements, as block:32"
+    )
+
+
+def parse_cut_overrides(overrides: Sequence[str]) -> list[tuple[str, ShardCut]]:
+    """Pairs of a shell pattern for module names and a cut, from ``"PATTERN=CUT"``.
+
+    Raises:
+        ParallelConfigError: an entry that is not of this form.
+    """
+    found = [entry.rpartition("=") for entry in overrides]
+    for entry, (_, separator, _) in zip(overrides, found, strict=True):
+        if not separator:
+            raise ParallelConfigError(
+                f"shard_cut_overrides holds {entry!r}; an entry is a pattern of module names, '=', and a cut, as "
+                "decoder.layers.0=tensor"
+            )
+    return [(pattern, parse_cut(value, f"shard_cut_overrides for {pattern!r}")) for pattern, _, value in found]
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Reshard]]:

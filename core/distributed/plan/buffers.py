@@ -19,7 +19,7 @@ from ..groups import DataParallelGroups
 from .common import common_plan
 from .layout import BucketLayout, FullParamLayout, default_bucket_size, lay_out
 from .names import ParameterNames
-from .values import BucketPlan, BufferPlan, FlatPlan, ParamPlan
+from .values import BucketPlan, BufferPlan, Cut, FlatPlan, ParamPlan
 
 
 def plan_buffers(
@@ -182,15 +182,19 @@ def reject_unfit_parameter(name: str, param: nn.Parameter) -> None:
 
 
 def plan_bucket(
-    names: ParameterNames, params: Sequence[nn.Parameter], layout: BucketLayout, num_shards: int
+    names: ParameterNames,
+    params: Sequence[nn.Parameter],
+    layout: BucketLayout,
+    num_shards: int,
+    cut: Cut = "flat",
 ) -> BucketPlan:
     """The bucket of a layout of these parameters, each of its shards a part of its elements."""
     length = (layout.end - layout.start) // num_shards
     planned = []
     for index, (start, end) in zip(layout.members, layout.ranges, strict=True):
         bounds = [0, *(min(max(length * shard, start), end) - start for shard in range(1, num_shards)), end - start]
-        cut = "flat" if num_shards > 1 else "whole"
-        planned.append(names.plan_of(params[index], shape=tuple(params[index].shape), cut=cut, bounds=tuple(bounds)))
+        shape, kind = tuple(params[index].shape), cut if num_shards > 1 else "whole"
+        planned.append(names.plan_of(params[index], shape=shape, cut=kind, bounds=tuple(bounds)))
     return BucketPlan(params=tuple(planned), layout=layout)
 
 

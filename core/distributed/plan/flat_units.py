@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -14,19 +15,25 @@ from ...dtypes import as_dtype
 from ...errors import ParallelConfigError
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
-from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig, parse_overrides
+from ..fully_sharded_data_parallel_config import (
+    FullyShardedDataParallelConfig,
+    ShardCut,
+    parse_cut,
+    parse_cut_overrides,
+    parse_overrides,
+)
 from ..groups import DataParallelGroups
 from .buffers import (
     Kind,
     accumulated_in_fp32,
     check_reduction,
     kind_of,
-    lay_out_params,
     order_of_leaving,
     plan_bucket,
     reject_unfit_parameter,
 )
 from .common import common_plan, pins_memory, settings_as
+from .cuts import lay_out_unit
 from .layout import BucketLayout
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
@@ -57,20 +64,20 @@ def plan_flat_units(
     buckets: dict[_Kind, list[BucketPlan]] = {}
     in_buffer: dict[_Kind, list[nn.Parameter]] = {}
     of_units: list[tuple[tuple[_Kind, int], ...]] = []
-    for params in own_parameters(units):
-        places = []
+    for unit, params in zip(units, own_parameters(units), strict=True):
+        asked, places = _cut_of(unit, settings), []
         for kind, of_kind in _by_kind(names, params, settings, precision).items():
             before, members = buckets.setdefault(kind, []), in_buffer.setdefault(kind, [])
-            (layout,) = lay_out_params(
-                of_kind,
-                dp_size=num_shards,
-                separates_shared=False,
+            layout, cut = lay_out_unit(
+                [param.shape for param in of_kind],
+                num_shards,
+                asked,
                 for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
             )
             moved = _moved(layout, before[-1].layout.end if before else 0, len(members))
-            members += of_kind
+            members += [of_kind[index] for index in layout.members]
             places.append((kind, len(before)))
-            before.append(plan_bucket(names, members, moved, num_shards))
+            before.append(plan_bucket(names, members, moved, num_shards, cut))
         of_units.append(tuple(places))
     index_of = {kind: index for index, kind in enumerate(buckets)}
     buffers = tuple(_buffer(kind, of_kind, settings, num_shards) for kind, of_kind in buckets.items())
@@ -143,9 +150,15 @@ def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: 
     return asked
 
 
+def _cut_of(unit: Unit, settings: FullyShardedDataParallelConfig) -> ShardCut:
+    overrides = parse_cut_overrides(settings.shard_cut_overrides)
+    matching = (cut for pattern, cut in reversed(overrides) if fnmatchcase(unit.names[0], pattern))
+    return next(matching, parse_cut(settings.shard_cut, "shard_cut"))
+
+
 def _moved(layout: BucketLayout, start: int, first_member: int) -> BucketLayout:
-    """Returns the layout of a bucket by itself at its place in a buffer, behind `first_member` parameters."""
-    members = tuple(first_member + index for index in layout.members)
+    """Returns the layout of a bucket by itself at its place in a buffer, behind `first_member` parameters in order."""
+    members = tuple(first_member + index for index in range(len(layout.members)))
     return replace(layout, start=start, end=start + layout.end, members=members)
 
 

@@ -182,10 +182,16 @@ def _own_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullySharde
             "param_name_patterns_for_fp32_local_accumulation adds up gradients in fp32 before they are reduced in "
             "their own precision, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32"
         )
+    settings = settings_as(TorchFullyShardedDataParallelConfig, ddp_config)
+    if settings.shard_cut not in ("auto", "rows") or settings.shard_cut_overrides:
+        raise ParallelConfigError(
+            f"shard_cut is {settings.shard_cut!r} with overrides {list(settings.shard_cut_overrides)}, and FSDP2 "
+            "always cuts by rows; drop it, or use FullyShardedDataParallel"
+        )
     without_effect = [field for field in _BUFFER_FIELDS if getattr(ddp_config, field)]
     if without_effect:
         warn_once(
             f"{', '.join(without_effect)}: only wrappers with gradient buffers have these settings; FSDP2 reduces "
             "unit by unit and overlaps by itself. No number changes"
         )
-    return settings_as(TorchFullyShardedDataParallelConfig, ddp_config)
+    return settings

@@ -66,7 +66,7 @@ def lay_out(
     for index, size in enumerate(sizes):
         begin = ranges[-1][1] if ranges else 0
         if dp_size or index in aligned:
-            begin = _round_up(start + begin, PARAM_ALIGNMENT) - start
+            begin = round_up(start + begin, PARAM_ALIGNMENT) - start
         members.append(index)
         ranges.append((begin, begin + size))
         seen += size
@@ -74,13 +74,14 @@ def lay_out(
         if num_buckets is not None:
             is_full = seen * num_buckets >= total * (len(layouts) + 1)
         if is_full or index in alone or index + 1 in alone or index == len(sizes) - 1:
-            end = start + _round_up(begin + size, multiple)
+            end = start + round_up(begin + size, multiple)
             layouts.append(BucketLayout(start, end, tuple(members), tuple(ranges)))
             start, members, ranges = end, [], []
     return layouts
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """Returns the smallest multiple that is not below the number."""
     return -(-number // multiple) * multiple
 
 

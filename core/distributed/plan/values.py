@@ -21,8 +21,9 @@ from ..fully_sharded_data_parallel_config import Reshard
 from ..groups import DataParallelGroups
 from .layout import BucketLayout, FullParamLayout
 
-Cut = Literal["whole", "flat", "rows"]
-"""How a parameter is divided: not at all; as elements of a flat buffer; or by its first dimension, as DTensors are."""
+Cut = Literal["whole", "flat", "rows", "tensor", "block"]
+"""How a parameter is divided: not at all; between any elements; by its first dimension, as DTensors are; not at all,
+but held by one rank; or between blocks of elements."""
 
 
 class GradientReduction(Enum):

@@ -1,0 +1,114 @@
+"""Where units are cut between ranks: no cut goes through what it has to keep together, and padding is counted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from core.distributed import FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from core.distributed.fully_sharded_data_parallel_config import ShardCut, parse_cut
+from core.distributed.plan.cuts import lay_out_unit
+from core.distributed.plan.layout import PARAM_ALIGNMENT, BucketLayout
+from core.errors import ParallelConfigError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import build, toy
+
+LAYER = [(1536, 512), (1536,), (512, 512), (512,), (2048, 512), (2048,), (512, 2048), (512,), (512,), (512,)]
+"""Of a GPT of width 512."""
+ODD = [(7, 5), (5, 7), (5,), (1,), (3, 2, 3), ()]
+CUTS = ["flat", "rows", "tensor", "block:32", "block:3"]
+
+
+def _grains(cut: str, shape: tuple[int, ...]) -> int:
+    if cut == "tensor":
+        return max(1, math.prod(shape))
+    return int(cut[6:]) if cut.startswith("block") else math.prod(shape[1:]) if cut == "rows" else 1
+
+
+def _crossed(layout: BucketLayout, num_shards: int) -> list[tuple[int, int]]:
+    """Each end of a shard that is inside a parameter: the parameter, and how far into it."""
+    length = layout.end // num_shards
+    return [
+        (member, end - start)
+        for member, (start, stop) in zip(layout.members, layout.ranges, strict=True)
+        for end in range(length, layout.end, length)
+        if start < end < stop
+    ]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("num_shards", [2, 3, 8])
+@pytest.mark.parametrize("shapes", [LAYER, ODD], ids=["layer", "odd"])
+def test_no_shard_ends_inside_what_belongs_together(shapes, num_shards, cut):
+    layout, kind = lay_out_unit(shapes, num_shards, parse_cut(cut, "shard_cut"))
+    assert kind == cut.partition(":")[0] and layout.end % num_shards == 0
+    assert sorted(layout.members) == list(range(len(shapes)))
+    for member, (start, end) in zip(layout.members, layout.ranges, strict=True):
+        assert end - start == math.prod(shapes[member]) and start % PARAM_ALIGNMENT == 0
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(layout.ranges))
+    assert layout.ranges[-1][1] <= layout.end
+    for member, inside in _crossed(layout, num_shards):
+        assert inside % _grains(cut, shapes[member]) == 0
+
+
+def test_a_flat_cut_does_go_through_rows():
+    layout, _ = lay_out_unit(ODD, 2, ShardCut("flat"))
+    big, _ = lay_out_unit([(3, 100), (3, 100)], 3, ShardCut("flat"))
+    assert layout.end == 6 * PARAM_ALIGNMENT  # a multiple of it for each parameter, as many for each rank
+    assert [inside % 100 != 0 for _, inside in _crossed(big, 3)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "num_shards", "expected"), [(LAYER, 8, "rows"), (ODD, 2, "flat"), (LAYER, 1, "whole")]
+)
+def test_rows_are_the_default_where_they_pad_little(shapes, num_shards, expected):
+    layout, kind = lay_out_unit(shapes, num_shards, ShardCut("auto"))
+    assert kind == expected
+    if kind == "rows":
+        assert layout.end < 1.01 * sum(map(math.prod, shapes))
+
+
+def test_tensors_are_balanced():
+    layout, _ = lay_out_unit(LAYER, 4, ShardCut("tensor"))
+    assert layout.end // 4 == 2048 * 512  # the two large matrices by themselves, and a third; the rest fits in one
+    assert not _crossed(layout, 4)
+
+
+@pytest.mark.parametrize("value", ["row", "block", "block:0", "block:x", "tensor:2", ""])
+def test_other_cuts_are_refused(value):
+    with pytest.raises(ParallelConfigError, match=r"a cut is auto, flat, rows, tensor, or block:N"):
+        FullyShardedDataParallelConfig(shard_cut=value)
+    with pytest.raises(ParallelConfigError, match="shard_cut_overrides for 'blocks"):
+        FullyShardedDataParallelConfig(shard_cut_overrides=(f"blocks.*={value}",))
+    with pytest.raises(ParallelConfigError, match=r"shard_cut_overrides holds 'blocks'"):
+        FullyShardedDataParallelConfig(shard_cut_overrides=("blocks",))
+
+
+def _cuts_by_unit() -> dict[str, set[str]]:
+    settings = {"shard_cut": "block:4", "shard_cut_overrides": ("blocks.*=rows", "blocks.1=tensor")}
+    plan = build("zero3", toy(tied=False), **settings).plan
+    for _, bucket in [pair for unit in plan.units for pair in plan.buckets_of(unit)]:
+        for param in bucket.params:
+            assert param.cut != "tensor" or len(set(param.bounds)) == 2
+            assert param.cut != "rows" or all(bound % math.prod(param.shape[1:]) == 0 for bound in param.bounds)
+    return {unit.names[0]: {p.cut for _, b in plan.buckets_of(unit) for p in b.params} for unit in plan.units}
+
+
+def test_units_may_be_cut_differently():
+    found = run_distributed(_cuts_by_unit, 2)[0]
+    expected = {"embedding": {"block"}, "blocks.0": {"rows"}, "blocks.1": {"tensor"}, "head": {"block"}, "": {"block"}}
+    assert found == expected
+
+
+def _fsdp2_has_one_cut() -> None:
+    for settings in ({"shard_cut": "tensor"}, {"shard_cut_overrides": ("blocks.*=flat",)}):
+        TorchFullyShardedDataParallelConfig(**settings)
+        with pytest.raises(ParallelConfigError, match="FSDP2 always cuts by rows"):
+            build("fsdp2", toy(), **settings)
+    build("fsdp2", toy(), shard_cut="rows")
+
+
+def test_fsdp2_cuts_by_rows():
+    run_distributed(_fsdp2_has_one_cut, 1)
