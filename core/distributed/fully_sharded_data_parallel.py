@@ -231,6 +231,9 @@ class FullyShardedDataParallel(_FlatDataParallel):
         kept = [memory for buffer in self._buffers_of_shards for memory in buffer.kept_grad_memory]
         return held | {
             "parameters": [*(buffer.shards for buffer in self._buffers_of_shards), *self.module.buffers()],
-            "gathered parameters": [part for slot in slots for part in slot.parts],
+            "gathered parameters": [
+                *(part for slot in slots for part in slot.parts),
+                *(part for unit in self.units for part in unit.part),
+            ],
             "gradients": [*held["gradients"], *kept],
         }

@@ -47,7 +47,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
     FSDP2 keeps the last unit and the root gathered in between, because backward begins with them; on flat buffers
     units stay gathered until another needs the memory. A number, a divisor of the ranks that share a parameter, keeps
-    each parameter whole among that many neighbouring ranks instead, so that backward gathers from these alone (FSDP2).
+    each parameter whole among that many neighbouring ranks instead, so that backward gathers from these alone.
     """
 
     reshard_overrides: tuple[str, ...] = ()

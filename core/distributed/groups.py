@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -86,6 +89,17 @@ def find_groups(
             "drop one of the two"
         )
     return DataParallelGroups(process_group, process_group)
+
+
+def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
+    """Makes a group of some members of `group`, this rank among them, with its timeout; these ranks alone call it."""
+    backend = group._get_backend(torch.device(device.device_type()))
+    ranks = dist.get_process_group_ranks(group)
+    timeout: timedelta = backend.options._timeout
+    made: dist.ProcessGroup = dist.new_group(
+        [ranks[member] for member in members], timeout=timeout, use_local_synchronization=True
+    )
+    return made
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -102,6 +102,7 @@ class ParameterGathering:
         """What is gathered no longer has the values of the shards."""
         self.settle()
         for unit in self._units:
+            unit.drop_part()
             if unit.slot is not None:
                 unit.slot.owner = None
         self._version = self._count_writes()

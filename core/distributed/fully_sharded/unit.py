@@ -18,6 +18,7 @@ from ...errors import UnitError
 from ...host_memory import passing_memory
 from ...tensor_parallel.allocation import has_no_memory
 from ..buffers.pending_parameters import can_be_pending, end_pending, make_pending
+from ..groups import subgroup
 from ..plan import FullyShardedPlan
 from .memory import ShardedBuffer, Slot
 
@@ -77,6 +78,8 @@ class Unit:
         name: of its modules, for messages.
         slot: its memory while it is gathered; None where one rank has all.
         pieces: in the order of the slot's parts.
+        group: the ranks that have shards.
+        neighbours: those of them that together keep all of it between forward and backward; None means all.
 
     Attributes:
         name_of: its parameters, each with its name in the model.
@@ -84,13 +87,23 @@ class Unit:
         used_in: the backward that called for it last, or `NO_BACKWARD` for a forward; set by `ParameterGathering`.
     """
 
-    def __init__(self, name: str, slot: Slot | None, pieces: Sequence[Piece], group: ProcessGroup) -> None:
-        self.name, self.slot, self.pieces, self._group = name, slot, pieces, group
+    def __init__(
+        self,
+        name: str,
+        slot: Slot | None,
+        pieces: Sequence[Piece],
+        group: ProcessGroup,
+        neighbours: ProcessGroup | None = None,
+    ) -> None:
+        self.name, self.slot, self.pieces, self._group, self._neighbours = name, slot, pieces, group, neighbours
         self._what = f"the parameters of unit {name}"
         self.running = 0
         self.used_in = NO_BACKWARD
         # A gather that is under way: set by `start_gather`, cleared by `finish_gather`.
         self._handle: Handle | None = None
+        # Of each piece the part that neighbours keep between forward and backward: set when another unit takes the
+        # slot in forward, cleared once backward has gathered from it, or by `drop_part`.
+        self._part: list[Tensor] = []
         self.name_of = {param: name for piece in pieces for param, name in zip(piece.params, piece.names, strict=True)}
         self._hideable = [param for param in self.name_of if can_be_pending(param)]
         # Of each parameter, as torch counts writes to it, when it was last hidden: gathers do not count.
@@ -105,6 +118,11 @@ class Unit:
         """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
         for piece in self.pieces:
             yield from piece.own_ranges(self._group.rank())
+
+    @property
+    def part(self) -> Sequence[Tensor]:
+        """What this rank keeps of it, for its neighbours, between forward and backward."""
+        return self._part
 
     @property
     def is_gathered(self) -> bool:
@@ -137,6 +155,7 @@ class Unit:
         before, self.slot.owner = self.slot.owner, self
         if before is not None and before is not self:
             before.finish_gather()
+            before._keep_part()
             before.hide()
         if waits:
             lane.run(self._gather)
@@ -144,14 +163,31 @@ class Unit:
             self._handle = lane.submit(self._gather)
 
     def _gather(self) -> None:
+        if self._part:
+            for piece, part in zip(self.pieces, self._part, strict=True):
+                collectives.all_gather(piece.whole, part, self._neighbours, what=self._what)  # type: ignore[arg-type]
+            return
         for piece in self.pieces:
             piece.gather(piece.whole, self._group, self._what)
+
+    def _keep_part(self) -> None:
+        """Copies this rank's part among its neighbours, for the backward that follows this forward."""
+        group = self._neighbours
+        if group is None or self._part or self.used_in != NO_BACKWARD or not torch.is_grad_enabled():
+            return
+        self._part = [piece.whole.chunk(group.size())[group.rank()].clone() for piece in self.pieces]
+
+    def drop_part(self) -> None:
+        """Frees what it keeps for a backward that will not come, or has."""
+        self._part = []
 
     def finish_gather(self) -> None:
         """Waits for a gather that is under way."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
+        if self.used_in != NO_BACKWARD:
+            self.drop_part()
 
     def show(self) -> None:
         """Makes its parameters readable; they are gathered."""
@@ -225,6 +261,7 @@ def build_units(
         params: the model's, by name.
     """
     slots: dict[int, Slot] = {}
+    neighbours = _groups_of_neighbours(plan)
     units = []
     for planned in plan.units:
         kept = [buffers[index] for index, _ in planned.buckets]
@@ -249,5 +286,15 @@ def build_units(
             )
             for bucket, shard, whole in zip(buckets, shards, shards if slot is None else slot.parts, strict=True)
         ]
-        units.append(Unit(" + ".join(planned.names) or "of the model itself", slot, pieces, plan.groups.shard))
+        group, name = plan.groups.shard, " + ".join(planned.names) or "of the model itself"
+        units.append(Unit(name, slot, pieces, group, neighbours.get(planned.kept_among)))
     return units
+
+
+def _groups_of_neighbours(plan: FullyShardedPlan) -> dict[int | None, ProcessGroup]:
+    """The group of this rank among each number of neighbours that units are kept among; every rank calls it."""
+    group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
+    for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
+        first = group.rank() // size * size
+        made[size] = subgroup(group, range(first, first + size))
+    return made

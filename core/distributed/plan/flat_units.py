@@ -17,6 +17,7 @@ from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,
+    Reshard,
     ShardCut,
     parse_cut,
     parse_cut_overrides,
@@ -85,7 +86,11 @@ def plan_flat_units(
     reshards = [*(_reshards(unit, settings, num_shards) for unit in units[:-1]), False]
     recomputed, compiled = choose_transforms(units[:-1], settings)
     sizes = [tuple((index, buffers[index].buckets[number].elements) for index, number in key) for key in keys]
-    slots = _slots(sizes, reshards, 1 + max(settings.forward_prefetch, settings.backward_prefetch))
+    slots = _slots(
+        sizes,
+        [reshard is not False for reshard in reshards],
+        1 + max(settings.forward_prefetch, settings.backward_prefetch),
+    )
     # Where one rank has all, in one dtype and place, parameters are views of the shards themselves.
     is_whole = num_shards == 1 and precision.param_dtype is None and not settings.cpu_offload
     planned = tuple(
@@ -94,7 +99,8 @@ def plan_flat_units(
             names=unit.names,
             buckets=key,
             slot=None if is_whole or not key else slot,
-            is_freed=reshard,
+            is_freed=reshard is not False,
+            kept_among=reshard if not isinstance(reshard, bool) and unit.is_needed_in_backward else None,
             is_needed_in_backward=unit.is_needed_in_backward,
             recomputes=settings.activation_checkpointing if unit in recomputed else "none",
             is_compiled=unit in compiled,
@@ -137,17 +143,11 @@ def _own_settings(ddp_config: DistributedDataParallelConfig, caller: str) -> Ful
     return settings_as(FullyShardedDataParallelConfig, ddp_config)
 
 
-def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: int) -> bool:
+def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: int) -> Reshard:
     if settings.keep_gathered_between_micro_batches == "all":
         return False
     overrides = parse_overrides(settings.reshard_overrides)
-    asked = check_reshard(reshard_of(unit.names[0], settings.reshard_after_forward, overrides), num_shards)
-    if not isinstance(asked, bool):
-        raise ParallelConfigError(
-            f"reshard_after_forward is {asked} for unit {unit.names[0]}, and flat buffers keep parameters whole on "
-            "all ranks or on none; give True or False, or use TorchFullyShardedDataParallel"
-        )
-    return asked
+    return check_reshard(reshard_of(unit.names[0], settings.reshard_after_forward, overrides), num_shards)
 
 
 def _cut_of(unit: Unit, settings: FullyShardedDataParallelConfig) -> ShardCut:

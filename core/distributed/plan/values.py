@@ -222,6 +222,8 @@ class FlatUnitPlan:
     """The memory that it is gathered into, which units of its size use in turn; None where one rank has all."""
     is_freed: bool
     """Between its forward and backward another unit may be gathered into the same memory."""
+    kept_among: int | None
+    """Neighbouring ranks that then have all of it together, and gather it from each other; None where all ranks do."""
     is_needed_in_backward: bool
     """False where no backward of the unit reads a weight, as in an embedding."""
     recomputes: Literal["none", "full", "selective"] = "none"

@@ -244,6 +244,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
     )
     of_slot = [other for other in plan.units if other.slot == unit.slot]
     is_last, is_first = of_slot[-1] is unit, of_slot[0] is unit
+    stays, again_over = unit.slot is None or len(of_slot) == 1, unit.kept_among or plan.num_shards
     return UnitFacts(
         name=" + ".join(unit.names),
         kind=" + ".join(dict.fromkeys(_class_name(module) for module in unit.modules)),
@@ -255,7 +256,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
         gradient=Held(
             whole_grads or reduced // plan.num_shards, _distinct(buffer.grad_dtype for buffer, _ in trained)
         ),
-        after_forward="stays" if unit.slot is None or len(of_slot) == 1 else "freed",
+        after_forward="stays" if stays else f"1/{unit.kept_among}" if unit.kept_among else "freed",
         traffic=sharded_traffic(
             step,
             gathered_bytes=gathered,
@@ -263,7 +264,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
             shard_size=plan.num_shards,
             num_replicas=plan.groups.num_replicas,
             # The last unit of a slot is there when backward begins, and the first one when the next forward does.
-            gathered_again_over=0 if is_last or not unit.is_needed_in_backward else plan.num_shards,
+            gathered_again_over=0 if is_last or not unit.is_needed_in_backward else again_over,
             is_kept=is_first,
         ),
         is_offloaded=plan.offloads,

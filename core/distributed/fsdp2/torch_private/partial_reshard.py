@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from ...._torch_compat import fsdp_param_groups
+from ...groups import subgroup
 from .states import param_groups, state_of
 
 
@@ -29,9 +27,8 @@ class PartialReshard:
     def __init__(self, shard_group: dist.ProcessGroup, size: int, device_type: str) -> None:
         ranks = torch.tensor(dist.get_process_group_ranks(shard_group)).view(-1, size)
         row, column = divmod(shard_group.rank(), size)
-        options: dict[str, Any] = {"timeout": _timeout_of(shard_group, device_type), "use_local_synchronization": True}
-        shard = dist.new_group(ranks[row].tolist(), **options)
-        replicate = dist.new_group(ranks[:, column].tolist(), **options)
+        shard = subgroup(shard_group, range(row * size, (row + 1) * size))
+        replicate = subgroup(shard_group, range(column, shard_group.size(), size))
         names = ("replicate", "shard")
         mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=names)
         self._mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -56,8 +53,3 @@ def free_partial_shards(root: nn.Module) -> None:
         if group.is_sharded:
             for parameter in group.fsdp_params:
                 parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
-
-
-def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
-    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
-    return timeout

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from core.comm import collectives
@@ -21,6 +22,7 @@ from core.distributed.report.facts import model_facts
 from core.errors import ParallelConfigError, UnitError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.warn import warn_once
+from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Stack, batches, build, gradients, loss_of, toy
 
@@ -243,8 +245,6 @@ def _uses(kind: str) -> str:
             model.finish_grad_sync()
         elif kind == "assign":
             model.load_state_dict(toy().state_dict(), assign=True)
-        elif kind == "part of the ranks":
-            build("zero3", toy(), reshard_after_forward=2)
     except (UnitError, ParallelConfigError, WrapError) as error:
         return str(error)
     return "no error"
@@ -263,9 +263,53 @@ def test_what_would_be_lost_or_stale_is_refused(kind, message):
         assert re.search(message, found), found
 
 
-def test_a_number_of_ranks_to_reshard_to_is_refused():
-    for found in run_distributed(_uses, 4, "part of the ranks"):
-        assert "reshard_after_forward is 2 for unit" in found and "TorchFullyShardedDataParallel" in found
+def _keeps_parts_among_neighbours(reshard: Any) -> list[tuple[str, int]]:
+    """Returns what a micro-batch gathers, and from how many ranks; the numbers are those of one process."""
+    model = _stacked(reshard_after_forward=reshard)
+    expected, x = Stack(layers=4), torch.full((2, 6), 1.0 + dist.get_rank())
+    with torch.no_grad():
+        model(x)
+    assert not any(unit.part for unit in model.units)
+    with model.no_sync():
+        model(2.0 * x).sum().backward()
+    found = []
+    all_gather = collectives.all_gather
+
+    def recorded(whole: torch.Tensor, own: torch.Tensor, group: Any, *, what: str) -> None:
+        found.append((what.removeprefix("the parameters of unit layers."), group.size()))
+        all_gather(whole, own, group, what=what)
+
+    with mock.patch.object(collectives, "all_gather", recorded):
+        loss = model(x).sum()
+        parts = {unit.name: [len(part) for part in unit.part] for unit in model.units if unit.part}
+        numel = model.plan.buckets_of(model.plan.units[0])[0][1].elements
+        assert parts == ({f"layers.{layer}": [numel // 2] for layer in (0, 1)} if reshard == 2 else {})
+        assert reshard != 2 or len(model.held_tensors()["gathered parameters"]) == 3 + 2
+        loss.backward()
+    model.finish_grad_sync()
+    assert not any(unit.part for unit in model.units)
+    for rank in range(4):
+        for factor in (2.0, 1.0):
+            expected(torch.full((2, 6), factor * (1.0 + rank))).sum().div(4).backward()
+    assert_same_sums(gradients(model), gradients(expected), additions=15)  # as under FSDP2
+    return found
+
+
+def test_a_number_gathers_for_backward_from_that_many_ranks():
+    for reshard, over in ((2, 2), (4, 4)):
+        for found in run_distributed(_keeps_parts_among_neighbours, 4, reshard):
+            assert found == [("2", 4), ("3", 4), ("1", over), ("0", over)]
+    for found in run_distributed(_keeps_parts_among_neighbours, 4, 1):
+        assert not found  # all is there since the first micro-batch
+
+
+def _describes_parts() -> list[str]:
+    model = _stacked(reshard_after_forward=2)
+    return [unit.after_forward for unit in model_facts(model.plan, model.module, 1).units]
+
+
+def test_the_description_says_among_how_many():
+    assert set(run_distributed(_describes_parts, 4)[0]) == {"1/2", "stays"}
 
 
 def _allocations() -> list[int]:
