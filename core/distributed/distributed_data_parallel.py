@@ -147,6 +147,9 @@ class DistributedDataParallel(_FlatDataParallel):
 
     # ---- parameters
 
+    def publish_update(self) -> None:
+        self.start_param_sync()
+
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gathers the parameters that ranks have updated, those that forward reads first first.
 

@@ -77,6 +77,7 @@ class _FlatDataParallel(_BaseDataParallel):
             shard_group=self.intra_instance_group if self._is_sharded else None,
             replica_group=self.inter_instance_group,
             becomes=self.plan.reduction,
+            scatters_over_replicas=self.plan.num_updated_parts > self.plan.num_shards,
             average_in_collective=self.plan.averages_in_collective,
             fp32_accumulation=self.plan.adds_in_fp32,
         )
@@ -96,6 +97,9 @@ class _FlatDataParallel(_BaseDataParallel):
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         """Elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to update."""
         return param.detach().view(-1)[start:end]
+
+    def publish_update(self) -> None:
+        """Lets the ranks that share a parameter have what each of them has updated; every rank calls it."""
 
     def note_step(self) -> None:
         self._shown.hide_after_step()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.collectives import all_gather
 from ..comm.lane import comm_lane
 from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
@@ -109,7 +110,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 named,
                 named[buffer.buckets[0].params[0].name].device,
                 num_shards=plan.num_shards,
-                shard_index=groups.shard.rank(),
+                updated_parts=(plan.num_updated_parts, plan.updated_part),
                 offloads=plan.offloads,
                 pins_memory=plan.pins_memory,
             )
@@ -136,7 +137,10 @@ class FullyShardedDataParallel(_FlatDataParallel):
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         kept = kept_range(param)
-        return super().elements_of(param, start, end) if kept is None else kept[0]
+        if kept is None:
+            return super().elements_of(param, start, end)
+        values, first = kept
+        return values[start - first : end - first] if start < end else values[:0]
 
     def _take_gradient(self, param: Tensor) -> None:
         self._gathering.check_gradient(self._unit_of[param], param)  # type: ignore[index,arg-type]
@@ -153,6 +157,20 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.end_running()
         self._gathering.settle()
         super()._zero_gradients()
+
+    def publish_update(self) -> None:
+        """Gathers, over optimizer instances that each update a part of the shards, what the others have updated."""
+        group = self.inter_instance_group
+        if group is None or not self.plan.shards_update_over_replicas:
+            return
+        for unit in self.units:
+            for piece in unit.pieces:
+                if any(param.requires_grad for param in piece.params):
+                    shard = piece.shard.to(piece.whole.device)  # from the host, where it is offloaded
+                    own = shard.chunk(group.size())[group.rank()]
+                    all_gather(shard, own, group, what=f"updated parameters of unit {unit.name}")
+                    if shard is not piece.shard:
+                        piece.shard.copy_(shard)
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:

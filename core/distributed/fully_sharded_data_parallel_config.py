@@ -74,6 +74,13 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
     # ---- how a unit is cut
 
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = "no_shard"
+    """With several optimizer instances, ``optim`` shards the optimizer's state over them too, on flat buffers.
+
+    Each rank of an instance keeps its shard of the parameters, and updates a part of it; the instances then gather
+    the parts from each other. By Megatron-FSDP's name.
+    """
+
     shard_cut: str = "auto"
     """Where parameters may be cut between ranks, on flat buffers; no number changes.
 
@@ -162,6 +169,10 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
         ):
             raise ParallelConfigError(
                 f"grad_reduce_in_fp32 is set and reduce_dtype is {self.reduce_dtype}; drop one of the two"
+            )
+        if self.outer_dp_sharding_strategy not in ("no_shard", "optim"):
+            raise ParallelConfigError(
+                f"outer_dp_sharding_strategy is {self.outer_dp_sharding_strategy!r}; it takes no_shard or optim"
             )
         self._check_units()
         if self.keep_gathered_between_micro_batches not in ("none", "ends", "all"):

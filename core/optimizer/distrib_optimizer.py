@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..dist_checkpointing.views.flat_range import flat_range_view
-from ..distributed import DistributedDataParallel, DistributedDataParallelConfig
+from ..distributed import DistributedDataParallelConfig
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..distributed.parameter_owner import owner_of
@@ -53,7 +53,10 @@ class MainRange(MainParam):
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         plan = self.wrapper.plan
-        return (plan.groups.shard,) if plan.num_shards > 1 else ()
+        groups = [plan.groups.shard] if plan.num_shards > 1 else []
+        if plan.num_updated_parts > plan.num_shards and plan.groups.replicate is not None:
+            groups.append(plan.groups.replicate)
+        return tuple(groups)
 
     def whole(self, state: Tensor) -> Tensor:
         return flat_range_view(self.param, state, self.start)
@@ -90,8 +93,8 @@ class DistributedOptimizer(MegatronOptimizer):
     def _publish_parameters(self) -> None:
         super()._publish_parameters()
         for wrapper in self._wrappers:
-            if isinstance(wrapper, DistributedDataParallel):  # where each forward gathers there is nothing to do now
-                wrapper.start_param_sync()
+            if isinstance(wrapper, _FlatDataParallel):
+                wrapper.publish_update()
 
 
 def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[_FlatDataParallel]) -> list[MainParam]:
@@ -117,7 +120,7 @@ def _planned_ranges(
     wrapper: _FlatDataParallel,
 ) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
     """Each parameter that still is the one planned for, with the arguments of its `MainRange`."""
-    plan, index = wrapper.plan, wrapper.plan.shard_index
+    plan, index = wrapper.plan, wrapper.plan.updated_part
     planned = plan.trained
     for name, param in unwrap_model(wrapper).named_parameters():
         if name in planned and owner_of(param) is wrapper and param.is_contiguous():

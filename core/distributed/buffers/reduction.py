@@ -30,6 +30,9 @@ class BucketReduction:
     replica_group: ProcessGroup | None = None
     """The ranks that keep the same shard in each optimizer instance, where there is more than one."""
 
+    scatters_over_replicas: bool = False
+    """Each of these keeps a part of the shard, instead of all of it."""
+
     becomes: GradientReduction = GradientReduction.MEAN
     average_in_collective: bool = False
     fp32_accumulation: bool = False
@@ -60,12 +63,20 @@ class BucketReduction:
         elif self.replica_group is None and (kept.dtype, kept.device) == (whole.dtype, whole.device):
             scatter(kept, whole, self.shard_group, what=what, scale=scale, accumulate=accumulate)
         else:
-            is_apart = accumulate or (kept.dtype, kept.device) != (whole.dtype, whole.device)
-            part = whole.new_empty(len(kept)) if is_apart else kept
+            length = len(whole) // self.shard_group.size()
+            is_final = (kept.dtype, kept.device, len(kept)) == (whole.dtype, whole.device, length) and not accumulate
+            part = kept if is_final else whole.new_empty(length)
             if self.replica_group is None:
                 scatter(part, whole, self.shard_group, what=what, scale=scale)
             else:
                 scatter(part, whole, self.shard_group, what=what)
-                reduce(part, self.replica_group, what=what)
-            if is_apart:
-                kept.add_(part.to(kept.device)) if accumulate else kept.copy_(part)
+                if self.scatters_over_replicas:
+                    own = part.chunk(self.replica_group.size())[self.replica_group.rank()]
+                    scatter(own, part, self.replica_group, what=what, scale=scale)
+                    part = own
+                else:
+                    reduce(part, self.replica_group, what=what)
+            if accumulate:
+                kept.add_(part.to(kept.device))
+            elif part is not kept:
+                kept.copy_(part)

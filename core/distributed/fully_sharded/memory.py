@@ -28,6 +28,8 @@ class ShardedBuffer(FlatMemory):
         plan: what it holds.
         params: the model's, by name.
         device: where the model computes.
+        num_shards: ranks that share the parameters.
+        updated_parts: parts of which each is updated, and its gradient kept, by a rank; and this rank's.
         offloads: shards are in the host's memory.
         pins_memory: in a part of it that the device copies from while it computes.
 
@@ -46,7 +48,7 @@ class ShardedBuffer(FlatMemory):
         device: torch.device,
         *,
         num_shards: int,
-        shard_index: int,
+        updated_parts: tuple[int, int],
         offloads: bool = False,
         pins_memory: bool = False,
     ) -> None:
@@ -54,7 +56,8 @@ class ShardedBuffer(FlatMemory):
         self.params = [params[name] for name in self.names]
         self.param_dtype, self.gathered_dtype, self.device = plan.param_dtype, plan.gathered_dtype, device
         self.grad_dtype, self.shard_grad_dtype = plan.grad_dtype, plan.shard_grad_dtype
-        self.num_shards, self.shard_index = num_shards, shard_index
+        self.num_shards, self.shard_index = updated_parts
+        self._num_param_shards = num_shards
         self.accumulated_in_fp32 = plan.accumulated_in_fp32
         self.param_data = None
         numel = plan.buckets[-1].layout.end
@@ -91,7 +94,8 @@ class ShardedBuffer(FlatMemory):
 
     def shard_of(self, bucket: BucketPlan) -> Tensor:
         """`[elements / num_shards]`: this rank's shard of a bucket's parameters."""
-        return self.shards[bucket.layout.start // self.num_shards : bucket.layout.end // self.num_shards]
+        start, end = bucket.layout.start, bucket.layout.end
+        return self.shards[start // self._num_param_shards : end // self._num_param_shards]
 
 
 class Slot:

@@ -61,6 +61,8 @@ def plan_flat_units(
     check_reduction(config, settings)
     precision = mixed_precision_policy(module.parameters(), compute_dtype(config), settings)
     names, num_shards = ParameterNames(module), groups.shard.size()
+    is_shared_update = _shares_update(settings, groups)
+    num_parts = num_shards * (groups.num_replicas if is_shared_update else 1)
     units = [*find_units(module, unit_classes, splits_dtypes=False), Unit((module,), ("",))]
     buckets: dict[_Kind, list[BucketPlan]] = {}
     in_buffer: dict[_Kind, list[nn.Parameter]] = {}
@@ -71,17 +73,17 @@ def plan_flat_units(
             before, members = buckets.setdefault(kind, []), in_buffer.setdefault(kind, [])
             layout, cut = lay_out_unit(
                 [param.shape for param in of_kind],
-                num_shards,
+                num_parts,
                 asked,
                 for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
             )
             moved = _moved(layout, before[-1].layout.end if before else 0, len(members))
             members += [of_kind[index] for index in layout.members]
             places.append((kind, len(before)))
-            before.append(plan_bucket(names, members, moved, num_shards, cut))
+            before.append(plan_bucket(names, members, moved, num_parts, cut))
         of_units.append(tuple(places))
     index_of = {kind: index for index, kind in enumerate(buckets)}
-    buffers = tuple(_buffer(kind, of_kind, settings, num_shards) for kind, of_kind in buckets.items())
+    buffers = tuple(_buffer(kind, of_kind, settings, num_parts) for kind, of_kind in buckets.items())
     keys = [tuple((index_of[kind], number) for kind, number in places) for places in of_units]
     reshards = [*(_reshards(unit, settings, num_shards) for unit in units[:-1]), False]
     recomputed, compiled = choose_transforms(units[:-1], settings)
@@ -108,7 +110,7 @@ def plan_flat_units(
         for unit, key, slot, reshard in zip(units, keys, slots, reshards, strict=True)
     )
     common = common_plan(config, settings, groups, caller=caller)
-    common["reduces_every_micro_batch"] &= num_shards > 1
+    common["reduces_every_micro_batch"] &= num_parts > 1
     return FullyShardedPlan(
         **common,
         buffers=buffers,
@@ -119,6 +121,7 @@ def plan_flat_units(
         averages_in_collective=settings.average_in_collective,
         adds_in_fp32=settings.reduce_scatter_with_fp32_accumulation,
         units=planned,
+        shards_update_over_replicas=is_shared_update,
         precision=precision,
         offloads=settings.cpu_offload,
         pins_memory=pins_memory(settings),
@@ -148,6 +151,17 @@ def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: 
         return False
     overrides = parse_overrides(settings.reshard_overrides)
     return check_reshard(reshard_of(unit.names[0], settings.reshard_after_forward, overrides), num_shards)
+
+
+def _shares_update(settings: FullyShardedDataParallelConfig, groups: DataParallelGroups) -> bool:
+    if settings.outer_dp_sharding_strategy == "no_shard":
+        return False
+    if groups.replicate is None:
+        raise ParallelConfigError(
+            f"outer_dp_sharding_strategy is {settings.outer_dp_sharding_strategy!r} with one optimizer instance; drop "
+            "it, or set num_distributed_optimizer_instances"
+        )
+    return True
 
 
 def _cut_of(unit: Unit, settings: FullyShardedDataParallelConfig) -> ShardCut:
@@ -192,7 +206,7 @@ def _by_kind(
 
 
 def _buffer(
-    kind: _Kind, buckets: Sequence[BucketPlan], settings: FullyShardedDataParallelConfig, num_shards: int
+    kind: _Kind, buckets: Sequence[BucketPlan], settings: FullyShardedDataParallelConfig, num_parts: int
 ) -> BufferPlan:
     is_trained, gathered_dtype, (holds_experts, dtype, grad_dtype, _) = kind
     found = (param.name for bucket in buckets for param in bucket.params)
@@ -203,7 +217,7 @@ def _buffer(
         grad_dtype=grad_dtype,
         shard_grad_dtype=shard_grad_dtype,
         holds_params=True,
-        releases_grads=is_trained and (num_shards > 1 or shard_grad_dtype != grad_dtype or settings.cpu_offload),
+        releases_grads=is_trained and (num_parts > 1 or shard_grad_dtype != grad_dtype or settings.cpu_offload),
         holds_experts=holds_experts,
         accumulated_in_fp32=accumulated_in_fp32(found, grad_dtype, settings) if is_trained else frozenset(),
         is_trained=is_trained,

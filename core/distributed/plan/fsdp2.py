@@ -183,6 +183,11 @@ def _own_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullySharde
             "their own precision, which FSDP2 cannot; drop it, or set grad_reduce_in_fp32"
         )
     settings = settings_as(TorchFullyShardedDataParallelConfig, ddp_config)
+    if settings.outer_dp_sharding_strategy != "no_shard":
+        raise ParallelConfigError(
+            f"outer_dp_sharding_strategy is {settings.outer_dp_sharding_strategy!r}, and FSDP2 replicates shards over "
+            "optimizer instances; drop it, or use FullyShardedDataParallel"
+        )
     if settings.shard_cut not in ("auto", "rows") or settings.shard_cut_overrides:
         raise ParallelConfigError(
             f"shard_cut is {settings.shard_cut!r} with overrides {list(settings.shard_cut_overrides)}, and FSDP2 "

@@ -47,7 +47,8 @@ class ParamPlan:
     is_trained: bool
     cut: Cut
     bounds: tuple[int, ...]
-    """Shard `i` holds elements ``[bounds[i], bounds[i + 1])`` of the flattened parameter."""
+    """Rank `i` of those that share the update has elements ``[bounds[i], bounds[i + 1])`` of the flattened
+    parameter."""
 
     @property
     def name(self) -> str:
@@ -205,8 +206,18 @@ class ShardingPlan:
 
     @property
     def shard_index(self) -> int:
-        """Index `i` of this rank's shard: it holds, or updates, ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
+        """Index of this rank among those that share a parameter, or the state of its optimizer."""
         return 0 if self.strategy == "no_shard" else self.groups.shard.rank()
+
+    @property
+    def num_updated_parts(self) -> int:
+        """Ranks that share the update of a parameter."""
+        return self.num_shards
+
+    @property
+    def updated_part(self) -> int:
+        """Index `i` of what this rank updates: elements ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
+        return self.shard_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,6 +329,8 @@ class FullyShardedPlan(FlatPlan):
 
     units: tuple[FlatUnitPlan, ...]
     """Children before parents; last the model, with what is in no unit before it."""
+    shards_update_over_replicas: bool
+    """Each optimizer instance updates a part of the shards, and gathers the others'."""
     precision: MixedPrecisionPolicy
     """Of the model; units cast their inputs too, its outputs are cast alone."""
     forward_prefetch: int
@@ -331,6 +344,16 @@ class FullyShardedPlan(FlatPlan):
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None
     forward_methods: tuple[str, ...]
+
+    @property
+    def num_updated_parts(self) -> int:
+        return self.num_shards * (self.groups.num_replicas if self.shards_update_over_replicas else 1)
+
+    @property
+    def updated_part(self) -> int:
+        if self.groups.replicate is None or not self.shards_update_over_replicas:
+            return self.shard_index
+        return self.shard_index * self.groups.num_replicas + self.groups.replicate.rank()
 
     @property
     def casts_parameters(self) -> bool:

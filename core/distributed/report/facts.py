@@ -254,7 +254,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
         kept=Held(kept // plan.num_shards, _distinct(buffer.param_dtype for buffer, _ in buckets)),
         gathered=Held(gathered, _distinct(buffer.gathered_dtype for buffer, _ in buckets)),
         gradient=Held(
-            whole_grads or reduced // plan.num_shards, _distinct(buffer.grad_dtype for buffer, _ in trained)
+            whole_grads or reduced // plan.num_updated_parts, _distinct(buffer.grad_dtype for buffer, _ in trained)
         ),
         after_forward="stays" if stays else f"1/{unit.kept_among}" if unit.kept_among else "freed",
         traffic=sharded_traffic(
@@ -266,6 +266,7 @@ def _flat_unit(plan: FullyShardedPlan, unit: FlatUnitPlan, step: StepPlan, param
             # The last unit of a slot is there when backward begins, and the first one when the next forward does.
             gathered_again_over=0 if is_last or not unit.is_needed_in_backward else again_over,
             is_kept=is_first,
+            shared_update_bytes=kept // plan.num_shards if plan.shards_update_over_replicas and trained else 0,
         ),
         is_offloaded=plan.offloads,
     )

@@ -49,6 +49,7 @@ def sharded_traffic(
     num_replicas: int = 1,
     gathered_again_over: int,
     is_kept: bool = False,
+    shared_update_bytes: int = 0,
 ) -> tuple[Traffic, ...]:
     """Returns the collectives of a unit with sharded parameters (ZeRO-3).
 
@@ -58,6 +59,7 @@ def sharded_traffic(
         gathered_again_over: ranks among which backward gathers the unit once more, `shard_size` or fewer; 0 if its
             parameters are still whole, or no backward reads them.
         is_kept: parameters that are gathered when a micro-batch ends stay gathered for the next one.
+        shared_update_bytes: bytes of a shard, where replicas each update a part of it and gather the others'.
     """
     gathers, reductions = 1 if is_kept else step.num_microbatches, _num_reductions(step) if reduced_bytes else 0
     again = step.num_microbatches if gathered_again_over else 0
@@ -67,7 +69,13 @@ def sharded_traffic(
         Traffic("all-gather", gathers, gathered_bytes, shard_size),
         Traffic("all-gather", again, gathered_bytes, gathered_again_over),
         Traffic("reduce-scatter", reductions, reduced_bytes, shard_size),
-        Traffic("all-reduce", reductions, reduced_bytes // shard_size, num_replicas),
+        Traffic(
+            "reduce-scatter" if shared_update_bytes else "all-reduce",
+            reductions,
+            reduced_bytes // shard_size,
+            num_replicas,
+        ),
+        Traffic("all-gather", int(shared_update_bytes > 0), shared_update_bytes, num_replicas),
     )
 
 

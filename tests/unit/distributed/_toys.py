@@ -178,11 +178,14 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _gather_shards(model: _FlatDataParallel) -> dict[nn.Parameter, torch.Tensor]:
-    found = {}
+    found, plan = {}, model.plan
+    shared = [plan.groups.replicate] if plan.num_updated_parts > plan.num_shards else []
     for bucket in (group.bucket for group in model._bucket_groups if group.has_reduced):
-        parts = [torch.empty_like(bucket.local_grad_shard) for _ in range(model.intra_instance_group.size())]
-        dist.all_gather(parts, bucket.local_grad_shard.clone(), group=model.intra_instance_group)
-        whole = torch.cat(parts)
+        whole = bucket.local_grad_shard.clone()
+        for group in (*shared, model.intra_instance_group):
+            parts = [torch.empty_like(whole) for _ in range(group.size())]
+            dist.all_gather(parts, whole, group=group)
+            whole = torch.cat(parts)
         for parameter in bucket.params:
             start, end = bucket.range_of(parameter)
             found[parameter] = whole[start:end].view(parameter.shape)

@@ -15,7 +15,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import UNITS, batches, full, gradients, loss_of, oracle, settings, toy
 
-KINDS = ("zero1", "zero1_overlap", "zero2", "zero2_overlap", "fsdp2")
+KINDS = ("zero1", "zero1_overlap", "zero2", "zero2_overlap", "zero3", "fsdp2")
 
 
 def _trains(kind: str, every: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -37,7 +37,8 @@ def _trains(kind: str, every: bool) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "every"), [*((kind, False) for kind in KINDS), ("zero2_overlap", True), ("fsdp2", True)]
+    ("kind", "every"),
+    [*((kind, False) for kind in KINDS), *((kind, True) for kind in ("zero2_overlap", "zero3", "fsdp2"))],
 )
 def test_groups_of_one_rank_scale_no_gradient_and_replicas_stay_equal(kind: str, every: bool) -> None:
     (gradient, weights), (other_gradient, other_weights) = run_distributed(_trains, 2, kind, every)

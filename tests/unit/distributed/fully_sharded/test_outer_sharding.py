@@ -1,0 +1,122 @@
+"""The optimizer's state sharded over optimizer instances too: the same bits, less memory, the same checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.dist_checkpointing import load, model_state_dict, save
+from core.distributed import FullyShardedDataParallel, finalize_model_grads, wrap_model
+from core.distributed.report.facts import model_facts
+from core.errors import ParallelConfigError
+from core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import UNITS, batches, build, full, gradients, loss_of, settings, toy
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"reduce_every_micro_batch": True},
+    {"shard_cut": "tensor", "cpu_offload": True, "pin_memory": False},
+    {"param_dtype": "bf16", "reduce_dtype": "fp32"},
+    {"average_in_collective": True},
+]
+
+
+def _build(**fields: Any) -> tuple[FullyShardedDataParallel, MegatronOptimizer]:
+    ddp_config = settings("zero3", num_distributed_optimizer_instances=2, **fields)
+    model = wrap_model(toy(), SimpleNamespace(), ddp_config, sub_modules_to_wrap=UNITS)
+    return model, get_megatron_optimizer(OptimizerConfig(lr=0.05, clip_grad=0.1), [model])
+
+
+def _step(model: FullyShardedDataParallel, optimizer: MegatronOptimizer) -> tuple[dict[str, torch.Tensor], float]:
+    model.zero_grad_buffer()
+    for index, tokens in enumerate(batches(dist.get_rank())):
+        with nullcontext() if index == 2 else model.no_sync():
+            loss_of(model, tokens).backward()
+    finalize_model_grads([model])
+    found = gradients(model)
+    return found, optimizer.step()[1]
+
+
+def _is_the_same() -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    for fields in VARIANTS:
+        if "reduce_every_micro_batch" in fields and dist.get_world_size() == 2:
+            continue  # instances of one rank reduce each only where they share the update: another order of additions
+        (model, optimizer), (outer, other) = _build(**fields), _build(outer_dp_sharding_strategy="optim", **fields)
+        for _ in range(3):
+            (expected, norm), (found, other_norm) = _step(model, optimizer), _step(outer, other)
+            assert norm == other_norm, fields
+            assert all(torch.equal(found[name], value) for name, value in expected.items()), fields
+        for name, held in model.state_dict().items():
+            assert torch.equal(full(outer.state_dict()[name]), full(held)), (fields, name)
+        sizes = [sum(p.main.numel() for p in each._params) for each in (optimizer, other)]
+        total = torch.tensor(sizes)
+        dist.all_reduce(total)
+        assert total[0] == 2 * total[1]  # every element has one owner, where each instance had one
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sharding_over_instances_too_changes_no_bit(num_ranks):
+    run_distributed(_is_the_same, num_ranks)
+
+
+def _state(model: FullyShardedDataParallel, optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
+    return model_state_dict(model) | {f"optimizer.{name}": held for name, held in optimizer.state_tensors().items()}
+
+
+def _continues(folder: Path) -> None:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    for saving, loading in (("optim", "no_shard"), ("no_shard", "optim")):
+        model, optimizer = _build(outer_dp_sharding_strategy=saving)
+        _step(model, optimizer)
+        save(_state(model, optimizer), folder / saving, metadata={"optimizer": optimizer.state_scalars()})
+        _step(model, optimizer)
+        other, continued = _build(outer_dp_sharding_strategy=loading)
+        metadata = load(_state(other, continued), folder / saving)
+        continued.load_state_scalars(metadata["optimizer"])
+        _step(other, continued)
+        for name, held in model.state_dict().items():
+            assert torch.equal(full(other.state_dict()[name]), full(held)), (saving, name)
+
+
+def test_checkpoints_go_both_ways(tmp_path):
+    run_distributed(_continues, 4, tmp_path)
+
+
+def _described() -> list[tuple[str, int, int]]:
+    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    model, _ = _build(outer_dp_sharding_strategy="optim", reshard_after_forward=False)
+    block = next(unit for unit in model_facts(model.plan, model.module, 1).units if unit.name == "blocks.0")
+    return [(entry.kind, entry.nbytes, entry.ranks) for entry in block.traffic]
+
+
+def test_the_description_counts_what_instances_exchange():
+    traffic = run_distributed(_described, 4)[0]
+    whole = traffic[0][1]
+    assert traffic == [
+        ("all-gather", whole, 2),
+        ("reduce-scatter", whole, 2),
+        ("reduce-scatter", whole // 2, 2),
+        ("all-gather", whole // 2, 2),
+    ]
+
+
+def _refused() -> None:
+    with pytest.raises(ParallelConfigError, match="outer_dp_sharding_strategy is 'optim' with one optimizer instance"):
+        build("zero3", toy(), outer_dp_sharding_strategy="optim")
+    with pytest.raises(ParallelConfigError, match="FSDP2 replicates shards over optimizer instances"):
+        build("fsdp2", toy(), outer_dp_sharding_strategy="optim")
+    with pytest.raises(ParallelConfigError, match="it takes no_shard or optim"):
+        build("zero3", toy(), outer_dp_sharding_strategy="optim_grads")
+
+
+def test_what_it_cannot_do_is_refused():
+    run_distributed(_refused, 1)
