@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +76,15 @@ def test_tensors_are_balanced():
     layout, _ = lay_out_unit(LAYER, 4, ShardCut("tensor"))
     assert layout.end // 4 == 2048 * 512  # the two large matrices by themselves, and a third; the rest fits in one
     assert not _crossed(layout, 4)
+
+
+def test_the_page_has_the_padding_of_a_layer():
+    shapes = [*LAYER, (512,), (512,)]
+    page = (Path(__file__).parents[4] / "docs" / "fully-sharded.md").read_text()
+    for cut in ("flat", "rows", "block:128", "tensor"):
+        ends = [lay_out_unit(shapes, ranks, parse_cut(cut, "shard_cut"))[0].end for ranks in (2, 8, 64)]
+        padding = ", ".join(f"{100 * (end / sum(map(math.prod, shapes)) - 1):.2f}" for end in ends)
+        assert re.search(rf"\| `{cut}` \|.*\| {padding} % \|", page), (cut, padding)
 
 
 @pytest.mark.parametrize("value", ["row", "block", "block:0", "block:x", "tensor:2", ""])
