@@ -22,10 +22,11 @@ from .buffers.pending_parameters import let_be_seen
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .flat_data_parallel import _FlatDataParallel
+from .fully_sharded.build import build_units
 from .fully_sharded.calls import watch_calls
 from .fully_sharded.gathering import ParameterGathering
 from .fully_sharded.memory import ShardedBuffer
-from .fully_sharded.unit import Unit, build_units
+from .fully_sharded.unit import Unit
 from .groups import Ranks, find_groups
 from .model.broadcast import broadcast_tensors
 from .model.initial_values import InitialValues, cast_buffers

@@ -254,7 +254,7 @@ MUTATIONS = (
     Mutation(
         "a parameter begins on the last element of the one before",
         "core.distributed.plan.layout.lay_out",
-        r"begin = _round_up\(.*",
+        r"begin = round_up\(.*",
         "begin = max(begin - 1, 0)",
         ("tests/unit/distributed/plan/test_layout.py", _DDP),
     ),

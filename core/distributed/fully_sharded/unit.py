@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +17,8 @@ from ...errors import UnitError
 from ...host_memory import passing_memory
 from ...tensor_parallel.allocation import has_no_memory
 from ..buffers.pending_parameters import can_be_pending, end_pending, make_pending
-from ..groups import subgroup
-from ..plan import FullyShardedPlan
-from .memory import ShardedBuffer, Slot
+from .memory import Slot
+from .piece import Piece
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """Set to 1 in the environment, it fills a slot with NaN when its unit is hidden: what reads parameters around the
@@ -29,46 +27,6 @@ check for hidden ones, by a saved view or in C++, then shows. Each use gathers a
 
 def _poisons() -> bool:
     return os.environ.get(POISONS) == "1"
-
-
-@dataclass(eq=False)
-class Piece:
-    """A unit's parameters of one kind: contiguous in the slot, cut evenly over the ranks."""
-
-    params: Sequence[nn.Parameter]
-    names: Sequence[str]
-    ranges: Sequence[tuple[int, int]]
-    """``[start, end)`` of each parameter in the whole."""
-    shard: Tensor
-    """`[numel / num_shards]`, this rank's part of the whole, which an optimizer writes."""
-    whole: Tensor
-    """`[numel]`, the slot's part that parameters are views of, in the dtype of computation; `shard` itself where one
-    rank has all, in one dtype."""
-
-    def place_params(self, memory: Tensor, but_for: Callable[[Tensor], bool] | None = None) -> None:
-        """Makes the parameters, but for those of which `but_for` is true, views of `memory` `[numel]`."""
-        for param, (start, end) in zip(self.params, self.ranges, strict=True):
-            if but_for is None or not but_for(param):
-                param.data = memory[start:end].view(param.shape)
-
-    def gather(self, into: Tensor, group: ProcessGroup, what: str) -> None:
-        """Writes the shards of all ranks into `into` `[numel]`, cast to its dtype."""
-        own = self.shard
-        if (own.dtype, own.device) != (into.dtype, into.device) or group.size() == 1:
-            own = into.chunk(group.size())[group.rank()].copy_(own, non_blocking=True)  # a cast takes no memory there
-        if group.size() > 1:
-            collectives.all_gather(into, own, group, what=what)
-
-    def own_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
-        length = self.shard.numel()
-        begin = length * rank
-        for param, (start, end) in zip(self.params, self.ranges, strict=True):
-            first, last = max(start, begin), min(end, begin + length)
-            if first < last:
-                yield param, self.shard[first - begin : last - begin], first - start
-            else:
-                yield param, self.shard[:0], 0
 
 
 class Unit:
@@ -249,52 +207,3 @@ class Unit:
 
     def _count_writes(self) -> list[int]:
         return [param._version for param in self.name_of]
-
-
-def build_units(
-    plan: FullyShardedPlan, buffers: Sequence[ShardedBuffer], params: Mapping[str, nn.Parameter]
-) -> list[Unit]:
-    """The units of a plan, and the slots that they share.
-
-    Args:
-        buffers: of the plan's, in their order.
-        params: the model's, by name.
-    """
-    slots: dict[int, Slot] = {}
-    neighbours = _groups_of_neighbours(plan)
-    units = []
-    for planned in plan.units:
-        kept = [buffers[index] for index, _ in planned.buckets]
-        buckets = [bucket for _, bucket in plan.buckets_of(planned)]
-        slot: Slot | None = None
-        if planned.slot is not None:
-            sizes = [
-                (bucket.elements, buffer.gathered_dtype, buffer.device)
-                for bucket, buffer in zip(buckets, kept, strict=True)
-            ]
-            if planned.slot not in slots:
-                slots[planned.slot] = Slot(sizes)
-            slot = slots[planned.slot]
-        shards = [buffer.shard_of(bucket) for bucket, buffer in zip(buckets, kept, strict=True)]
-        pieces = [
-            Piece(
-                [params[param.name] for param in bucket.params],
-                [param.name for param in bucket.params],
-                bucket.layout.ranges,
-                shard,
-                whole,
-            )
-            for bucket, shard, whole in zip(buckets, shards, shards if slot is None else slot.parts, strict=True)
-        ]
-        group, name = plan.groups.shard, " + ".join(planned.names) or "of the model itself"
-        units.append(Unit(name, slot, pieces, group, neighbours.get(planned.kept_among)))
-    return units
-
-
-def _groups_of_neighbours(plan: FullyShardedPlan) -> dict[int | None, ProcessGroup]:
-    """The group of this rank among each number of neighbours that units are kept among; every rank calls it."""
-    group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
-    for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
-        first = group.rank() // size * size
-        made[size] = subgroup(group, range(first, first + size))
-    return made

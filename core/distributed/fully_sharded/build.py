@@ -1,0 +1,63 @@
+"""Builds the units of a plan, and the slots that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ..groups import subgroup
+from ..plan import FullyShardedPlan
+from .memory import ShardedBuffer, Slot
+from .piece import Piece
+from .unit import Unit
+
+
+def build_units(
+    plan: FullyShardedPlan, buffers: Sequence[ShardedBuffer], params: Mapping[str, nn.Parameter]
+) -> list[Unit]:
+    """The units of a plan, and the slots that they share.
+
+    Args:
+        buffers: of the plan's, in their order.
+        params: the model's, by name.
+    """
+    slots: dict[int, Slot] = {}
+    neighbours = _groups_of_neighbours(plan)
+    units = []
+    for planned in plan.units:
+        kept = [buffers[index] for index, _ in planned.buckets]
+        buckets = [bucket for _, bucket in plan.buckets_of(planned)]
+        slot: Slot | None = None
+        if planned.slot is not None:
+            sizes = [
+                (bucket.elements, buffer.gathered_dtype, buffer.device)
+                for bucket, buffer in zip(buckets, kept, strict=True)
+            ]
+            if planned.slot not in slots:
+                slots[planned.slot] = Slot(sizes)
+            slot = slots[planned.slot]
+        shards = [buffer.shard_of(bucket) for bucket, buffer in zip(buckets, kept, strict=True)]
+        pieces = [
+            Piece(
+                [params[param.name] for param in bucket.params],
+                [param.name for param in bucket.params],
+                bucket.layout.ranges,
+                shard,
+                whole,
+            )
+            for bucket, shard, whole in zip(buckets, shards, shards if slot is None else slot.parts, strict=True)
+        ]
+        group, name = plan.groups.shard, " + ".join(planned.names) or "of the model itself"
+        units.append(Unit(name, slot, pieces, group, neighbours.get(planned.kept_among)))
+    return units
+
+
+def _groups_of_neighbours(plan: FullyShardedPlan) -> dict[int | None, ProcessGroup]:
+    """The group of this rank among each number of neighbours that units are kept among; every rank calls it."""
+    group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
+    for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
+        first = group.rank() // size * size
+        made[size] = subgroup(group, range(first, first + size))
+    return made

@@ -1,0 +1,51 @@
+"""A unit's parameters of one kind: contiguous memory, divided between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...comm import collectives
+
+
+@dataclass(eq=False)
+class Piece:
+    """A unit's parameters of one kind: contiguous in the slot, cut evenly over the ranks."""
+
+    params: Sequence[nn.Parameter]
+    names: Sequence[str]
+    ranges: Sequence[tuple[int, int]]
+    """``[start, end)`` of each parameter in the whole."""
+    shard: Tensor
+    """`[numel / num_shards]`, this rank's part of the whole, which an optimizer writes."""
+    whole: Tensor
+    """`[numel]`, the slot's part that parameters are views of, in the dtype of computation; `shard` itself where one
+    rank has all, in one dtype."""
+
+    def place_params(self, memory: Tensor, but_for: Callable[[Tensor], bool] | None = None) -> None:
+        """Makes the parameters, but for those of which `but_for` is true, views of `memory` `[numel]`."""
+        for param, (start, end) in zip(self.params, self.ranges, strict=True):
+            if but_for is None or not but_for(param):
+                param.data = memory[start:end].view(param.shape)
+
+    def gather(self, into: Tensor, group: ProcessGroup, what: str) -> None:
+        """Writes the shards of all ranks into `into` `[numel]`, cast to its dtype."""
+        own = self.shard
+        if (own.dtype, own.device) != (into.dtype, into.device) or group.size() == 1:
+            own = into.chunk(group.size())[group.rank()].copy_(own, non_blocking=True)  # a cast takes no memory there
+        if group.size() > 1:
+            collectives.all_gather(into, own, group, what=what)
+
+    def own_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+        """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
+        length = self.shard.numel()
+        begin = length * rank
+        for param, (start, end) in zip(self.params, self.ranges, strict=True):
+            first, last = max(start, begin), min(end, begin + length)
+            if first < last:
+                yield param, self.shard[first - begin : last - begin], first - start
+            else:
+                yield param, self.shard[:0], 0
