@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ..comm.collectives import all_gather
 from ..comm.lane import comm_lane
+from ..comm.memory import allocator
+from ..device import current_device
 from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
 from ..dist_checkpointing.views.flat_range import FlatRange, whole_view
@@ -105,6 +107,8 @@ class FullyShardedDataParallel(_FlatDataParallel):
             start.equalize()
             start.allocate(parameters_have_memory=False)
         named = dict(model.named_parameters())
+        device = next((param.device for param in named.values()), current_device())
+        allocate = allocator(groups.shard, device, registers=plan.registers_memory)
         self._buffers_of_shards = [
             ShardedBuffer(
                 buffer,
@@ -114,10 +118,11 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 updated_parts=(plan.num_updated_parts, plan.updated_part),
                 offloads=plan.offloads,
                 pins_memory=plan.pins_memory,
+                allocate=allocate,
             )
             for buffer in plan.buffers
         ]
-        self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named)
+        self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate)
         self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
         for unit in self.units:
             unit.adopt(with_values=True)
@@ -125,7 +130,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
         start.fill()  # what was on the meta device, one tensor at a time, into the shards
         for unit in self.units:
             unit.adopt(with_values=False)
-        device = next((buffer.device for buffer in self._buffers_of_shards), torch.device("cpu"))
         self._gathering = ParameterGathering(plan, self.units, self._buffers_of_shards, comm_lane(device))
         watch_calls(plan, self.units, self._gathering)
         if plan.buffer_dtype is not None:

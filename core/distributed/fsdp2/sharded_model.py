@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..._torch_compat import NO_BACKWARD, current_backward
+from ...comm.memory import can_register
+from ...device import current_device
 from ...diagnostics.plain_state_dicts import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
@@ -87,6 +89,9 @@ class ShardedModel:
         if plan.buffer_dtype is not None:
             cast_buffers(module, plan.buffer_dtype)
         reject_plain_state_dicts(module)
+        if plan.registers_memory and can_register(plan.groups.shard, current_device()):
+            for fsdp_module in self.fsdp_modules:
+                fsdp_module.set_allocate_memory_from_process_group_for_comm(True)
         record_fsdp_collectives(module)
 
     def reshard(self) -> None:

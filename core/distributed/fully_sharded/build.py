@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ...comm.memory import Allocate
+from ...host_memory import passing_memory
 from ..groups import subgroup
 from ..plan import FullyShardedPlan
 from .memory import ShardedBuffer, Slot
@@ -15,13 +17,17 @@ from .unit import Unit
 
 
 def build_units(
-    plan: FullyShardedPlan, buffers: Sequence[ShardedBuffer], params: Mapping[str, nn.Parameter]
+    plan: FullyShardedPlan,
+    buffers: Sequence[ShardedBuffer],
+    params: Mapping[str, nn.Parameter],
+    allocate: Allocate = passing_memory,
 ) -> list[Unit]:
     """The units of a plan, and the slots that they share.
 
     Args:
         buffers: of the plan's, in their order.
         params: the model's, by name.
+        allocate: of the slots' memory.
     """
     slots: dict[int, Slot] = {}
     neighbours = _groups_of_neighbours(plan)
@@ -36,7 +42,7 @@ def build_units(
                 for bucket, buffer in zip(buckets, kept, strict=True)
             ]
             if planned.slot not in slots:
-                slots[planned.slot] = Slot(sizes)
+                slots[planned.slot] = Slot(sizes, allocate)
             slot = slots[planned.slot]
         shards = [buffer.shard_of(bucket) for bucket, buffer in zip(buckets, kept, strict=True)]
         pieces = [

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ...comm.memory import Allocate
 from ...host_memory import passing_memory
 from ..buffers.bucket import Bucket, FlatMemory
 from ..plan import BucketPlan, BufferPlan
@@ -32,6 +33,7 @@ class ShardedBuffer(FlatMemory):
         updated_parts: parts of which each is updated, and its gradient kept, by a rank; and this rank's.
         offloads: shards are in the host's memory.
         pins_memory: in a part of it that the device copies from while it computes.
+        allocate: of the memory of whole gradients.
 
     Attributes:
         shards: `[numel / num_shards]`, this rank's shard of each bucket, one after the other: one tensor, so that its
@@ -51,13 +53,14 @@ class ShardedBuffer(FlatMemory):
         updated_parts: tuple[int, int],
         offloads: bool = False,
         pins_memory: bool = False,
+        allocate: Allocate = passing_memory,
     ) -> None:
         self.names = [param.name for bucket in plan.buckets for param in bucket.params]
         self.params = [params[name] for name in self.names]
         self.param_dtype, self.gathered_dtype, self.device = plan.param_dtype, plan.gathered_dtype, device
         self.grad_dtype, self.shard_grad_dtype = plan.grad_dtype, plan.shard_grad_dtype
         self.num_shards, self.shard_index = updated_parts
-        self._num_param_shards = num_shards
+        self._num_param_shards, self._allocate = num_shards, allocate
         self.accumulated_in_fp32 = plan.accumulated_in_fp32
         self.param_data = None
         numel = plan.buckets[-1].layout.end
@@ -85,7 +88,7 @@ class ShardedBuffer(FlatMemory):
 
     def take_grads(self, numel: int) -> Tensor:
         kept = self._grad_slots.get(numel)
-        return kept.pop() if kept else super().take_grads(numel)
+        return kept.pop() if kept else self._allocate(numel, self.grad_dtype, self.device)
 
     def give_back_grads(self, whole: Tensor) -> None:
         kept = self._grad_slots.get(whole.numel())
@@ -103,6 +106,7 @@ class Slot:
 
     Args:
         sizes: elements, dtype and device of each of its parts.
+        allocate: of their memory.
 
     Attributes:
         parts: the whole parameters of a unit, by kind, as long as the model is wrapped.
@@ -110,6 +114,6 @@ class Slot:
             written, before the first gather, and once no unit of it is valid.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]]) -> None:
-        self.parts = [passing_memory(*size) for size in sizes]
+    def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
+        self.parts = [allocate(*size) for size in sizes]
         self.owner: Unit | None = None

@@ -125,6 +125,7 @@ def plan_flat_units(
         precision=precision,
         offloads=settings.cpu_offload,
         pins_memory=pins_memory(settings),
+        registers_memory=settings.nccl_ub,
         equalizes=settings.sync_module_states,
         buffer_dtype=as_dtype(settings.buffer_dtype),
         forward_methods=settings.forward_methods,

@@ -265,6 +265,8 @@ class FSDP2Plan(ShardingPlan):
     offloads: bool
     """Shards are in the host's memory."""
     pins_memory: bool
+    registers_memory: bool
+    """What collectives read and write is in memory of the backend, where it can allocate."""
     equalizes: bool
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None
@@ -340,6 +342,8 @@ class FullyShardedPlan(FlatPlan):
     offloads: bool
     """Shards are in the host's memory."""
     pins_memory: bool
+    registers_memory: bool
+    """Slots and gradients are in memory of the backend, where it can allocate."""
     equalizes: bool
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None
