@@ -55,6 +55,10 @@ class _FlatDataParallel(_BaseDataParallel):
         config = self.config
         self._bucket_groups = self._build_bucket_groups(buckets)
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
+        self._place_in_shard: dict[nn.Parameter, tuple[int, int]] = {}  # of what this rank keeps of each gradient
+        for (index, number), bucket in zip(self.plan.leaves, buckets, strict=True):
+            places = self.plan.buffers[index].buckets[number].places_in_shard(self.plan.shard_index)
+            self._place_in_shard.update(zip(bucket.params, places, strict=True))
         self._placement = ParamPlacement(
             (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
         )
@@ -68,7 +72,7 @@ class _FlatDataParallel(_BaseDataParallel):
             if getattr(config, "gradient_accumulation_fusion", True):
                 param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
             if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
-                self._group_of[param].bucket.note_written_by_layer(param)
+                self._group_of[param].bucket.slot_of(param).note_written_by_layer()
         self._own_parameters()
 
     def _build_bucket_groups(self, buckets: Sequence[Bucket]) -> list[BucketGroup]:
@@ -171,9 +175,9 @@ class _FlatDataParallel(_BaseDataParallel):
         if not self._is_sharded or parameter not in self._group_of:
             return super().local_gradient(parameter)
         group = self._group_of[parameter]
-        if not (group.has_reduced and group.bucket.has_gradient(parameter)):
+        if not (group.has_reduced and group.bucket.slot_of(parameter).has_gradient):
             return None
-        start, end = group.bucket.shard_range_of(parameter)
+        start, end = self._place_in_shard[parameter]
         return group.bucket.local_grad_shard[start:end]
 
     def check_may_step(self, optimizer: str) -> None:
@@ -194,8 +198,9 @@ class _FlatDataParallel(_BaseDataParallel):
             )
         super().check_may_step_directly(optimizer)
         for param, group in self._group_of.items():
-            grad_dtype = group.bucket.main_grad_dtype(param)
-            if group.bucket.has_gradient(param) and grad_dtype != param.dtype:
+            slot = group.bucket.slot_of(param)
+            grad_dtype = slot.main_grad_dtype
+            if slot.has_gradient and grad_dtype != param.dtype:
                 is_local = any(buffer.accumulated_in_fp32 for buffer in self.plan.buffers)
                 name = "param_name_patterns_for_fp32_local_accumulation"
                 setting = name if is_local else "grad_reduce_in_fp32"
@@ -206,7 +211,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 )
 
     def _name_of(self, param: nn.Parameter) -> str:
-        return next(slot.name for slot in self._group_of[param].bucket.slots if slot.param is param)
+        return self._group_of[param].bucket.slot_of(param).name
 
     def _scale_gradients(self, scaling_factor: float | Tensor) -> None:
         for group in self._bucket_groups:

@@ -30,7 +30,7 @@ class ShownGradients:
     def take_written(self) -> None:
         """Lets what the user has assigned to a parameter's ``grad`` replace this rank's gradient."""
         for param, group in self._group_of.items():
-            if param.grad is not None and not group.bucket.holds_gradient(param, param.grad):
+            if param.grad is not None and not group.bucket.slot_of(param).is_memory_of(param.grad):
                 group.replace_gradient(param, param.grad)
             param.grad = None
 
@@ -38,8 +38,8 @@ class ShownGradients:
         """After gradients were reduced; those of a parameter that is frozen and got none are shown nowhere."""
         for param, group in self._group_of.items():
             if self._is_sharded:
-                param.grad = self._unreadable_gradient(param) if group.bucket.has_gradient(param) else None
-            elif not group.bucket.has_gradient(param):
+                param.grad = self._unreadable_gradient(param) if group.bucket.slot_of(param).has_gradient else None
+            elif not group.bucket.slot_of(param).has_gradient:
                 param.grad = param.main_grad = None  # type: ignore[attr-defined]
             elif param.main_grad.dtype == param.dtype:  # type: ignore[attr-defined]
                 param.grad = param.main_grad  # type: ignore[attr-defined]

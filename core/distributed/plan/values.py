@@ -128,6 +128,15 @@ class BucketPlan(UnitPlan):
         """Padding included."""
         return self.layout.end - self.layout.start
 
+    def places_in_shard(self, shard: int) -> tuple[tuple[int, int], ...]:
+        """Returns ``[start, end)`` of what a shard holds of each parameter, counted from the shard's beginning."""
+        first = self.elements // (len(self.params[0].bounds) - 1) * shard
+        places = []
+        for param, (begin, _) in zip(self.params, self.layout.ranges, strict=True):
+            start, end = (begin + bound - first for bound in param.bounds[shard : shard + 2])
+            places.append((start, end) if start < end else (0, 0))
+        return tuple(places)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BufferPlan:

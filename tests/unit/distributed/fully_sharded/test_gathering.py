@@ -318,7 +318,7 @@ def _allocations() -> list[int]:
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
     found: list[int] = []
     for _ in range(3):
-        with mock.patch("core.distributed.buffers.bucket.passing_memory") as taken:
+        with mock.patch("core.distributed.buffers.flat_memory.passing_memory") as taken:
             taken.side_effect = lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
             model.zero_grad_buffer()
             model(torch.ones(2, 6)).sum().backward()
