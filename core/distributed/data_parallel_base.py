@@ -55,6 +55,9 @@ class _BaseDataParallel(nn.Module, ABC):
         process_group: the ranks that hold replicas; data parallel times context parallel.
     """
 
+    checks_placement = False
+    """Whether `check_may_step` raises where a parameter is no longer what was wrapped."""
+
     def __init__(
         self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: ShardingPlan
     ) -> None:

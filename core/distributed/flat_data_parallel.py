@@ -34,6 +34,7 @@ class _FlatDataParallel(_BaseDataParallel):
     """
 
     plan: FlatPlan
+    checks_placement = True
 
     def __init__(
         self,
@@ -62,6 +63,11 @@ class _FlatDataParallel(_BaseDataParallel):
         self._placement = ParamPlacement(
             (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
         )
+        # Whether optimizers that call `check_may_step` step the parameters: set by it, for good. Its check of their
+        # places is then the only one of a step; without, that of `finish_grad_sync` is.
+        self._is_stepped_with_checks = False
+        # Whether parameters are known to be in place: from `check_may_step` to the end of its step.
+        self._is_in_place = False
         finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish)
         self._shown = ShownGradients(self._group_of, self._is_sharded)
@@ -152,13 +158,18 @@ class _FlatDataParallel(_BaseDataParallel):
                 "drop it"
             )
         self.settle_parameters()
-        self._placement.check(unwrap_model(self))
+        if not self._is_stepped_with_checks:
+            self._placement.check(unwrap_model(self))
         if not self.gradient_state.is_reduced:
             self._shown.take_written()
         self.start_grad_sync()
         for group in self._bucket_groups:
             group.finish_grad_sync(force_all_reduce)
-        self._shown.show()
+        try:
+            self._shown.show()
+        except RuntimeError:  # a parameter of another dtype than its gradient
+            self._placement.check(unwrap_model(self))
+            raise
 
     def _open_reduced_gradients(self) -> bool:
         if self._is_sharded:
@@ -182,6 +193,8 @@ class _FlatDataParallel(_BaseDataParallel):
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
+        self._placement.check(unwrap_model(self))
+        self._is_stepped_with_checks = self._is_in_place = True
         if (written := self._shown.find_written()) is not None:
             raise OptimizerError(
                 f"parameter {self._name_of(written)} has a .grad of its own, but the sharding strategy "
@@ -223,6 +236,7 @@ class _FlatDataParallel(_BaseDataParallel):
             group.clear_grads()
 
     def _zero_gradients(self) -> None:
+        self._is_in_place = False
         self._drop_gradients()
         for parameter in self.module.parameters():
             parameter.grad = None

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..absent_names import absent_method
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
+from ..distributed.parameter_owner import owner_of
 from ..errors import CheckpointError
 from .clip_grads import GradientStatistics, clip_coefficient, round_to_fp32
 from .grad_scaler import GradScaler
@@ -59,6 +60,9 @@ class MegatronOptimizer:
         self._params = params
         self._statistics = statistics
         self._wrappers = wrappers
+        # Parameters of which no wrapper checks that they are where they were.
+        checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
+        self._checked_here = [p for p in params if owner_of(p.param) not in checking]
         self._state_names = state_names(config)
         # Sums of parameters in low precision as of the last agreement with their masters; see there.
         self._written_params = WrittenParams(params)
@@ -86,7 +90,7 @@ class MegatronOptimizer:
         # Gather and check.
         for wrapper in self._wrappers:
             wrapper.check_may_step(type(self).__name__)
-        for p in self._params:
+        for p in self._checked_here:
             p.check_storage()
         self._written_params.refresh_masters()
         grads = [p.take_gradient() for p in self._params]
