@@ -12,7 +12,6 @@ from torch import nn
 
 from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..diagnostics import raise_explained
-from ..dtensors import local_part
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -20,7 +19,7 @@ from .gradient_state import GradientState, Phase
 from .model.expert_parameters import reject_expert_parameters
 from .model.gradient_checks import GradientChecks
 from .model.rewrapping import reject_wrapped
-from .parameter_owner import own_parameters, owner_of, shares_gradient
+from .parameter_owner import local_gradient, own_parameters
 from .plan import GradientReduction, ShardingPlan
 from .report import describe, model_facts
 
@@ -55,8 +54,7 @@ class _BaseDataParallel(nn.Module, ABC):
         process_group: the ranks that hold replicas; data parallel times context parallel.
     """
 
-    checks_placement = False
-    """Whether `check_may_step` raises where a parameter is no longer what was wrapped."""
+    checks_placement = False  # whether `check_may_step` raises where a parameter is no longer what was wrapped
 
     def __init__(
         self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: ShardingPlan
@@ -293,23 +291,6 @@ class _BaseDataParallel(nn.Module, ABC):
             gradient = self.local_gradient(parameter)
             if gradient is not None:
                 yield name, gradient
-
-
-def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of `read_gradient`."""
-    gradient = read_gradient(parameter)
-    return None if gradient is None else local_part(gradient)
-
-
-def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
-
-    After `finish_grad_sync` both are the same memory where gradients are whole; then a ``grad`` that the user has
-    set since, to another tensor or to None, counts.
-    """
-    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    is_written = owner_of(parameter) is not None and parameter.grad is not None
-    return parameter.grad if gradient is None or is_written or shares_gradient(parameter) else gradient
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from ..diagnostics.stale_optimizers import reject_replaced
 from ..dist_checkpointing.views.global_view import global_view
-from ..distributed.data_parallel_base import read_gradient
+from ..distributed.parameter_owner import read_gradient
 from ..dtensors import local_part
 from ..errors import OptimizerError
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm.record import Collective, recorded
+from ...comm.call import Collective
+from ...comm.record import recorded
 from .torch_private import communication_of
 
 

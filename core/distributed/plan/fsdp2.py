@@ -18,12 +18,13 @@ from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .common import common_plan, pins_memory, settings_as
+from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .resharding import check_reshard, reshard_of
 from .transforms import choose_transforms
 from .units import Unit, UnitChoice, find_units, own_parameters
-from .values import FSDP2Plan, ModuleUnitPlan, ParamPlan
+from .values import ParamPlan
 
 _BUFFER_FIELDS = (
     "overlap_grad_reduce",
