@@ -193,7 +193,10 @@ class _FlatDataParallel(_BaseDataParallel):
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
-        self._placement.check(unwrap_model(self))
+        try:
+            self._placement.check(unwrap_model(self))
+        except WrapError as error:
+            raise OptimizerError(str(error)) from None
         self._is_stepped_with_checks = self._is_in_place = True
         if (written := self._shown.find_written()) is not None:
             raise OptimizerError(

@@ -60,7 +60,7 @@ class MegatronOptimizer:
         self._params = params
         self._statistics = statistics
         self._wrappers = wrappers
-        # Parameters of which no wrapper checks that they are where they were.
+        # Parameters whose storage no wrapper checks in `check_may_step`.
         checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
         self._checked_here = [p for p in params if owner_of(p.param) not in checking]
         self._state_names = state_names(config)

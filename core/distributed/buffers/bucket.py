@@ -19,7 +19,7 @@ class Bucket:
         layout: its place in the buffer, and theirs in it.
         offset: its first element in the buffer.
         numel: its elements, padding included, a multiple of the number of shards.
-        param_data: `[numel]`, of which the parameters are views; None where parameters keep their own memory.
+        param_data: `[numel]`, whose views the parameters are; None where parameters keep their own memory.
         local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates.
         grad_data: `[numel]`, whole gradients; None while `releases_grads` and none are held. Allocated when a gradient
             comes or is complete, freed by `release_grads`.
