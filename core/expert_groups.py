@@ -93,7 +93,7 @@ def get_expert_data_parallel_global_ranks() -> list[int]:
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """`get_expert_data_parallel_group`, as `get_data_parallel_group_gloo` gives that of dense layers."""
+    """Returns `get_expert_data_parallel_group`, as `get_data_parallel_group_gloo` gives that of dense layers."""
     kind = _expert_data_parallel_kind(partial_expert_data_parallel)
     return carries_host_tensors(current_groups.member(kind).process_group)
 

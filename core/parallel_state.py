@@ -246,7 +246,7 @@ set_virtual_pipeline_model_parallel_rank = rank_setter("virtual_pp")
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """What was set, which nothing else reads; None by default."""
+    """Returns what was set, which nothing else reads; None by default."""
     return current_groups.assumed_ranks.get("virtual_pp")
 
 
@@ -264,7 +264,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> None:
-    """None: pipeline stages are not interleaved."""
+    """Returns None: pipeline stages are not interleaved."""
 
 
 name_functions(globals())

@@ -105,7 +105,8 @@ class _FlatDataParallel(_BaseDataParallel):
         ]
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
-        """Elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to update."""
+        """Returns elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to
+        update."""
         return param.detach().view(-1)[start:end]
 
     def publish_update(self) -> None:
@@ -115,7 +116,7 @@ class _FlatDataParallel(_BaseDataParallel):
         self._shown.hide_after_step()
 
     def _take_gradient(self, param: Tensor) -> None:
-        """Called by autograd when one backward has finished a parameter's gradient."""
+        """Takes a parameter's gradient when autograd has finished it in one backward."""
         gradient, group = param.grad, self._group_of[param]  # type: ignore[index]
         if self._finishes_in_backward and self._schedule.has_lost_a_backward:
             self._drop_gradients()
@@ -263,7 +264,7 @@ class _FlatDataParallel(_BaseDataParallel):
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The bound method without its object, which it does not keep alive.
+    """Returns the bound method without its object, which it does not keep alive.
 
     torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
     keep the wrapper, the model and their process groups for as long as the process runs (torch 2.13).

@@ -89,13 +89,13 @@ def shares_gradient(param: nn.Parameter) -> bool:
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of `read_gradient`."""
+    """Returns this rank's part of `read_gradient`."""
     gradient = read_gradient(parameter)
     return None if gradient is None else local_part(gradient)
 
 
 def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
+    """Returns the gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
 
     After `finish_grad_sync` both are the same memory where gradients are whole; then a ``grad`` that the user has
     set since, to another tensor or to None, counts.

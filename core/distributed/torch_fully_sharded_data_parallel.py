@@ -102,7 +102,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._own_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward."""
+        """Returns the wrapped module's forward."""
         try:
             output = super().forward(*inputs, **kwargs)
         except BaseException:
@@ -117,7 +117,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         return output
 
     def _enter_backward(self, gradient: torch.Tensor) -> None:
-        """Called by autograd with the gradient of each tensor that forward returned."""
+        """Notes a backward; autograd calls it with the gradient of each tensor that forward returned."""
         if torch.is_grad_enabled():
             raise ShardstackError(
                 "a backward with create_graph=True reached a model under FSDP2, which frees parameters during "

@@ -147,7 +147,7 @@ class MegatronOptimizer:
         return torch.tensor(self.grad_scaler.scale if self.grad_scaler is not None else 1.0)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale; the step divides the gradients by it again."""
+        """Returns `loss` times the loss scale; the step divides the gradients by it again."""
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
+        """Returns every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
 
         Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is the tensor of the
         whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage:
@@ -185,7 +185,8 @@ class MegatronOptimizer:
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
 
     def state_scalars(self) -> dict[str, Any]:
-        """The rest of the state as plain JSON: the step count, the parameters that deviate from it, the loss scale."""
+        """Returns the rest of the state as plain JSON: the step count, the parameters that deviate from it, the loss
+        scale."""
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
         step = Counter(counts.values()).most_common(1)[0][0]
         return {
@@ -215,7 +216,8 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state in torch's layout, with masters and loss scale: for the same model, cut the same way."""
+        """Returns this rank's state in torch's layout, with masters and loss scale: for the same model, cut the same
+        way."""
         self._written_params.refresh_masters()
         return {
             "optimizer": self.optimizer.state_dict(),

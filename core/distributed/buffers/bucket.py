@@ -78,7 +78,7 @@ class Bucket:
         return list(self._slots.values())
 
     def slot_of(self, param: nn.Parameter) -> GradSlot:
-        """The place of a parameter's gradient."""
+        """Returns the place of a parameter's gradient."""
         return self._slots[param]
 
     @property
@@ -87,7 +87,7 @@ class Bucket:
         return {param: (slot.start, slot.end) for param, slot in self._slots.items()}
 
     def range_of(self, param: nn.Parameter) -> tuple[int, int]:
-        """The parameter's elements, ``[start, end)``, counted from the beginning of the bucket."""
+        """Returns the parameter's elements, ``[start, end)``, counted from the beginning of the bucket."""
         slot = self._slots[param]
         return slot.start, slot.end
 
@@ -169,7 +169,8 @@ class Bucket:
             slot.prepare_for_layer()
 
     def complete_grads(self) -> Tensor:
-        """The whole gradient, `[numel]`, zero where none has arrived; every ``main_grad`` is there afterwards."""
+        """Returns the whole gradient, `[numel]`, zero where none has arrived; every ``main_grad`` is there
+        afterwards."""
         for slot in self.slots:
             slot.complete()
         return self._held_grads()

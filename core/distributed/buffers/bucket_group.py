@@ -117,7 +117,7 @@ class BucketGroup:
             self.phase = self.phase.begun(reduces_each=True)
 
     def lend(self, param: nn.Parameter) -> Tensor | None:
-        """Memory in which a layer may compute the parameter's gradient (`GradSlot.lend`), unless it comes too late."""
+        """Lends memory to compute the parameter's gradient in (`GradSlot.lend`); None if it comes too late."""
         is_late = self.has_left and not self._reduces_every_micro_batch
         return None if is_late else self.bucket.slot_of(param).lend()
 
@@ -144,7 +144,9 @@ class BucketGroup:
         self._ready.add(param)
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Megatron-LM's, for code that runs backward without the wrapper's hooks: the last gradient sends the bucket.
+        """Notes a gradient, for code that runs backward without the wrapper's hooks; the last one sends the bucket.
+
+        Megatron-LM's name.
 
         The wrapper itself calls `note_grad_ready`, and lets buckets leave in an order that is equal on all ranks.
 
@@ -225,7 +227,7 @@ class BucketGroup:
             self._sent = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """After it, this rank's shard of the gradient is global; with `force_all_reduce` the whole gradient is.
+        """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient.
 
         Where the bucket leaves during backward, it has to have left: the wrapper's `finish_grad_sync` sends first what
         is incomplete, with zeros for what has not arrived.
@@ -291,7 +293,7 @@ class BucketGroup:
                 end_pending(self.bucket.params)
 
     def free_overlap_buffers(self) -> None:
-        """Megatron-LM's, before a checkpoint is saved while training goes on: waits for gathers.
+        """Waits for gathers, before a checkpoint is saved while training goes on. Megatron-LM's name.
 
         No memory is kept for a gather, which writes into the buffer; what a caller has left in a bucket's
         ``layerwise_gather_list`` is dropped.

@@ -32,7 +32,7 @@ class FlatMemory:
     """Memory of released gradients is given back, for another bucket."""
 
     def take_grads(self, numel: int) -> Tensor:
-        """`[numel]`, of any values, for the whole gradient of a bucket that releases it."""
+        """Returns `[numel]`, of any values, for the whole gradient of a bucket that releases it."""
         return passing_memory(numel, self.grad_dtype, self.device)
 
     def give_back_grads(self, whole: Tensor) -> None:

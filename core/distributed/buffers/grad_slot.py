@@ -91,7 +91,7 @@ class GradSlot:
         return memory
 
     def _memory(self) -> Tensor:
-        """Where the gradient accumulates."""
+        """Returns the memory in which the gradient accumulates."""
         if not self.accumulates_in_fp32:
             return self._place()
         if self.accumulator is None:
@@ -104,13 +104,13 @@ class GradSlot:
         return self.view  # type: ignore[return-value]
 
     def is_memory_of(self, gradient: Tensor) -> bool:
-        """Whether `gradient` is the parameter's place here."""
+        """Returns whether `gradient` is the parameter's place here."""
         return self.view is not None and not gradient.is_sparse and gradient.data_ptr() == self.view.data_ptr()
 
     # ---- gradients that come
 
     def lend(self) -> Tensor | None:
-        """``main_grad``, for a layer to compute a gradient in, until that gradient is added.
+        """Returns ``main_grad``, for a layer to compute a gradient in, until that gradient is added.
 
         None where it holds a gradient already, is of another dtype than the layer's, is lent to another use, or is not
         aligned as memory of its own would be: the last bits of a matrix product depend on that, and would differ

@@ -54,7 +54,7 @@ class Phase(Enum):
         return self in (Phase.SENT, Phase.LATE)
 
     def begun(self, reduces_each: bool) -> Phase:
-        """The phase once a gradient, or another bucket's, has come.
+        """Returns the phase once a gradient, or another bucket's, has come.
 
         Args:
             reduces_each: each micro-batch is reduced by itself.
@@ -64,11 +64,11 @@ class Phase(Enum):
         return self
 
     def sent(self) -> Phase:
-        """The phase once the bucket has left, complete or not."""
+        """Returns the phase once the bucket has left, complete or not."""
         return self if self is Phase.LATE else Phase.SENT
 
     def restarted(self) -> Phase:
-        """The phase with which a step begins."""
+        """Returns the phase with which a step begins."""
         return Phase.FILLING
 
 
@@ -117,25 +117,25 @@ class Content(Enum):
         return self in (Content.GRADIENT, Content.SENT)
 
     def lent(self) -> Content:
-        """The content while a layer computes there; only of memory that does not count."""
+        """Returns the content while a layer computes there; only of memory that does not count."""
         return Content.LENT
 
     def returned(self) -> Content:
-        """The content once a gradient has come, and is about to be stored."""
+        """Returns the content once a gradient has come, and is about to be stored."""
         return Content.STALE if self is Content.LENT else self
 
     def added(self) -> Content:
-        """The content once a gradient is stored."""
+        """Returns the content once a gradient is stored."""
         return Content.GRADIENT
 
     def zeroed(self) -> Content:
-        """The content once memory that did not count was made zero."""
+        """Returns the content once memory that did not count was made zero."""
         return Content.GRADIENT if self.has_arrived else Content.ZEROS
 
     def released(self) -> Content:
-        """The content once its memory is gone."""
+        """Returns the content once its memory is gone."""
         return Content.SENT if self.has_arrived else Content.STALE
 
     def cleared(self) -> Content:
-        """The content with which a step begins."""
+        """Returns the content with which a step begins."""
         return Content.STALE

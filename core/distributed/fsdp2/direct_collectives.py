@@ -50,7 +50,7 @@ class DirectAllGather(_Allocation, AllGather):
     def gather_each(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> dist.Work:
-        """`gloo.start_all_gather` of several tensors, the small ones in one message."""
+        """Starts to gather several tensors (`gloo.start_all_gather`), the small ones in one message."""
         messages: list[dist.Work] = []
         small: list[int] = []
         for index, (output, input_) in enumerate(zip(outputs, inputs, strict=True)):

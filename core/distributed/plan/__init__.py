@@ -59,7 +59,7 @@ __all__ = [
 
 
 def uses_fsdp2(ddp_config: DistributedDataParallelConfig) -> bool:
-    """Whether settings mean PyTorch FSDP2, by their type; others mean flat buffers."""
+    """Returns whether settings mean PyTorch FSDP2, by their type; others mean flat buffers."""
     return isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
 
 

@@ -296,5 +296,5 @@ class FullyShardedPlan(FlatPlan):
         return self.forward_prefetch + self.backward_prefetch > 0
 
     def buckets_of(self, unit: FlatUnitPlan) -> tuple[tuple[BufferPlan, BucketPlan], ...]:
-        """A unit's buckets, each with its buffer."""
+        """Returns a unit's buckets, each with its buffer."""
         return tuple((self.buffers[index], self.buffers[index].buckets[number]) for index, number in unit.buckets)
