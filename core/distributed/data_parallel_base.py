@@ -125,8 +125,7 @@ class _BaseDataParallel(nn.Module, ABC):
         self._step += 1
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns this rank's part of the gradient that the optimizer reads, in the shape that it has; it may be
-        empty."""
+        """Returns this rank's part of the gradient that the optimizer reads; it may be empty."""
         return local_gradient(parameter)
 
     sharded_state_dict = absent_method("sharded_state_dict", MODEL_STATE_DICT)
@@ -257,8 +256,7 @@ class _BaseDataParallel(nn.Module, ABC):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def describe(self, format: str = "text", num_microbatches: int = 1) -> str:
-        """Returns what the wrapper made of the model, by unit (of FSDP2) or bucket: what a rank keeps, gathers and
-        sends.
+        """Describes the wrapped model by unit (of FSDP2) or bucket: what a rank keeps, gathers and sends.
 
         It talks to no other rank: any may call it alone. Bytes are this rank's; what a step sends is the least that
         its collectives can, as in a ring, and of the wrapper alone: neither tensor parallelism nor the optimizer's

@@ -3,7 +3,8 @@
     python -I -W error _import_alone.py FOLDER[:FOLDER...] MODULE...
 
 Prints a JSON line ``[module, traceback or ""]`` for each. Each is imported in a fork of its own, so that what one
-module imported cannot help the next; Python imports the packages above it first, and so do the forks. The folders are searched before the installed packages.
+module imported cannot help the next; Python imports the packages above it first, and so do the forks. The folders are
+searched before the installed packages.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,22 +14,6 @@ from .bucket import Bucket
 from .life_cycle import Phase
 from .pending_parameters import can_be_pending, end_pending, make_pending
 from .reduction import BucketReduction
-
-
-class GradientLender:
-    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
-
-    (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
-    """
-
-    def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:
-        self._group, self._param = group, param
-
-    def __call__(self) -> Tensor | None:
-        return self._group.lend(self._param)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 class BucketGroup:
