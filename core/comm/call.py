@@ -6,10 +6,20 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .record import CollectiveRecord
+
+class CallRecord(Protocol):
+    """The record of a group's calls (`record.CollectiveRecord`), as one of the calls sees it."""
+
+    rank: int
+    num_ranks: int
+    ranks: list[int]
+
+    def count(self, kind: str, what: str) -> tuple[int, int]: ...
+
+    def read(self, rank: int) -> dict[str, Any] | None: ...
+
 
 _EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
 """At most one function, which turns an error into a better one. `core.diagnostics` sets it when it is imported,
@@ -33,7 +43,7 @@ class Collective:
 
     __slots__ = ("ended_at", "kind", "num_bytes", "number", "occurrence", "outer", "record", "started_at", "what")
 
-    def __init__(self, record: CollectiveRecord, kind: str, what: str, num_bytes: int) -> None:
+    def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int) -> None:
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
         self.number, self.occurrence = record.count(kind, what)
         self.started_at = time.time()
