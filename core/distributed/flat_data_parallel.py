@@ -59,7 +59,7 @@ class _FlatDataParallel(_BaseDataParallel):
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
         self._place_in_shard: dict[nn.Parameter, tuple[int, int]] = {}  # of what this rank keeps of each gradient
         for (index, number), bucket in zip(self.plan.leaves, buckets, strict=True):
-            places = self.plan.buffers[index].buckets[number].places_in_shard(self.plan.shard_index)
+            places = self.plan.buffers[index].buckets[number].places_in_shard(self.plan.updated_part)
             self._place_in_shard.update(zip(bucket.params, places, strict=True))
         self._placement = ParamPlacement(
             (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
