@@ -17,105 +17,19 @@ import os
 import threading
 import time
 import weakref
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .call import UNRECORDED, Collective
 
 NUM_CALLS_KEPT = 64
 """Calls that each rank keeps per group."""
 
 NUM_CALLS_PUBLISHED = 8
 """Calls per group that a rank publishes when another one asks."""
-
-
-_EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
-"""At most one function, which turns an error into a better one. `core.diagnostics` sets it when it is imported,
-through `explain_failures_with`; it is never cleared."""
-
-
-def explain_failures_with(explain: Callable[[BaseException, Collective], None]) -> None:
-    """Sets the function that is called with an error raised in a collective; it raises a better error, or returns."""
-    _EXPLAIN[:] = [explain]
-
-
-class Collective:
-    """One call of a collective. Enter it around the call; call `ended` and `explain` if the call ends elsewhere.
-
-    Attributes:
-        kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-        what: its payload as messages name it, for example a unit or a bucket.
-        occurrence: calls of this kind and payload in the group so far, this one included.
-        number: calls of any kind in the group so far, this one included.
-    """
-
-    __slots__ = ("ended_at", "kind", "num_bytes", "number", "occurrence", "outer", "record", "started_at", "what")
-
-    def __init__(self, record: CollectiveRecord, kind: str, what: str, num_bytes: int) -> None:
-        self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
-        self.number, self.occurrence = record.count(kind, what)
-        self.started_at = time.time()
-        self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs
-        # The collective that this thread was already in: `__enter__` sets it, and `__exit__` returns to it.
-        self.outer: Collective | None = None
-
-    def ended(self) -> None:
-        """Records that the result is in memory; on an accelerator, that the call is enqueued."""
-        self.ended_at = time.time()
-
-    def __enter__(self) -> Collective:
-        self.outer, _here.collective = getattr(_here, "collective", None), self
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        _here.collective = self.outer
-        if error is None:
-            self.ended()
-        else:
-            self.explain(error)
-
-    def explain(self, error: BaseException) -> None:
-        """Explains an error that this collective raised; returns if ranks out of step are not its cause.
-
-        Raises:
-            OutOfStepError: from `error`.
-        """
-        for explain in _EXPLAIN:
-            explain(error, self)
-
-    def as_json(self) -> list[Any]:
-        """Returns the fields that are published to other ranks."""
-        return [
-            self.number,
-            self.occurrence,
-            self.kind,
-            self.what,
-            self.num_bytes,
-            self.started_at,
-            self.ended_at,
-        ]
-
-
-class _Unrecorded(Collective):
-    """Does nothing: what `recorded` returns while recording is off."""
-
-    def __init__(self) -> None:
-        self.ended_at = None
-
-    def ended(self) -> None:
-        pass
-
-    def __enter__(self) -> Collective:
-        return self
-
-    def __exit__(self, *unused: Any) -> None:
-        pass
-
-    def explain(self, error: BaseException) -> None:
-        pass
 
 
 class CollectiveRecord:
@@ -179,7 +93,7 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
         group: None means all ranks.
     """
     if not is_recording():
-        return _UNRECORDED
+        return UNRECORDED
     num_bytes = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
     return record_of(group).collective(kind, what, num_bytes)
 
@@ -213,31 +127,10 @@ def _live_records() -> list[CollectiveRecord]:
     return [record for reference in list(_every_record) if (record := reference()) is not None]
 
 
-def recorded_collective() -> Collective | None:
-    """Returns the innermost recorded collective that this thread is in."""
-    call: Collective | None = getattr(_here, "collective", None)
-    return call
-
-
-def message_tag(tag: int) -> int:
-    """Returns `tag`, of 16 bits, with a hash above it of the collective that this thread is in.
-
-    Messages of different collectives never match then: a rank out of step waits, instead of computing with another
-    tensor of the same size.
-    """
-    call = recorded_collective()
-    if call is None:
-        return tag
-    return (zlib.crc32(f"{call.kind}\0{call.what}\0{call.occurrence}".encode()) & 0x7FFF) << 16 | tag
-
-
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
 """`record_of` adds; an entry is dropped with its group."""
 _every_record: list[weakref.ref[CollectiveRecord]] = []
 """The same records for the listener's thread, which copies the list in one atomic operation. `record_of` adds."""
-_here = threading.local()
-"""``.collective``: the collective that the thread is in. `Collective.__enter__` and `__exit__` set it."""
-_UNRECORDED = _Unrecorded()
 
 
 # ---- asking the other ranks

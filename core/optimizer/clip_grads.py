@@ -58,7 +58,7 @@ class GradientStatistics:
                 members.append(index)
 
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool = False) -> tuple[float, int | None]:
-        """The L2 norm of the gradient in double, and how many of its elements are zero if asked.
+        """Returns the L2 norm of the gradient in double, and how many of its elements are zero if asked.
 
         `grads`: this rank's gradients, in the order of the parameters; None where there is none this step. Every
         rank has to call it. Waits once for the device.
@@ -81,7 +81,7 @@ class GradientStatistics:
 
 
 def _share_ranks(groups: Sequence[dist.ProcessGroup], model_group: dist.ProcessGroup | None) -> bool:
-    """Whether summing over `groups` sums over several of the model-parallel ranks already."""
+    """Returns whether summing over `groups` sums over several of the model-parallel ranks already."""
     if model_group is None:
         return False
     ranks = set(dist.get_process_group_ranks(model_group))
@@ -89,7 +89,7 @@ def _share_ranks(groups: Sequence[dist.ProcessGroup], model_group: dist.ProcessG
 
 
 def round_to_fp32(value: float) -> float:
-    """`value` as fp32 holds it, infinite where it is too large."""
+    """Returns `value` as fp32 holds it, infinite where it is too large."""
     return torch.tensor(value, dtype=torch.float64).float().item()
 
 
@@ -102,7 +102,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
-    """``[sum of squares, number of zeros]`` in double; no tensor is converted to double as a whole."""
+    """Returns ``[sum of squares, number of zeros]`` in double; no tensor is converted to double as a whole."""
     square = zeros = 0.0
     buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64)
     for grad in grads:
@@ -116,7 +116,7 @@ def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
 
 
 def _sum_on_device(grads: list[Tensor], count_zeros: bool, device: torch.device) -> Tensor:
-    """The same of an accelerator's gradients, without waiting for it."""
+    """Returns the same for an accelerator's gradients, without waiting for it."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     if grads:  # the multi-tensor norm accumulates in the dtype of its result
         sums[0] = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()

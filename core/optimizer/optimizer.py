@@ -13,6 +13,7 @@ from torch import Tensor
 from ..absent_names import absent_method
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
+from ..distributed.parameter_owner import owner_of
 from ..errors import CheckpointError
 from .clip_grads import GradientStatistics, clip_coefficient, round_to_fp32
 from .grad_scaler import GradScaler
@@ -59,6 +60,9 @@ class MegatronOptimizer:
         self._params = params
         self._statistics = statistics
         self._wrappers = wrappers
+        # Parameters whose storage no wrapper checks in `check_may_step`.
+        checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
+        self._checked_here = [p for p in params if owner_of(p.param) not in checking]
         self._state_names = state_names(config)
         # Sums of parameters in low precision as of the last agreement with their masters; see there.
         self._written_params = WrittenParams(params)
@@ -86,7 +90,7 @@ class MegatronOptimizer:
         # Gather and check.
         for wrapper in self._wrappers:
             wrapper.check_may_step(type(self).__name__)
-        for p in self._params:
+        for p in self._checked_here:
             p.check_storage()
         self._written_params.refresh_masters()
         grads = [p.take_gradient() for p in self._params]
@@ -143,7 +147,7 @@ class MegatronOptimizer:
         return torch.tensor(self.grad_scaler.scale if self.grad_scaler is not None else 1.0)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale; the step divides the gradients by it again."""
+        """Returns `loss` times the loss scale; the step divides the gradients by it again."""
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
     @torch.no_grad()
@@ -162,7 +166,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
+        """Returns every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
 
         Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is the tensor of the
         whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage:
@@ -181,7 +185,8 @@ class MegatronOptimizer:
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
 
     def state_scalars(self) -> dict[str, Any]:
-        """The rest of the state as plain JSON: the step count, the parameters that deviate from it, the loss scale."""
+        """Returns the rest of the state as plain JSON: the step count, the parameters that deviate from it, the loss
+        scale."""
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
         step = Counter(counts.values()).most_common(1)[0][0]
         return {
@@ -211,7 +216,8 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state in torch's layout, with masters and loss scale: for the same model, cut the same way."""
+        """Returns this rank's state in torch's layout, with masters and loss scale: for the same model, cut the same
+        way."""
         self._written_params.refresh_masters()
         return {
             "optimizer": self.optimizer.state_dict(),

@@ -99,7 +99,8 @@ def _sgd(group: dict[str, Any], columns: Columns) -> None:
 def build_update_rule(
     config: OptimizerConfig, groups: list[dict[str, Any]], device_type: str
 ) -> torch.optim.Optimizer:
-    """The update that `config` names, over `groups` of main tensors: NVIDIA apex's on CUDA where it is really there.
+    """Returns the update that `config` names, over `groups` of main tensors: NVIDIA apex's on CUDA where it is really
+    there.
 
     (The `apex` of PyPI is another project; it has no `apex.optimizers`.)
     """
@@ -118,14 +119,14 @@ def build_update_rule(
 
 
 def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """The names of the state tensors that the update keeps for each parameter."""
+    """Returns the names of the state tensors that the update keeps for each parameter."""
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
 def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
-    """The state of `param`, created as zeros where it is absent, as its first step would."""
+    """Returns the state of `param`, created as zeros where it is absent, as its first step would."""
     state: dict[str, Any] = rule.state[param]
     for name in names:
         if name not in state:

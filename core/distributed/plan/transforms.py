@@ -15,7 +15,7 @@ from .units import Unit
 def choose_transforms(
     units: Sequence[Unit], settings: FullyShardedDataParallelConfig
 ) -> tuple[list[Unit], list[Unit]]:
-    """The units whose activations are computed again in backward, and those that are compiled.
+    """Returns the units whose activations are computed again in backward, and those that are compiled.
 
     Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
     one operation again would save nothing. So are units inside units, which are part of what is done to these.
