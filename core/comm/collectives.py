@@ -17,7 +17,7 @@ from .._torch_compat import all_gather_single, reduce_scatter_single
 from . import gloo
 from .call import Collective
 from .record import recorded
-from .sums import add_in_rank_order, store
+from .sums import SumOrder, add_in_fp32, add_in_tree, store
 
 What = str | Collective
 """A collective's payload as messages name it ("the gradients of bucket a to b"), or the record of a call begun."""
@@ -35,8 +35,11 @@ def reduce_scatter(
     scale: float = 1.0,
     fp32_accumulation: bool = False,
     accumulate: bool = False,
+    order: SumOrder | None = None,
 ) -> None:
     """Sums `input_` over ranks; rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
+
+    Under gloo, and wherever `order` is given, ranks are added in a tree (`add_in_tree`).
 
     Args:
         output: `[len(input_) / n]`; may be this rank's part of `input_`.
@@ -47,12 +50,13 @@ def reduce_scatter(
         scale: factor of the result.
         fp32_accumulation: add fp16 and bf16 in fp32 and round once.
         accumulate: add the result to `output`, which then must not be a part of `input_`.
+        order: add in this order on any backend; not with `fp32_accumulation`.
 
     Raises:
         OutOfStepError: other ranks did not join.
     """
     with _recorded("reduce-scatter", what, input_, group):
-        _reduce_scatter(output, input_, group, op, scale, fp32_accumulation, accumulate)
+        _reduce_scatter(output, input_, group, op, scale, fp32_accumulation, accumulate, order)
 
 
 def all_gather(output: Tensor, input_: Tensor, group: ProcessGroup, *, what: What) -> None:
@@ -78,18 +82,21 @@ def all_reduce(
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     scale: float = 1.0,
     fp32_accumulation: bool = False,
+    order: SumOrder | None = None,
 ) -> None:
     """Replaces `tensor` with its sum (or mean, see `reduce_scatter`) over ranks, bitwise equal on all of them.
 
-    Under gloo, and with `fp32_accumulation`, each element is added in rank order, as in `reduce_scatter`, at any
+    Under gloo, with `fp32_accumulation` and with an `order`, each element is added as in `reduce_scatter`, at any
     length: every rank adds the remainder that does not divide by the number of ranks.
 
     Raises:
         OutOfStepError: other ranks did not join.
     """
     size = group.size()
-    in_two_steps = gloo.exchanges_directly(group, tensor.device) or (
-        fp32_accumulation and tensor.dtype in _LOW_PRECISION
+    in_two_steps = (
+        gloo.exchanges_directly(group, tensor.device)
+        or order is not None
+        or (fp32_accumulation and tensor.dtype in _LOW_PRECISION)
     )
     with _recorded("all-reduce", what, tensor, group):
         if size == 1 or not in_two_steps:
@@ -101,10 +108,10 @@ def all_reduce(
         if num_shared:
             shared = tensor[:num_shared]
             own = shared.chunk(size)[group.rank()]
-            _reduce_scatter(own, shared, group, op, scale, fp32_accumulation, accumulate=False)
+            _reduce_scatter(own, shared, group, op, scale, fp32_accumulation, accumulate=False, order=order)
             _all_gather(shared, own, group)
         if num_shared < len(tensor):
-            _add_on_every_rank(tensor[num_shared:], group, op, scale, fp32_accumulation)
+            _add_on_every_rank(tensor[num_shared:], group, op, scale, fp32_accumulation, order)
 
 
 def all_reduce_by_backend(
@@ -127,14 +134,20 @@ def _recorded(kind: str, what: What, payload: Tensor, group: ProcessGroup | None
 
 
 def _add_on_every_rank(
-    tensor: Tensor, group: ProcessGroup, op: ReduceOp.RedOpType, scale: float, fp32_accumulation: bool
+    tensor: Tensor,
+    group: ProcessGroup,
+    op: ReduceOp.RedOpType,
+    scale: float,
+    fp32_accumulation: bool,
+    order: SumOrder | None,
 ) -> None:
-    """All-reduces a few elements: gathers them and adds them in rank order on every rank."""
+    """All-reduces a few elements: gathers them and adds them on every rank."""
     addends = tensor.new_empty(group.size() * len(tensor))
     _all_gather(addends, tensor, group)
-    in_fp32 = fp32_accumulation and tensor.dtype in _LOW_PRECISION
-    out = torch.empty_like(tensor, dtype=torch.float32) if in_fp32 else None
-    total = add_in_rank_order(addends.chunk(group.size()), out)
+    if fp32_accumulation and tensor.dtype in _LOW_PRECISION:
+        total = add_in_fp32(addends.chunk(group.size()), torch.empty_like(tensor, dtype=torch.float32))
+    else:
+        total = add_in_tree(addends.chunk(group.size()), None, order)
     store(tensor, total, scale / group.size() if op == ReduceOp.AVG else scale, accumulate=False)
 
 
@@ -146,6 +159,7 @@ def _reduce_scatter(
     scale: float,
     fp32_accumulation: bool,
     accumulate: bool,
+    order: SumOrder | None,
 ) -> None:
     size = group.size()
     in_fp32 = fp32_accumulation and input_.dtype in _LOW_PRECISION
@@ -155,11 +169,15 @@ def _reduce_scatter(
         store(output, input_, scale, accumulate)
     elif gloo.exchanges_directly(group, input_.device):
         scale = scale / size if op == ReduceOp.AVG else scale
-        gloo.exchange_and_add(output, input_, group, scale=scale, accumulate=accumulate, in_fp32=in_fp32)
-    elif in_fp32:
+        gloo.exchange_and_add(output, input_, group, scale=scale, accumulate=accumulate, in_fp32=in_fp32, order=order)
+    elif in_fp32 or order is not None:
         received = torch.empty_like(input_)
         dist.all_to_all_single(received, input_, group=group)
-        total = add_in_rank_order(received.chunk(size), received.new_empty(len(output), dtype=torch.float32))
+        addends = received.chunk(size)
+        if in_fp32:
+            total = add_in_fp32(addends, received.new_empty(len(output), dtype=torch.float32))
+        else:
+            total = add_in_tree(addends, None, order)
         store(output, total, scale / size if op == ReduceOp.AVG else scale, accumulate)
     else:
         target = torch.empty_like(output) if accumulate else output

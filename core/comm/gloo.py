@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .call import message_tag
-from .sums import add_in_rank_order, store
+from .sums import SumOrder, add_in_fp32, add_in_tree, store
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
 """Bytes of one message of a reduction, at most and at least. A message is small enough to be added while it is in the
@@ -43,7 +43,14 @@ def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> lis
 
 
 def exchange_and_add(
-    output: Tensor, input_: Tensor, group: ProcessGroup, *, scale: float, accumulate: bool, in_fp32: bool
+    output: Tensor,
+    input_: Tensor,
+    group: ProcessGroup,
+    *,
+    scale: float,
+    accumulate: bool,
+    in_fp32: bool,
+    order: SumOrder | None = None,
 ) -> None:
     """Implements `collectives.reduce_scatter`; with `in_fp32` sums are kept in fp32 and rounded once, at the end."""
     peers = _peers(group)
@@ -51,7 +58,7 @@ def exchange_and_add(
     chunk = min(len(output), message_bytes // input_.element_size())
     with _inbox_memory(2 * len(peers) * chunk * input_.element_size()) as memory:
         inboxes = memory.view(input_.dtype).view(2, len(peers), chunk)  # one fills while the other is added
-        _exchange_through(inboxes, output, input_, group, scale, accumulate, in_fp32)
+        _exchange_through(inboxes, output, input_, group, scale, accumulate, in_fp32, order)
 
 
 _idle_inboxes: list[Tensor] = []
@@ -85,6 +92,7 @@ def _exchange_through(
     scale: float,
     accumulate: bool,
     in_fp32: bool,
+    order: SumOrder | None,
 ) -> None:
     """Sends other ranks their parts and adds what arrives in `inboxes`, `[2, n - 1, elements of a message]`."""
     own, parts, peers, chunk = group.rank(), input_.chunk(group.size()), _peers(group), inboxes.size(-1)
@@ -109,10 +117,10 @@ def _exchange_through(
         target = output[start : start + length]
         addends = [incoming[r] if r != own else parts[own][start : start + length] for r in range(group.size())]
         if totals is not None:
-            total: Tensor | None = totals[:length]
+            total = add_in_fp32(addends, totals[:length])
         else:
-            total = None if accumulate else target
-        store(target, add_in_rank_order(addends, total), scale, accumulate)
+            total = add_in_tree(addends, None if accumulate else target, order)
+        store(target, total, scale, accumulate)
     wait_for(sends)
 
 

@@ -7,7 +7,7 @@ As in Megatron-LM, data-parallel rank r reads for micro-batch m
 
 so that the samples of a step depend neither on the number of ranks nor on the micro-batch size, and a checkpoint only
 has to store `consumed_samples`. Ranks that differ only in their tensor, context or pipeline coordinate pass the same
-data-parallel rank and read the same samples.
+data-parallel rank and read the same samples. A `MicroBatchTree` may give a rank other micro-batches of the same step.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..device import device_type
 from ..errors import ConfigError, DataError, ParallelConfigError
+from ..micro_batch_tree import MicroBatchTree
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
@@ -66,6 +67,7 @@ class PretrainingSampler(Sampler[list[int]]):
         global_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
+        tree: MicroBatchTree | None = None,
     ) -> None:
         self.num_microbatches = num_microbatches(global_batch_size, micro_batch_size, data_parallel_size)
         if not 0 <= data_parallel_rank < data_parallel_size:
@@ -87,6 +89,7 @@ class PretrainingSampler(Sampler[list[int]]):
         self.global_batch_size = global_batch_size
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
+        self.tree = tree
 
     def __len__(self) -> int:
         """Returns the number of micro-batches that this rank yields."""
@@ -94,9 +97,15 @@ class PretrainingSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for micro_batch in range(len(self)):  # micro-batches of a step follow each other, and steps do too
-            slot = micro_batch * self.data_parallel_size + self.data_parallel_rank
-            first = self.consumed_samples + slot * self.micro_batch_size
+            step, number = divmod(micro_batch, self.num_microbatches)
+            first = self.consumed_samples + step * self.global_batch_size + self._place(number) * self.micro_batch_size
             yield list(range(first, first + self.micro_batch_size))
+
+    def _place(self, number: int) -> int:
+        """The index of this rank's micro-batch `number` of a step among those of all ranks."""
+        if self.tree is None:
+            return number * self.data_parallel_size + self.data_parallel_rank
+        return self.tree.index(self.data_parallel_rank, number, self.num_microbatches)
 
 
 def build_pretraining_data_loader(
@@ -109,6 +118,7 @@ def build_pretraining_data_loader(
     data_parallel_size: int,
     num_workers: int = 0,
     seed: int = 0,
+    tree: MicroBatchTree | None = None,
 ) -> DataLoader[Any]:
     """Builds a loader of this rank's micro-batches, each a dict of tensors `[b, s]` for a `GPTDataset`.
 
@@ -118,6 +128,7 @@ def build_pretraining_data_loader(
         num_workers: processes that read ahead; 0 reads in this process.
         seed: seed of the loader's own generator. Without one, every new iterator would draw from torch's default
             generator, and a resumed run would differ from the uninterrupted one.
+        tree: says which micro-batches of a step are this rank's; None is Megatron-LM's order.
     """
     if num_workers < 0:
         raise ConfigError(f"num_workers is {num_workers}; it takes 0 or more")
@@ -128,6 +139,7 @@ def build_pretraining_data_loader(
         global_batch_size=global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
+        tree=tree,
     )
     return DataLoader(
         dataset,

@@ -20,12 +20,16 @@ from ..errors import CheckpointError
 from ..text import readable_bytes
 from .foreign.box_reader import BoxReader
 from .foreign.safetensors_io import has_safetensors, read_safetensors_index
+from .format.content_hash import joint_hash
 from .format.folders import existing_folder, latest_checkpoint
 from .format.index import CheckpointIndex, TensorEntry
 from .format.reader import read_index
 from .format.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 
 _WIDTH = 118
+_WEIGHTS = "model."
+"""How the names of a run's model begin in its checkpoints."""
+
 _LONGEST_LIST = 8
 _COMPARED_BYTES = 64 * 2**20
 _DIFFERENCES_SHOWN = 50
@@ -70,6 +74,10 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
     files = f"{len(index.file_bytes)} files" if len(index.file_bytes) != 1 else "1 file"
     held = f"{count} tensors" if count != 1 else "1 tensor"
     lines = [str(opened.folder), f"  {where}", f"  {held}, {readable_bytes(total)} in {files}"]
+    weights = {name: entry.content_hash for name, entry in index.tensors.items() if name.startswith(_WEIGHTS)}
+    hashes = {name: value for name, value in weights.items() if value is not None}
+    if hashes and len(hashes) == len(weights):
+        lines.append(f"  weights {joint_hash(hashes)}, the hash that a run logs with --log-weights-hash")
     if index.others:
         lines.append(f"  {len(index.others)} entries that are no tensors, which are never read")
     if index.metadata:

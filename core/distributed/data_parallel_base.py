@@ -12,10 +12,11 @@ from torch import nn
 
 from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..diagnostics import raise_explained
-from ..errors import ShardstackError
+from ..errors import ConfigError, ShardstackError
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import GradientState, Phase
+from .gradient_tree import GradientTree
 from .model.expert_parameters import reject_expert_parameters
 from .model.gradient_checks import GradientChecks
 from .model.rewrapping import reject_wrapped
@@ -69,6 +70,10 @@ class _BaseDataParallel(nn.Module, ABC):
         self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
         self._step = 0  # steps whose gradients were reduced
         self.gradient_state = GradientState()
+        # Where a backward is in the tree of a step; None unless sums are the same on any number of ranks.
+        self._tree: GradientTree | None = None
+        if plan.tree is not None:
+            self._tree = GradientTree(plan.tree, 1 if self.sums_gradients else self.process_group.size())
 
     @staticmethod
     def _reject_unwrappable(module: nn.Module, config: Any) -> None:
@@ -102,6 +107,38 @@ class _BaseDataParallel(nn.Module, ABC):
     def _set_gradient_sync(self, enabled: bool) -> None:
         self._syncs_gradients = enabled
 
+    def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
+        """Sets how many backwards each step that follows has; read with ``reproducible_across_ranks``, where 1 is
+        the default.
+
+        Args:
+            divides_by_ranks: gradients are divided by the number of ranks when they are summed, exactly. False: each
+                loss is divided by it instead, so that backward computes with the same numbers on any number of ranks,
+                which matters where small ones vanish, in fp16.
+
+        Raises:
+            ConfigError: no positive number; or losses divided by ranks, and no ``reproducible_across_ranks``.
+            ShardstackError: a step has begun.
+        """
+        if self._tree is not None:
+            self._tree.expect(count, divides_by_ranks)
+        elif not divides_by_ranks:
+            raise ConfigError(
+                "expect_micro_batches was given divides_by_ranks=False without reproducible_across_ranks, where "
+                "gradients are averaged over ranks in any case; leave it out"
+            )
+
+    def micro_batch_index(self, number: int) -> int:
+        """The index, in the global batch, of this rank's micro-batch `number`, which counts from 0.
+
+        With ``reproducible_across_ranks`` a rank has to run the micro-batches of these indices, in this order: choose
+        samples by it, and seed dropout.
+        """
+        rank = self.process_group.rank() // self.plan.context_parallel_size
+        if self._tree is None:
+            return number * (self.process_group.size() // self.plan.context_parallel_size) + rank
+        return self._tree.shape.index(rank, number, self._tree.count)
+
     def start_grad_sync(self, *unused: Any) -> None:
         """Starts what `finish_grad_sync` completes; a wrapper that overlaps nothing has nothing to start."""
 
@@ -120,6 +157,8 @@ class _BaseDataParallel(nn.Module, ABC):
             raise ShardstackError("finish_grad_sync was called inside no_sync; leave the context first")
         self._look_for_failures()
         self.gradient_state.check_may_reduce()
+        if self._tree is not None:
+            self._tree.check_complete()
         self._finish_grad_sync(force_all_reduce)
         self.gradient_state.note_reduced()
         self._step += 1
@@ -152,6 +191,8 @@ class _BaseDataParallel(nn.Module, ABC):
     def zero_grad_buffer(self) -> None:
         """Makes every gradient zero or None, and drops what an exception left of a step."""
         self._zero_gradients()
+        if self._tree is not None:
+            self._tree.restart()
         self.gradient_state.note_zeroed()
 
     @abstractmethod
@@ -185,7 +226,7 @@ class _BaseDataParallel(nn.Module, ABC):
     def _adds_exactly(self) -> bool:
         """Whether reducing again leaves what was reduced as it is: a mean of equal values does, a sum does not."""
         marked = (getattr(parameter, "sequence_parallel", False) for parameter in self.module.parameters())
-        return not self.sums_gradients and not any(marked)
+        return not self.sums_gradients and self._tree is None and not any(marked)
 
     def check_may_step(self, optimizer: str) -> None:
         """Raises unless an optimizer of `core.optimizer` may read this wrapper's gradients.

@@ -108,6 +108,14 @@ class DistributedDataParallelConfig:
     gradients of more than two ranks or micro-batches are then rounded in another order.
     """
 
+    reproducible_across_ranks: bool = False
+    """Compute the same bits on any number of data-parallel ranks, a power of two that divides the number of
+    micro-batches of a global batch: gradients are added up in one tree over these.
+
+    A rank keeps up to log2 of its micro-batches whole gradients more; with ``reduce_every_micro_batch`` shards. Size
+    and number of micro-batches stay, and sizes of tensor and context parallelism (docs/reproducible.md).
+    """
+
     data_parallel_sharding_strategy: str = "no_shard"
     """What is sharded: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
 

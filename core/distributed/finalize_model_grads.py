@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
-from ..comm.collectives import all_reduce_by_backend
+from ..comm.collectives import all_reduce, all_reduce_by_backend
 from ..errors import ConfigError, ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel, unwrap_model
@@ -91,9 +91,14 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given:
             gradient = chunk.local_gradient(parameter)
             if gradient is not None:
                 by_dtype[gradient.dtype].append(gradient)
+    is_reproducible = any(chunk.plan.is_reproducible for chunk in model)
     for gradients in by_dtype.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        all_reduce_by_backend(flat, group, what="gradients under sequence parallelism")
+        if is_reproducible and group is not None:  # the backend's order may depend on an element's place in a shard
+            order = (range(group.size()),)
+            all_reduce(flat, group, what="gradients under sequence parallelism", order=order)
+        else:
+            all_reduce_by_backend(flat, group, what="gradients under sequence parallelism")
         for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(total.view_as(gradient))
 

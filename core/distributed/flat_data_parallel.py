@@ -51,6 +51,11 @@ class _FlatDataParallel(_BaseDataParallel):
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
         self._finishes_in_backward = finish_in_backward
+        if finish_in_backward and plan.is_reproducible:
+            raise ParallelConfigError(
+                "finish_in_backward reduces gradients after each backward, and reproducible_across_ranks when all "
+                "micro-batches of a step are added; drop one of the two"
+            )
 
     def _take_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Reduces the gradients of these buckets, in this order; to be called once by a constructor."""
@@ -70,7 +75,7 @@ class _FlatDataParallel(_BaseDataParallel):
         # Whether parameters are known to be in place: from `check_may_step` to the end of its step.
         self._is_in_place = False
         finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
-        self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish)
+        self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
         self._shown = ShownGradients(self._group_of, self._is_sharded)
         for param in self._group_of:
             param.has_buffer = True  # type: ignore[attr-defined]
@@ -91,6 +96,7 @@ class _FlatDataParallel(_BaseDataParallel):
             scatters_over_replicas=self.plan.num_updated_parts > self.plan.num_shards,
             average_in_collective=self.plan.averages_in_collective,
             fp32_accumulation=self.plan.adds_in_fp32,
+            order=self.plan.sum_order,
         )
         return [
             BucketGroup(
@@ -101,6 +107,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 overlaps_grads=self.plan.overlaps_grads,
                 overlaps_params=self.plan.overlaps_params,
                 reduces_every_micro_batch=self.plan.reduces_every_micro_batch,
+                tree=self._tree,
             )
             for bucket in buckets
         ]
@@ -253,6 +260,7 @@ class _FlatDataParallel(_BaseDataParallel):
         buckets = [group.bucket for group in self._bucket_groups]
         held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
         held += [gradient for bucket in buckets for gradient in bucket.extra_main_grads]
+        held += [t for group in self._bucket_groups if group.sums is not None for t in group.sums.tensors]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         parameters = [*self.module.parameters(), *self.module.buffers()]
         whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]

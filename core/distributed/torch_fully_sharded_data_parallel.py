@@ -23,6 +23,7 @@ from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .fsdp2.sharded_model import ShardedModel
 from .fsdp2.torch_private import (
+    MicroBatchSums,
     drop_unsharded_gradients,
     gathered_parameters,
     gathered_tensors,
@@ -97,6 +98,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded = ShardedModel(module, plan)
         self.units = plan.units
         self._replicas = groups.replicate
+        # What is set aside of a step's gradients, with ``reproducible_across_ranks``.
+        self._sums: MicroBatchSums | None = None
+        if self._tree is not None:
+            of_shards = plan.reduces_every_micro_batch
+            self._sums = MicroBatchSums(module, self._tree, of_shards=of_shards, replicas=groups.replicate)
         # Set for good by the first `load_state_dict` that loads nothing: it warns once.
         self._warned_about_load = False
         self._own_parameters()
@@ -125,6 +131,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
                 "that contain gradients"
             )
         self.note_backward()
+        if self._tree is not None:
+            self._tree.enter()
 
     def _open_reduced_gradients(self) -> bool:
         return self._adds_exactly or all(p.grad is None for p in self.module.parameters())
@@ -149,6 +157,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
         reduce_unsharded_gradients(self.module)
         self.sharded.reshard()
+        if self._sums is not None and not self.gradient_state.is_reduced:
+            self._sums.finish()
         for parameter in self.module.parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -164,6 +174,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _zero_gradients(self) -> None:
         self.sharded.recover()
+        if self._sums is not None:
+            self._sums.clear()
         drop_unsharded_gradients(self.module)
         self.sharded.reshard()
         for parameter in self.module.parameters():
@@ -207,7 +219,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         return {
             "parameters": [*shard_tensors(self.module), *self.module.buffers()],
             "gathered parameters": list(gathered_tensors(self.module)),
-            "gradients": list(gradient_tensors(self.module)),
+            "gradients": [*gradient_tensors(self.module), *(self._sums.tensors if self._sums is not None else ())],
             "gradients not reduced yet": list(whole_gradients(self.module)),
         }
 

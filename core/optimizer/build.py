@@ -85,7 +85,9 @@ def get_megatron_optimizer(
     groups = build_param_groups(params, config, no_weight_decay_cond, scale_lr_cond, lr_mult, config_overrides)
     rule = build_update_rule(config, groups, params[0].main.device.type)
     kind = DistributedOptimizer if sharding else MegatronOptimizer
-    return kind(config, params, rule, GradientStatistics(params, tp_group), build_grad_scaler(config), wrappers)
+    is_exact = any(wrapper.plan.is_reproducible for wrapper in wrappers)
+    statistics = GradientStatistics(params, tp_group, is_exact=is_exact)
+    return kind(config, params, rule, statistics, build_grad_scaler(config), wrappers)
 
 
 def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_FlatDataParallel]:

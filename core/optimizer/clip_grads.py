@@ -3,7 +3,8 @@
 Squares are summed in double, on each rank over its own shards, then over the ranks; the norm is rounded to fp32 once.
 What double leaves of the order of summation is far below fp32's resolution, so how tensors are cut does not show:
 a replicated and a sharded run clip by the same number. (torch's own fp32 norm is off by up to 3e-3 on large tensors,
-by an amount that depends on the shard's shape.)
+by an amount that depends on the shard's shape.) Where the same bits are promised on any number of ranks, that is not
+enough: there the sum is exact (`exact_squares`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from torch import Tensor
 from .. import parallel_state
 from ..comm.collectives import all_reduce_by_backend
 from ..device import current_device
+from .exact_squares import (
+    CHUNK_ELEMENTS,
+    digits_of,
+    exponent_of_unit,
+    largest_magnitude,
+    root_of_digits,
+    sum_of_squares,
+)
 from .main_params import MainParam
-
-CHUNK_ELEMENTS = 1 << 16
-"""Elements that are converted to double at a time on CPU: 512 KiB, which a core's cache holds."""
 
 
 class GradientStatistics:
@@ -31,9 +37,16 @@ class GradientStatistics:
     tensor-parallel ranks all hold count on the first of them only, and a copy marked ``shared`` (tied weights of
     another pipeline stage) not at all. One small all-reduce for each distinct set of groups, one over the
     model-parallel ranks: the sums of all parameters, and the count of zeros with them, travel together.
+
+    Args:
+        is_exact: the sum does not depend on the number of ranks, by construction. Ranks then agree on the largest
+            magnitude first.
     """
 
-    def __init__(self, params: Sequence[MainParam], tp_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, params: Sequence[MainParam], tp_group: dist.ProcessGroup | None = None, *, is_exact: bool = False
+    ) -> None:
+        self._is_exact = is_exact
         self._model_group = tp_group
         tp_rank = dist.get_rank(tp_group) if tp_group is not None else 0
         if tp_group is None and parallel_state.model_parallel_is_initialized():
@@ -63,10 +76,12 @@ class GradientStatistics:
         `grads`: this rank's gradients, in the order of the parameters; None where there is none this step. Every
         rank has to call it. Waits once for the device.
         """
+        if self._is_exact:
+            return self._measure_exactly(grads, count_zeros)
         device = current_device()
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for key, groups in self._shard_groups.items():
-            counted = [grad for grad in (grads[i] for i in self._members[key]) if grad is not None and grad.numel()]
+            counted = self._counted(grads, key)
             sums = _sum_on_device([grad for grad in counted if grad.device.type != "cpu"], count_zeros, device)
             if on_host := [grad for grad in counted if grad.device.type == "cpu"]:
                 sums += _sum_on_host(on_host, count_zeros).to(device)
@@ -74,10 +89,41 @@ class GradientStatistics:
                 all_reduce_by_backend(sums, group, what="the gradient norm")
             if self._is_first_of_model or key not in self._summed_over_model:
                 total += sums
-        if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
-            all_reduce_by_backend(total, self._model_group, what="the gradient norm over the model")
+        self._reduce_over_model(total, "the gradient norm over the model")
         square, zeros = total.tolist()
         return math.sqrt(square), int(zeros) if count_zeros else None
+
+    def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> tuple[float, int | None]:
+        device = current_device()
+        largest = torch.zeros((), dtype=torch.float64, device=device)
+        for key, groups in self._shard_groups.items():
+            of_key = torch.full_like(largest, largest_magnitude(self._counted(grads, key)))
+            for group in groups:
+                all_reduce_by_backend(of_key, group, what="the largest gradient", op=dist.ReduceOp.MAX)
+            largest = torch.maximum(largest, of_key)
+        self._reduce_over_model(largest, "the largest gradient", dist.ReduceOp.MAX)
+        exponent = exponent_of_unit(largest.item())
+        total = torch.zeros(3, dtype=torch.int64, device=device)
+        for key, groups in self._shard_groups.items():
+            counted = self._counted(grads, key)
+            squares = 0 if exponent is None else sum_of_squares(counted, exponent)
+            zeros = sum(g.numel() - int(torch.count_nonzero(g)) for g in counted) if count_zeros else 0
+            sums = torch.tensor([*digits_of(squares), zeros], dtype=torch.int64, device=device)
+            for group in groups:
+                all_reduce_by_backend(sums, group, what="the gradient norm")
+            if self._is_first_of_model or key not in self._summed_over_model:
+                total += sums
+        self._reduce_over_model(total, "the gradient norm over the model")
+        *digits, num_zeros = total.tolist()
+        norm = math.inf if exponent is None else root_of_digits(digits, exponent)
+        return norm, num_zeros if count_zeros else None
+
+    def _counted(self, grads: Sequence[Tensor | None], key: tuple[str, ...]) -> list[Tensor]:
+        return [grad for grad in (grads[i] for i in self._members[key]) if grad is not None and grad.numel()]
+
+    def _reduce_over_model(self, total: Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        if self._model_group is not None and dist.get_world_size(self._model_group) > 1:
+            all_reduce_by_backend(total, self._model_group, what=what, op=op)
 
 
 def _share_ranks(groups: Sequence[dist.ProcessGroup], model_group: dist.ProcessGroup | None) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import parallel_state
 from ..absent_names import absent_names
+from ..distributed import _BaseDataParallel
 from ..errors import ConfigError, ParallelConfigError
 from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection
@@ -86,6 +87,8 @@ def forward_backward_no_pipelining(
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     if (own := getattr(config, "no_sync_func", None) or getattr(chunk, "no_sync", None)) is not None:
         no_sync = own
+    if isinstance(chunk, _BaseDataParallel) and not forward_only:
+        chunk.expect_micro_batches(num_microbatches)
     reports: list[Any] = []
     total_tokens: torch.Tensor | None = None
     for index in range(num_microbatches):

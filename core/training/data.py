@@ -16,6 +16,7 @@ from ..datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, document_range,
 from ..datasets.indexed_dataset import IndexedDataset
 from ..datasets.tokenizer import Tokenizer, load_tokenizer, tokenizer_path
 from ..errors import ConfigError, DataError
+from ..micro_batch_tree import MicroBatchTree
 from ..tensor_parallel.vocab import pad_vocab_size
 from .config import PretrainConfig
 from .stop_request import ignore_stop_signals
@@ -72,9 +73,15 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
     )
 
 
-def training_batches(data: RunData, config: PretrainConfig, consumed_samples: int) -> Iterator[Batch]:
-    """Yields this rank's micro-batches after the first `consumed_samples` samples of the run."""
-    return iter(_loader(data.train, config, consumed_samples))
+def training_batches(
+    data: RunData, config: PretrainConfig, consumed_samples: int, tree: MicroBatchTree | None = None
+) -> Iterator[Batch]:
+    """Yields this rank's micro-batches after the first `consumed_samples` samples of the run.
+
+    Args:
+        tree: of the wrapper's plan; says which micro-batches of a step are this rank's.
+    """
+    return iter(_loader(data.train, config, consumed_samples, tree))
 
 
 def validation_batches(dataset: GPTDataset, config: PretrainConfig) -> Iterator[Batch]:
@@ -82,7 +89,9 @@ def validation_batches(dataset: GPTDataset, config: PretrainConfig) -> Iterator[
     return iter(_loader(dataset, config, 0))
 
 
-def _loader(dataset: GPTDataset, config: PretrainConfig, consumed_samples: int) -> DataLoader[Batch]:
+def _loader(
+    dataset: GPTDataset, config: PretrainConfig, consumed_samples: int, tree: MicroBatchTree | None = None
+) -> DataLoader[Batch]:
     data_parallel_size = parallel_state.get_data_parallel_world_size()
     loader = build_pretraining_data_loader(
         dataset,
@@ -93,6 +102,7 @@ def _loader(dataset: GPTDataset, config: PretrainConfig, consumed_samples: int) 
         data_parallel_size=data_parallel_size,
         num_workers=config.data.num_workers,
         seed=config.run.seed,
+        tree=tree,
     )
     loader.worker_init_fn = ignore_stop_signals
     return loader

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,9 +16,9 @@ from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
 from ..distributed.distributed_data_parallel_config import shards_parameters
 from ..errors import ConfigError
-from ..tensor_parallel.random import model_parallel_manual_seed
 from .config import PretrainConfig, validate
 from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
+from .micro_batch_seeds import seed_everything
 
 _SEEDS_OF_A_REPLICA = 10
 """Difference of the seeds of data-parallel replicas under ``data_parallel_random_init``; Megatron-LM's."""
@@ -43,7 +41,7 @@ def initialize(config: PretrainConfig) -> None:
         warnings.filterwarnings("ignore")
     warnings.formatwarning = _one_line_warning
     torch.set_num_threads(environment_threads())
-    if config.run.deterministic:
+    if config.run.deterministic or config.ddp.reproducible_across_ranks:
         device.compute_deterministically()
     device.init_process_group(
         config.run.distributed_timeout_minutes, carries_host_tensors=getattr(config.ddp, "cpu_offload", False)
@@ -132,10 +130,3 @@ def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
 def _one_line_warning(message: Warning | str, *_: object, **__: object) -> str:
     """Formats a warning without its place in the code, which a run's user did not write."""
     return f"warning: {message}\n"
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds torch, the tensor-parallel streams, numpy and Python; the ranks of one model pass the same seed."""
-    random.seed(seed)
-    np.random.seed(seed)
-    model_parallel_manual_seed(seed)

@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
-from .checkpointing import TOKENIZER_FILE, save_tokenizer
+from .checkpointing import TOKENIZER_FILE, save_tokenizer, weights_hash
 from .checkpointing.writer import CheckpointWriter
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
 from .log import RunLog, Stopwatch
 from .memory_profile import measure_step
 from .memory_timeline import PICTURE_FILE, write_timeline
+from .micro_batch_seeds import MicroBatchSeeds
 from .skipped_steps import SkippedSteps
 from .state import TrainingState
 from .stop_request import StopRequest
@@ -77,7 +78,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         RunLog(config, folder, state.iteration, enabled=is_writer) as log,
         CheckpointWriter(config, folder) as writer,
     ):
-        batches = training_batches(data, config, state.consumed_samples) if state.iteration < last else iter(())
+        tree = state.model.plan.tree
+        batches = training_batches(data, config, state.consumed_samples, tree) if state.iteration < last else iter(())
         skipped = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
@@ -95,6 +97,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 batches,
                 num_microbatches,
                 stop_requested=request.requested or writer.failed,
+                seeds=None if tree is None else _seeds(state, config),
             )
             if state.iteration + 1 == profiled and folder is not None:
                 result, timeline = measure_step(state.model, state.optimizer, step)
@@ -105,9 +108,19 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             state.iteration += 1
             state.consumed_samples += batch_size
             num_tokens = batch_size * config.data.seq_length
+            seconds = watch.read()
+            hashed = weights_hash(state) if _is_due(state.iteration, config.run.log_weights_hash) else None
             log.step(
-                state.iteration, result, lr=lr, loss_scale=loss_scale, num_tokens=num_tokens, seconds=watch.read()
+                state.iteration,
+                result,
+                lr=lr,
+                loss_scale=loss_scale,
+                num_tokens=num_tokens,
+                seconds=seconds,
+                weights_hash=hashed,
             )
+            if hashed is not None:
+                watch.read()
 
             if result.stop:
                 writer.finish()  # raises on all ranks if the failed checkpoint is the reason
@@ -130,6 +143,10 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         checkpoint=writer.written,
         stopped_by=(request.signal_name or "a signal to another rank") if stop else "",
     )
+
+
+def _seeds(state: TrainingState, config: PretrainConfig) -> MicroBatchSeeds:
+    return MicroBatchSeeds(config.run.seed, state.consumed_samples // config.data.micro_batch_size)
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

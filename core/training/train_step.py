@@ -15,6 +15,8 @@ from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
+from .exact_totals import exact_totals
+from .micro_batch_seeds import MicroBatchSeeds
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` if documents are packed.
@@ -52,6 +54,7 @@ def train_step(
     num_microbatches: int,
     *,
     stop_requested: bool = False,
+    seeds: MicroBatchSeeds | None = None,
 ) -> StepResult:
     """Makes one optimizer step in Megatron-LM's order; all ranks call it together.
 
@@ -60,11 +63,20 @@ def train_step(
     `calculate_per_token_loss` losses are summed, and `finalize_model_grads` divides by the number of tokens of all
     micro-batches and ranks.
 
+    Where the wrapper computes the same bits on any number of ranks (`ShardingPlan.tree`), each loss is divided by the
+    number of all micro-batches and ranks, which does not depend on that of ranks; and reported losses are added
+    exactly.
+
     Args:
         batches: this rank's micro-batches; `num_microbatches` of them are taken.
         stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
+        seeds: of dropout, by micro-batch; None lets random streams run on.
     """
     per_token = model.sums_gradients
+    tree, group = model.plan.tree, model.process_group
+    model.expect_micro_batches(num_microbatches, divides_by_ranks=tree is None)
+    share = num_microbatches if tree is None else num_microbatches * group.size()
+    rows: list[torch.Tensor] = []
     loss_sum = torch.zeros((), dtype=torch.float64, device=device.current_device())
     num_tokens = torch.zeros_like(loss_sum)
 
@@ -73,12 +85,16 @@ def train_step(
         for i in range(num_microbatches):
             sequences = next(batches)
             batch = _to_device(sequences)
+            if seeds is not None:
+                seeds.enter(model.micro_batch_index(i))
             with model.no_sync() if i < num_microbatches - 1 else nullcontext():
                 masked_sum, tokens = _masked_loss(model, batch)
-                loss = masked_sum if per_token else masked_sum / _tokens_a_rank(sequences) / num_microbatches
+                loss = masked_sum if per_token else masked_sum / _tokens_a_rank(sequences) / share
                 optimizer.scale_loss(loss).backward()
             loss_sum += loss.detach()
             num_tokens += tokens
+            if tree is not None:
+                rows.append(torch.stack([loss.detach().double(), tokens.double()]))
         finalize_model_grads([model], num_tokens if per_token else None)
         updated, grad_norm, num_zeros = optimizer.step()
         if updated:
@@ -90,24 +106,27 @@ def train_step(
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
             all_reduce_by_backend(totals[2:], what="the wish to stop", op=dist.ReduceOp.MAX)
+        exact = None if tree is None else exact_totals(rows, group)
     total_loss, total_weight, stops = totals.tolist()
+    if exact is not None:
+        total_loss, total_weight = exact[0], exact[1] if per_token else 1.0
     return StepResult(total_loss / max(total_weight, 1.0), updated, grad_norm, num_zeros, stops > 0)
 
 
 @torch.no_grad()
 def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: int) -> float:
     """Returns the mean loss in nats per token over `num_batches` micro-batches of every rank, without dropout."""
-    totals = torch.zeros(2, dtype=torch.float64, device=device.current_device())
+    rows: list[torch.Tensor] = []
     was_training = model.training
     model.eval()
     try:
         for _ in range(num_batches):
             masked_sum, tokens = _masked_loss(model, _to_device(next(batches)))
-            totals += torch.stack([masked_sum.double(), tokens.double()])
+            rows.append(torch.stack([masked_sum.double(), tokens.double()]))
     finally:
         model.train(was_training)
-    _sum_over_replicas(totals)
-    return float(totals[0] / totals[1].clamp(min=1.0))
+    total_loss, total_tokens = exact_totals(rows, model.process_group)
+    return total_loss / max(total_tokens, 1.0)
 
 
 def _sum_over_replicas(totals: torch.Tensor) -> None:

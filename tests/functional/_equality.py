@@ -72,13 +72,13 @@ class Case:
 
     @property
     def _adds_in_one_order(self) -> bool:
-        """Two ranks have one order. At four our own collectives add in rank order; torch's, and sums of sums, do not.
+        """Two ranks have one order. At four our own collectives add in a tree, of hybrids too; torch's do not.
 
         Micro-batches that are reduced one by one are added after ranks; else ranks after micro-batches.
         """
         if self.is_serial or "every micro-batch" in self.wrapper:
             return False
-        return self.ranks == 2 or not ("torch's" in self.wrapper or self.wrapper in HYBRIDS)
+        return self.ranks == 2 or "torch's" not in self.wrapper
 
 
 TWO_RANKS = [Case(training, wrapper) for training in TRAININGS for wrapper in WRAPPERS if wrapper != "ddp"]

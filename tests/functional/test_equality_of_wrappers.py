@@ -1,7 +1,9 @@
 """The numbers do not change: every wrapper trains a GPT to the weights that the others, and one process, reach.
 
-At two ranks there is one order to add in, so curves are equal to the last bit, in every precision. At four, where
-wrappers add in different orders, and against the serial run, losses agree to 1e-6 and gradients to 1e-5.
+At two ranks there is one order to add in, so curves are equal to the last bit, in every precision; at four too, as all
+add in one tree, hybrids included. Where micro-batches are reduced one by one, torch's collectives add, or one process
+does all, losses agree to 1e-6 and gradients to 1e-5; `test_reproducible` has the mode in which these are equal too, on
+any number of ranks.
 """
 
 from __future__ import annotations

@@ -112,6 +112,27 @@ CASES = {
     ),
     "a model beyond memory": Wrong("GiB of weights on each rank", ("--hidden-size", str(2**24))),
     "a model beyond numbers": Wrong("GiB of weights on each rank", ("--hidden-size", str(2**60))),
+    "ranks without a tree": Wrong(
+        "which 3 data-parallel ranks cannot share; use 1, 2, 4 of them",
+        ("--global-batch-size", "24", "--reproducible-across-ranks"),
+        environment={**ALONE, **MEETING, "WORLD_SIZE": "3"},
+    ),
+    "more ranks than a tree has": Wrong(
+        "which 8 data-parallel ranks cannot share; use 1, 2, 4 of them",
+        ("--global-batch-size", "24", "--reproducible-across-ranks"),
+        environment={**ALONE, **MEETING, "WORLD_SIZE": "8"},
+    ),
+    "a batch that follows the ranks": Wrong(
+        "and global_batch_size is not, which is then one micro-batch a rank", ("--reproducible-across-ranks",)
+    ),
+    "dropout by rank": Wrong(
+        "data_parallel_random_init by rank; drop the latter",
+        ("--global-batch-size", "4", "--reproducible-across-ranks", "--data-parallel-random-init"),
+    ),
+    "a sum by the backend": Wrong(
+        "drop average_in_collective",
+        ("--global-batch-size", "4", "--reproducible-across-ranks", "--ddp-average-in-collective"),
+    ),
     "latest is a folder": Wrong("latest cannot be read", damage=_folder_in_place_of("latest")),
     "the log is a folder": Wrong("log.jsonl is not the log of a run", damage=_folder_in_place_of("log.jsonl")),
     "the settings are a folder": Wrong("config.json is a folder", damage=_folder_in_place_of("config.json")),

@@ -39,6 +39,9 @@ _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
 _LAYOUTS = "tests/functional/test_equality_over_layouts.py"
 _CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
 
+_REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
+_REPRODUCIBLE = "tests/functional/test_reproducible.py::test_a_run_has_the_same_bits_on_any_number_of_ranks"
+
 _OUTSIDE = (
     "tests/unit/distributed/test_outside_the_loop.py::test_what_works_on_a_plain_module_gives_that_result_or_raises"
 )
@@ -72,6 +75,49 @@ MUTATIONS = (
         r"if before != self\._versions:",
         "if False:",
         (_SLOTS,),
+    ),
+    # ---- the same bits on any number of ranks
+    Mutation(
+        "sums of a global batch wait for its end, and are added there",
+        "core.micro_batch_tree.MicroBatchTree.additions",
+        r"return \(~.*",
+        "return 0",
+        ("tests/unit/test_micro_batch_tree.py",),
+    ),
+    Mutation(
+        "FSDP2 forgets what was set aside of a global batch",
+        "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._complete",
+        r"if not self\.sums\.tensors:",
+        "if True:",
+        (f"{_REPRODUCIBLE_LOOP}::test_a_loop_of_ones_own_has_the_same_gradients_on_one_two_and_four_ranks",),
+    ),
+    Mutation(
+        "the sum of a global batch over ranks is not made a mean",
+        "core.distributed.buffers.bucket_sums.BucketSums.finish",
+        r"shard\.mul_\(.*\)",
+        "pass",
+        (f"{_REPRODUCIBLE_LOOP}::test_a_loop_of_ones_own_has_the_same_gradients_on_one_two_and_four_ranks",),
+    ),
+    Mutation(
+        "ranks round the squares of a global batch's gradient to units of their own",
+        "core.optimizer.clip_grads.GradientStatistics._measure_exactly",
+        r"all_reduce_by_backend\(of_key, .*\)",
+        "pass",
+        (f"{_REPRODUCIBLE}[8 micro-batches-zero1-2]",),
+    ),
+    Mutation(
+        "dropout depends on a micro-batch's place on its rank, not in the global batch",
+        "core.training.train_step.train_step",
+        r"seeds\.enter\(.*\)",
+        "seeds.enter(i)",
+        (f"{_REPRODUCIBLE}[8 micro-batches-ddp-4]",),
+    ),
+    Mutation(
+        "ranks read the micro-batches of a global batch in another order than they add them",
+        "core.datasets.data_samplers.PretrainingSampler._place",
+        r"if self\.tree is None:",
+        "if True:",
+        ("tests/functional/test_reproducible.py::test_a_run_on_two_then_four_then_one_rank_is_the_run_on_one",),
     ),
     # ---- outside the prescribed training loop
     Mutation(

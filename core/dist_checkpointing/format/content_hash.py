@@ -14,8 +14,9 @@ chosen to collide.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 import numpy as np
@@ -47,6 +48,12 @@ def box_hash(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> in
         for run, start in _runs(slab, begin, list(shape), 0):
             total += _run_hash(run, start * values.element_size())
     return total % MODULUS
+
+
+def joint_hash(hashes: Mapping[str, int]) -> str:
+    """Returns one hash, 16 hexadecimal digits, of the names and hashes of several whole tensors, in any order."""
+    text = "".join(f"{name} {value:016x}\n" for name, value in sorted(hashes.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _host_slabs(values: Tensor) -> Iterator[tuple[Tensor, int]]:

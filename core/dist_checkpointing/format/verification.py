@@ -42,6 +42,19 @@ def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names
     return ranks.decided_by_first(held, compare)
 
 
+def held_hashes(state: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
+    """Returns the hash of each whole tensor, as a checkpoint of `state` would store it. Collective.
+
+    Args:
+        state: this rank's part of the tensors. What several ranks hold counts once.
+    """
+    addends: dict[str, dict[Box, int]] = {}
+    for of_rank in ranks.all_gather({name: _box_hashes(tensor) for name, tensor in state.items()}):
+        for name, boxes in of_rank.items():
+            addends.setdefault(name, {}).update(boxes)
+    return {name: sum(boxes.values()) % MODULUS for name, boxes in addends.items()}
+
+
 def damage(folder: Path, ranks: Ranks) -> list[str]:
     """Lists the damaged files of a checkpoint, with the tensors in them; empty if there are none. Collective.
 

@@ -186,3 +186,8 @@ class Bucket:
         shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
         for accumulator in self.extra_main_grads:
             accumulator.mul_(factor)
+
+    def begin_grads_anew(self) -> None:
+        """Lets the next gradients replace what is in memory."""
+        for slot in self.slots:
+            slot.begin_anew()

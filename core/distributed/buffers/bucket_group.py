@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from ...comm import collectives
 from ...comm.lane import CommLane, Handle
 from ...errors import GradSyncError, ShardstackError
+from ..gradient_tree import GradientTree
 from .bucket import Bucket
+from .bucket_sums import BucketSums
 from .life_cycle import Phase
 from .pending_parameters import can_be_pending, end_pending, make_pending
 from .reduction import BucketReduction
@@ -30,6 +32,7 @@ class BucketGroup:
         overlaps_grads: reductions run during backward, instead of before `start_grad_sync` returns.
         overlaps_params: parameters are gathered during forward, instead of before `start_param_sync` returns.
         reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
+        tree: the order of additions over micro-batches, where there is one.
 
     Attributes:
         phase: how far the bucket is in the step; changed by the methods of this class alone.
@@ -48,12 +51,16 @@ class BucketGroup:
         overlaps_grads: bool = False,
         overlaps_params: bool = False,
         reduces_every_micro_batch: bool = False,
+        tree: GradientTree | None = None,
     ) -> None:
         self.bucket = bucket
         self._reduction = reduction
         self._inspect = inspect
         self._lane, self._overlaps_grads, self._overlaps_params = lane, overlaps_grads, overlaps_params
         self._reduces_every_micro_batch = reduces_every_micro_batch
+        self.sums: BucketSums | None = None
+        if tree is not None:
+            self.sums = BucketSums(bucket, tree, of_shards=reduces_every_micro_batch, wait=self.wait_for_grads)
         first, last = bucket.slots[0].name, bucket.slots[-1].name
         self._name = f"bucket {first}" + (f" to {last}" if last != first else "")
         self._ready: set[nn.Parameter] = set()  # whose gradient of the running backward is in
@@ -101,6 +108,8 @@ class BucketGroup:
 
     def lend(self, param: nn.Parameter) -> Tensor | None:
         """Lends memory to compute the parameter's gradient in (`GradSlot.lend`); None if it comes too late."""
+        if self.sums is not None:
+            self.sums.enter()
         is_late = self.has_left and not self._reduces_every_micro_batch
         return None if is_late else self.bucket.slot_of(param).lend()
 
@@ -110,12 +119,16 @@ class BucketGroup:
         One that comes after the bucket has left can no longer be reduced with it: it is dropped, and unless
         `clear_grads` comes first, `finish_grad_sync` raises.
         """
+        if self.sums is not None:
+            self.sums.enter()
         slot = self.bucket.slot_of(param)
         slot.take_back()
         self.phase = self.phase.begun(self._reduces_every_micro_batch)
         if self.phase is Phase.LATE:
             self._late = slot.name
         elif gradient is None:
+            if self.sums is not None:
+                self.sums.reject_written_by_layer(slot.name)
             slot.note_written_by_layer()
         else:
             slot.add(gradient)
@@ -159,9 +172,14 @@ class BucketGroup:
         """Makes a gradient that the user has written this rank's gradient of the parameter, before it is reduced.
 
         Raises:
-            ShardstackError: a gradient of the bucket has been reduced already.
+            ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
         """
         slot = self.bucket.slot_of(param)
+        if self.sums is not None:
+            raise ShardstackError(
+                f"parameter {slot.name} was given a .grad before finalize_model_grads, when reproducible_across_ranks "
+                "has micro-batches still to be added; set it after finalize_model_grads"
+            )
         if self.has_reduced:
             raise ShardstackError(
                 f"parameter {slot.name} was given a .grad before finalize_model_grads, when a part of the step's "
@@ -182,12 +200,15 @@ class BucketGroup:
         """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero."""
         self.wait_for_grads()
         whole = self.bucket.complete_grads()
+        if self.sums is not None:
+            self.sums.complete(whole)
         self._inspect(self.bucket)
         if self.bucket.releases_grads:
             self.bucket.release_grads()
             self._sent = whole if self.bucket.buffer.reuses_grads else None
         what = f"the gradients of {self._name}"
-        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, self.has_reduced, what)
+        adds = self.has_reduced and self.bucket.separate_shard is not None
+        run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, adds, what)
         del whole  # from here on only the reduction holds it
         if self._overlaps_grads:
             self._grad_handle = self._lane.submit(run)
@@ -232,6 +253,8 @@ class BucketGroup:
         if not self.has_left:
             self.start_grad_sync()
         self.wait_for_grads()
+        if self.sums is not None:
+            self.sums.finish()
         self.param_gather_dispatched = False
         if force_all_reduce and self._reduction.shard_group is not None and self.bucket.grad_data is not None:
             whole, kept = self.bucket.grad_data, self.bucket.local_grad_shard
@@ -244,6 +267,8 @@ class BucketGroup:
         self._ready.clear()
         self._count_awaited()
         self.phase, self._late = self.phase.restarted(), None
+        if self.sums is not None:
+            self.sums.clear()
 
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""

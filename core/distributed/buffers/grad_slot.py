@@ -84,6 +84,11 @@ class GradSlot:
         if self.accumulates_in_fp32:
             self.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
 
+    def begin_anew(self) -> None:
+        """Keeps the memory, whose values were set aside; the next gradient is copied over them."""
+        self.content = self.content.released()
+        self.param.main_grad = None  # type: ignore[attr-defined]
+
     def show(self) -> Tensor:
         """Makes ``main_grad`` its memory, allocating it where it was released."""
         memory = self._memory()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ...comm import collectives
+from ...comm.sums import SumOrder
 from ..plan import GradientReduction
 
 
@@ -38,6 +39,10 @@ class BucketReduction:
     fp32_accumulation: bool = False
     """Gradients travel in their own precision and are added in fp32."""
 
+    order: SumOrder | None = None
+    """How the ranks of `shard_group`, else of `group`, are added. Given, sums stay sums: `BucketSums` divides them.
+    None: as the backend adds them."""
+
     def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
         """Reduces `whole` `[n]` into `kept`, this rank's part of it; without shards both are the same tensor.
 
@@ -48,7 +53,7 @@ class BucketReduction:
             accumulate: add to what `kept` holds; then it is no part of `whole`.
             what: its name for messages.
         """
-        averages = self.becomes is GradientReduction.MEAN
+        averages = self.becomes is GradientReduction.MEAN and self.order is None
         op, scale = ReduceOp.SUM, 1.0
         if averages and self.average_in_collective:
             op = ReduceOp.AVG
@@ -59,23 +64,24 @@ class BucketReduction:
         scatter = partial(collectives.reduce_scatter, op=op, fp32_accumulation=self.fp32_accumulation)
         reduce = partial(collectives.all_reduce, op=op, scale=scale, fp32_accumulation=self.fp32_accumulation)
         if self.shard_group is None:
-            reduce(whole, self.group, what=what)
+            reduce(whole, self.group, what=what, order=self.order)
         elif self.replica_group is None and (kept.dtype, kept.device) == (whole.dtype, whole.device):
-            scatter(kept, whole, self.shard_group, what=what, scale=scale, accumulate=accumulate)
+            scatter(kept, whole, self.shard_group, what=what, scale=scale, accumulate=accumulate, order=self.order)
         else:
             length = len(whole) // self.shard_group.size()
             is_final = (kept.dtype, kept.device, len(kept)) == (whole.dtype, whole.device, length) and not accumulate
             part = kept if is_final else whole.new_empty(length)
             if self.replica_group is None:
-                scatter(part, whole, self.shard_group, what=what, scale=scale)
+                scatter(part, whole, self.shard_group, what=what, scale=scale, order=self.order)
             else:
-                scatter(part, whole, self.shard_group, what=what)
+                scatter(part, whole, self.shard_group, what=what, order=self.order)
+                replicas = None if self.order is None else (range(self.replica_group.size()),)
                 if self.scatters_over_replicas:
                     own = part.chunk(self.replica_group.size())[self.replica_group.rank()]
-                    scatter(own, part, self.replica_group, what=what, scale=scale)
+                    scatter(own, part, self.replica_group, what=what, scale=scale, order=replicas)
                     part = own
                 else:
-                    reduce(part, self.replica_group, what=what)
+                    reduce(part, self.replica_group, what=what, order=replicas)
             if accumulate:
                 kept.add_(part.to(kept.device))
             elif part is not kept:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..._torch_compat import NO_BACKWARD, current_backward
+from ..gradient_tree import GradientTree
 from ..plan import FlatPlan
 from .bucket_group import BucketGroup
 
@@ -19,12 +20,17 @@ class ReductionSchedule:
         groups: the buckets, in the order in which they leave.
         plan: says whether they leave during a backward, and whether each micro-batch is reduced by itself.
         finish: called at the end of each backward that reduces, where the wrapper ends a step by itself.
+        tree: says after which micro-batches gradients are reduced, where it does.
     """
 
     def __init__(
-        self, groups: Sequence[BucketGroup], plan: FlatPlan, finish: Callable[[], None] | None = None
+        self,
+        groups: Sequence[BucketGroup],
+        plan: FlatPlan,
+        finish: Callable[[], None] | None = None,
+        tree: GradientTree | None = None,
     ) -> None:
-        self._groups, self._plan, self._finish = groups, plan, finish
+        self._groups, self._plan, self._finish, self._tree = groups, plan, finish, tree
         # Those before it have left in this step. Advanced when buckets are sent, by autograd's thread during a
         # backward; 0 after `restart`, and after each backward where each is reduced by itself.
         self._next = 0
@@ -47,7 +53,7 @@ class ReductionSchedule:
         Args:
             reduces: this backward's gradients are to be reduced: it is not inside ``no_sync``.
         """
-        each = self._plan.reduces_every_micro_batch
+        each = self._plan.reduces_every_micro_batch and (self._tree is None or self._tree.reduces)
         if each or (reduces and self._finish is not None):
             self._watch()
         if self._plan.reduces_during_backward and (reduces or each):

@@ -19,6 +19,7 @@ from ...comm import collectives, gloo
 from ...comm.call import recorded_collective
 from ...comm.collectives import What
 from ...comm.lane import Handle, comm_lane
+from ...comm.sums import SumOrder
 
 _LEAST_BYTES_ALONE = 64 * 2**10
 """Smaller shards, such as those of norms, share a message: what each costs is then more than a copy."""
@@ -107,8 +108,8 @@ class ReductionsUnderWay:
 class DirectReduceScatter(_Allocation, ReduceScatter):
     """`collectives.reduce_scatter`; gradients are there when it returns, or when `reductions` are finished."""
 
-    def __init__(self, reductions: ReductionsUnderWay) -> None:
-        self._reductions = reductions
+    def __init__(self, reductions: ReductionsUnderWay, order: SumOrder | None = None) -> None:
+        self._reductions, self._order = reductions, order
 
     def __call__(
         self,
@@ -119,15 +120,20 @@ class DirectReduceScatter(_Allocation, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         what = recorded_collective() or "gradients"
-        reduce = partial(_reduce, output_tensor, input_tensor, group, what, op)
+        reduce = partial(_reduce, output_tensor, input_tensor, group, what, op, self._order)
         self._reductions.run(reduce, input_tensor.device)
         return None
 
 
 def _reduce(
-    output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup, what: What, op: dist.ReduceOp.RedOpType
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    group: dist.ProcessGroup,
+    what: What,
+    op: dist.ReduceOp.RedOpType,
+    order: SumOrder | None,
 ) -> None:
-    collectives.reduce_scatter(output, input_, group, what=what, op=op)
+    collectives.reduce_scatter(output, input_, group, what=what, op=op, order=order)
 
 
 @contextmanager

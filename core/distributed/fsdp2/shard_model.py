@@ -65,14 +65,15 @@ def shard_model(plan: FSDP2Plan) -> None:
     reductions = ReductionsUnderWay()
     for submodule in fsdp_modules(module):  # a setting of FSDP2 acts on one module
         reduce_parameters_without_gradient(submodule)
-        if plan.reduction is GradientReduction.SUM:
+        if plan.reduction is GradientReduction.SUM or plan.is_reproducible:
             # A factor other than the number of ranks is PREMUL_SUM, which gloo refuses, unless a sum is forced.
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
         if has_direct_exchange:
             submodule.set_custom_all_gather(DirectAllGather())
             exchange_directly(submodule, reductions)
-            submodule.set_custom_reduce_scatter(DirectReduceScatter(reductions))
+        if has_direct_exchange or plan.is_reproducible:
+            submodule.set_custom_reduce_scatter(DirectReduceScatter(reductions, plan.sum_order))
         if mesh.device_type == "cpu" and plan.gathers_ahead:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
 

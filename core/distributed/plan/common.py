@@ -11,6 +11,7 @@ from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 from ..groups import DataParallelGroups
+from .reproducible import check_reproducible
 from .values import GradientReduction
 
 _MAY_DIFFER = frozenset({"check_for_nan_in_grad", "check_for_large_grads", "pin_memory"})
@@ -58,6 +59,7 @@ def common_plan(
         given: arguments of the caller besides the settings, which have to be equal on all ranks.
     """
     sums = getattr(config, "calculate_per_token_loss", False)
+    check_reproducible(config, settings, groups)
     values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     changed = {f.name: values[f.name] for f in fields(settings) if values[f.name] != f.default}
     return {
@@ -68,6 +70,7 @@ def common_plan(
         "reduces_every_micro_batch": settings.reduce_every_micro_batch,
         "checks_for_nan": settings.check_for_nan_in_grad,
         "checks_for_large": settings.check_for_large_grads,
+        "is_reproducible": settings.reproducible_across_ranks,
         "settings": (
             ("the wrapper", caller),
             *((f"the setting {name}", repr(value)) for name, value in values.items() if name not in _MAY_DIFFER),

@@ -38,6 +38,7 @@ from .cuts import lay_out_unit
 from .layout import BucketLayout
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
+from .reproducible import check_one_rounding
 from .resharding import check_reshard, reshard_of
 from .transforms import choose_transforms
 from .units import Unit, UnitChoice, find_units, own_parameters
@@ -111,6 +112,9 @@ def plan_flat_units(
     )
     common = common_plan(config, settings, groups, caller=caller)
     common["reduces_every_micro_batch"] &= num_parts > 1
+    check_one_rounding(
+        settings, ((buffer.grad_dtype, buffer.shard_grad_dtype) for buffer in buffers if buffer.is_trained)
+    )
     return FullyShardedPlan(
         **common,
         buffers=buffers,

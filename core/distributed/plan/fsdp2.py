@@ -21,6 +21,7 @@ from .common import common_plan, pins_memory, settings_as
 from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
+from .reproducible import check_one_rounding
 from .resharding import check_reshard, reshard_of
 from .transforms import choose_transforms
 from .units import Unit, UnitChoice, find_units, own_parameters
@@ -84,6 +85,8 @@ def plan_fsdp2(
         is_kept=_keeps(settings) != "none",
         precision=policy,
     )
+    computed = [(policy.param_dtype or p.dtype, p.dtype) for p in module.parameters() if p.is_floating_point()]
+    check_one_rounding(settings, ((policy.reduce_dtype or computes_in, kept) for computes_in, kept in computed))
     given = {f.name: getattr(policy, f.name) for f in fields(policy)} if mp_policy is not None else {}
     return FSDP2Plan(
         **common_plan(config, settings, groups, caller=caller, given=given),

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ...micro_batch_tree import MicroBatchTree
 from ..distributed_data_parallel_config import shards_parameters
 from ..groups import DataParallelGroups
 from .layout import BucketLayout, FullParamLayout
@@ -147,6 +148,8 @@ class ShardingPlan:
     """Whole gradients never add up: each micro-batch's are reduced."""
     checks_for_nan: bool
     checks_for_large: bool
+    is_reproducible: bool = False
+    """Sums over a global batch have one shape on any number of data-parallel ranks, that of `tree`."""
     frozen: tuple[ParamPlan, ...] = ()
     """Parameters in no unit, whole on every rank."""
     settings: tuple[tuple[str, str], ...] = ()
@@ -170,6 +173,28 @@ class ShardingPlan:
     def recomputes(self) -> bool:
         """The wrapper computes activations of some units again in backward."""
         return False
+
+    @property
+    def tree(self) -> MicroBatchTree | None:
+        """What a rank adds up of a step; None unless `is_reproducible`."""
+        if not self.is_reproducible:
+            return None
+        return MicroBatchTree(self.groups.whole.size() // self.context_parallel_size, self.reduces_every_micro_batch)
+
+    @property
+    def sum_order(self) -> tuple[tuple[int, ...], ...] | None:
+        """The ranks of a shard group, by the groups of them that are added first; None where any order will do.
+
+        Parts of a sequence, which are neighbours, are added before micro-batches, or after them: so that ranks join
+        the tree where micro-batches of one rank would.
+        """
+        if not self.is_reproducible:
+            return None
+        parts = self.context_parallel_size
+        size = (self.groups.whole if self.strategy == "no_shard" else self.groups.shard).size()
+        if self.reduces_every_micro_batch:
+            return tuple(tuple(range(first, first + parts)) for first in range(0, size, parts))
+        return tuple(tuple(range(part, size, parts)) for part in range(parts))
 
     @property
     def num_shards(self) -> int:

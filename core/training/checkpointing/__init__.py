@@ -8,6 +8,7 @@ from .run_checkpoint import (
     load_weights,
     save_checkpoint,
     save_tokenizer,
+    weights_hash,
 )
 from .run_metadata import check_is_run
 from .writer import CheckpointWriter
@@ -22,4 +23,5 @@ __all__ = [
     "load_weights",
     "save_checkpoint",
     "save_tokenizer",
+    "weights_hash",
 ]

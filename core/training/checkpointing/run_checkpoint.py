@@ -28,10 +28,11 @@ from ...dist_checkpointing import (
     save,
 )
 from ...dist_checkpointing.agreement import Ranks
+from ...dist_checkpointing.format.content_hash import joint_hash
 from ...dist_checkpointing.format.folders import complete_checkpoints
 from ...dist_checkpointing.format.reader import FINITE, SKIPPED
 from ...dist_checkpointing.format.safe_metadata import INDEX_FILE
-from ...dist_checkpointing.format.verification import advice, another_offered, newest_good
+from ...dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
 from ...dist_checkpointing.views.flat_range import held_boxes
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError
@@ -188,6 +189,12 @@ def save_tokenizer(tokenizer: Tokenizer, root: Path) -> None:
     """Saves the run's tokenizer next to its checkpoints, for programs that generate text. One rank calls it."""
     root.mkdir(parents=True, exist_ok=True)
     tokenizer.save(root / TOKENIZER_FILE)
+
+
+def weights_hash(state: TrainingState) -> str:
+    """Returns the hash of the model's tensors in the checkpoint that the run would save now. Collective."""
+    weights = {name: tensor for name, tensor in state_tensors(state).items() if name.startswith("model.")}
+    return joint_hash(held_hashes(weights, Ranks()))
 
 
 def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from ...distributed.distributed_data_parallel_config import shards_parameters
 from ...distributed.plan import uses_fsdp2
 from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
+from ...micro_batch_tree import rank_counts
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size
 from ...transformer.transformer_config import TransformerConfig, nearest_multiples
@@ -147,12 +148,27 @@ def _replica_violations(config: PretrainConfig, world_size: int) -> Iterator[Con
     try:
         config.num_microbatches(world_size)
     except ParallelConfigError as error:
-        yield error
+        yield error if not config.ddp.reproducible_across_ranks else _ranks_without_a_tree(config, world_size)
+    else:
+        if config.ddp.reproducible_across_ranks and config.data.global_batch_size is not None:
+            batches = config.data.global_batch_size // config.data.micro_batch_size
+            if config.data_parallel_size(world_size) not in rank_counts(batches):
+                yield _ranks_without_a_tree(config, world_size)
     instances, replicas = config.ddp.num_distributed_optimizer_instances, config.data_parallel_size(world_size)
     if replicas % instances:  # context-parallel ranks do not count: an instance has whole groups of them
         yield ParallelConfigError(
             f"num_distributed_optimizer_instances {instances} does not divide the {replicas} data-parallel ranks"
         )
+
+
+def _ranks_without_a_tree(config: PretrainConfig, world_size: int) -> ParallelConfigError:
+    size, micro = config.global_batch_size(world_size), config.data.micro_batch_size
+    counts = rank_counts(size // micro) if size % micro == 0 else []
+    wanted = f"use {', '.join(map(str, counts))} of them" if counts else "make the first a multiple of the second"
+    return ParallelConfigError(
+        f"reproducible_across_ranks adds up global_batch_size {size} by micro_batch_size {micro} in one tree, which "
+        f"{config.data_parallel_size(world_size)} data-parallel ranks cannot share; {wanted}"
+    )
 
 
 def division_violations(
@@ -205,8 +221,23 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
             "check_for_nan_in_grad ends a run at the first overflow, and under fp16 with a dynamic loss scale "
             "overflows are normal; drop it, or set a constant loss_scale"
         )
+    if config.ddp.reproducible_across_ranks:
+        yield from _dependence_on_ranks(config)
     if config.optimizer.lr is None:
         yield ConfigError("lr is not set; give the peak learning rate")
+
+
+def _dependence_on_ranks(config: PretrainConfig) -> Iterator[ConfigError]:
+    if config.data.global_batch_size is None:
+        yield ConfigError(
+            "reproducible_across_ranks is set and global_batch_size is not, which is then one micro-batch a rank; set "
+            "global_batch_size"
+        )
+    if config.run.data_parallel_random_init:
+        yield ConfigError(
+            "reproducible_across_ranks seeds dropout by micro-batch and data_parallel_random_init by rank; drop the "
+            "latter"
+        )
 
 
 def sequence_multiple(tensor_model_parallel_size: int, context_parallel_size: int, sequence_parallel: bool) -> int:

@@ -255,6 +255,10 @@ class RunConfig:
     log_interval: int = 100
     """Iterations between lines of the log."""
 
+    log_weights_hash: int | None = None
+    """Iterations between hashes of the weights in the log, the same on any number of ranks and under any wrapper, and
+    as `python -m core.dist_checkpointing.inspect` prints it of a checkpoint. None: no hashes."""
+
     tensorboard_dir: Path | None = None
     """Folder for TensorBoard's event files."""
 
@@ -278,7 +282,7 @@ class RunConfig:
     """Minutes after which a collective that not all ranks joined is an error."""
 
     def __post_init__(self) -> None:
-        check_range(self, "train_iters", "eval_interval", "log_interval", least=1)
+        check_range(self, "train_iters", "eval_interval", "log_interval", "log_weights_hash", least=1)
         check_range(self, "eval_iters", least=0)
         check_range(self, "seed", least=0, below=2**32, takes=f"0 to {2**32 - 1}")
         year = f"a positive number up to {_LONGEST_TIMEOUT_MINUTES}, a year"

@@ -80,9 +80,21 @@ class RunLog:
             self._tensorboard = _tensorboard_writer(self._tensorboard_dir, iteration)
 
     def step(
-        self, iteration: int, result: StepResult, *, lr: float, loss_scale: float, num_tokens: int, seconds: float
+        self,
+        iteration: int,
+        result: StepResult,
+        *,
+        lr: float,
+        loss_scale: float,
+        num_tokens: int,
+        seconds: float,
+        weights_hash: str | None = None,
     ) -> None:
-        """Records one iteration of `num_tokens` tokens over all ranks; writes a line if one is due."""
+        """Records one iteration of `num_tokens` tokens over all ranks; writes a line if one is due.
+
+        Args:
+            weights_hash: of the weights after it, which has a line in any case; None where no hash is due.
+        """
         if not self.enabled:
             return
         self._losses.append(result.loss)
@@ -91,7 +103,12 @@ class RunLog:
         self._skipped += not result.updated
         memory = peak_memory_bytes()
         self._show(result, lr, num_tokens / seconds, memory)
+        hashed = {} if weights_hash is None else {"weights_hash": weights_hash}
+        if hashed:
+            self.message(f"iteration {iteration}: weights {weights_hash}")
         if iteration % self._log_interval and iteration != self._last:
+            if hashed:
+                self._write({"step": iteration, **hashed})
             return
         self._write(
             {
@@ -104,6 +121,7 @@ class RunLog:
                 "loss_scale": loss_scale,
                 "skipped": self._skipped,
                 "memory_bytes": memory,
+                **hashed,
             }
         )
         self._losses, self._num_tokens, self._seconds, self._skipped = [], 0, 0.0, 0
@@ -187,7 +205,7 @@ class RunLog:
             if self._tensorboard is None:
                 self._tensorboard = _tensorboard_writer(folder, line["step"] - 1)
             for name, value in line.items():
-                if name != "step" and value is not None:
+                if name != "step" and value is not None and not isinstance(value, str):
                     self._tensorboard.add_scalar(name, value, line["step"])
         except OSError:
             self._tensorboard = None

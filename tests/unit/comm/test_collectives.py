@@ -1,4 +1,4 @@
-"""Collectives on flat buffers: sums in rank order to the last bit, in place, and no byte more than a ring sends."""
+"""Collectives on flat buffers: sums in one order to the last bit, in place, and no byte more than a ring sends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,21 @@ def _addend(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(size * SHARD, generator=generator) * 2.0**exponents).to(dtype)
 
 
-def _sum_in_rank_order(size: int, dtype: torch.dtype, accumulate_in: torch.dtype) -> torch.Tensor:
-    total = _addend(0, size, dtype).to(accumulate_in)
-    for rank in range(1, size):
-        total = total + _addend(rank, size, dtype).to(accumulate_in)
+def _sum(size: int, dtype: torch.dtype, accumulate_in: torch.dtype) -> torch.Tensor:
+    """Of all ranks, in a tree; in another precision than the addends' in rank order."""
+    addends = [_addend(rank, size, dtype).to(accumulate_in) for rank in range(size)]
+    if accumulate_in == dtype:
+        return _added_in_pairs(addends)
+    total = addends[0]
+    for addend in addends[1:]:
+        total = total + addend
     return total.to(dtype)
+
+
+def _added_in_pairs(addends: list[torch.Tensor]) -> torch.Tensor:
+    while len(addends) > 1:
+        addends = [sum(addends[i + 1 : i + 2], addends[i]) for i in range(0, len(addends), 2)]
+    return addends[0]
 
 
 def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk_bytes: int) -> None:
@@ -38,7 +48,7 @@ def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk
     output = own if in_place else torch.full_like(own, float("nan"))
     with mock.patch.multiple(gloo, CHUNK_BYTES=chunk_bytes, LEAST_CHUNK_BYTES=1):
         collectives.reduce_scatter(output, whole, dist.group.WORLD, what=WHAT, fp32_accumulation=fp32_accumulation)
-    expected = _sum_in_rank_order(size, dtype, torch.float32 if fp32_accumulation else dtype).chunk(size)[rank]
+    expected = _sum(size, dtype, torch.float32 if fp32_accumulation else dtype).chunk(size)[rank]
     assert torch.equal(output, expected)
     for part in range(size):
         if part != rank:
@@ -51,7 +61,7 @@ def _scatters(dtype: torch.dtype, fp32_accumulation: bool, in_place: bool, chunk
     [(torch.float32, False), (torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
 @pytest.mark.parametrize(("world_size", "chunk_bytes"), [(2, 2**22), (2, 64), (4, 64)])
-def test_reduce_scatter_adds_in_rank_order(dtype, fp32_accumulation, in_place, world_size, chunk_bytes):
+def test_reduce_scatter_adds_in_one_order(dtype, fp32_accumulation, in_place, world_size, chunk_bytes):
     run_distributed(_scatters, world_size, dtype, fp32_accumulation, in_place, chunk_bytes)
 
 
@@ -86,15 +96,15 @@ def test_inbox_memory_is_exclusive_and_not_reused_after_an_error():
 
 
 def test_the_order_and_the_precision_of_additions_can_be_seen_in_these_numbers():
-    exact = _sum_in_rank_order(4, torch.float32, torch.float64)
-    assert not torch.equal(_sum_in_rank_order(4, torch.float32, torch.float32), exact)
-    rounded = _sum_in_rank_order(4, torch.bfloat16, torch.bfloat16)
-    assert not torch.equal(rounded, _sum_in_rank_order(4, torch.bfloat16, torch.float32))
+    exact = _sum(4, torch.float32, torch.float64)
+    assert not torch.equal(_sum(4, torch.float32, torch.float32), exact)
+    rounded = _sum(4, torch.bfloat16, torch.bfloat16)
+    assert not torch.equal(rounded, _sum(4, torch.bfloat16, torch.float32))
 
 
 def _means_and_accumulates() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    expected = _sum_in_rank_order(size, torch.float32, torch.float32).chunk(size)[rank]
+    expected = _sum(size, torch.float32, torch.float32).chunk(size)[rank]
     output = torch.ones(SHARD)
     for op, scale, factor in ((dist.ReduceOp.AVG, 1.0, 1 / size), (dist.ReduceOp.SUM, 0.5, 0.5)):
         whole = _addend(rank, size, torch.float32)
@@ -136,8 +146,8 @@ def _all_reduces(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("length", [4 * SHARD, 4 * SHARD - 3, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_reduce_adds_in_rank_order_and_leaves_the_same_bits_on_every_rank(length, dtype):
-    expected = 0.25 * _sum_in_rank_order(4, dtype, torch.float32)[:length]
+def test_all_reduce_adds_in_one_order_and_leaves_the_same_bits_on_every_rank(length, dtype):
+    expected = 0.25 * _sum(4, dtype, torch.float32)[:length]
     for tensors in run_distributed(_all_reduces, 4, length, dtype):
         assert all(torch.equal(tensor, expected) for tensor in tensors)
 
@@ -162,3 +172,23 @@ def _sent_bytes() -> list[int]:
 def test_each_rank_sends_what_it_would_in_an_ideal_ring(world_size):
     one_way = (world_size - 1) * SHARD * 4  # (n - 1) / n of the buffer
     assert run_distributed(_sent_bytes, world_size) == [[one_way, one_way, 2 * one_way]] * world_size
+
+
+def _sums_in_order(order: tuple[tuple[int, ...], ...], directly: bool) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    addends = [_addend(other, size, torch.float32) for other in range(size)]
+    expected = _added_in_pairs([_added_in_pairs([addends[i] for i in members]) for members in order])
+    assert not torch.equal(expected, _added_in_pairs(addends))
+    whole, output = addends[rank].clone(), torch.empty(SHARD)
+    with mock.patch.object(gloo, "exchanges_directly", lambda *unused: directly):
+        collectives.reduce_scatter(output, whole.clone(), dist.group.WORLD, what=WHAT, order=order)
+        uneven = whole[:-1].clone()  # every rank adds the rest
+        collectives.all_reduce(uneven, dist.group.WORLD, what=WHAT, order=order)
+    assert torch.equal(output, expected.chunk(size)[rank])
+    assert torch.equal(uneven, expected[:-1])
+
+
+@pytest.mark.parametrize("directly", [True, False], ids=["direct exchange", "all-to-all and a local sum"])
+@pytest.mark.parametrize(("size", "order"), [(4, ((0, 2), (1, 3))), (6, ((0, 3), (1, 4), (2, 5)))])
+def test_sums_are_added_in_the_order_that_is_asked_for(size: int, order: tuple[tuple[int, ...], ...], directly: bool):
+    run_distributed(_sums_in_order, size, order, directly)

@@ -312,7 +312,7 @@ def _adds_bf16_in_fp32(in_fp32: bool) -> float:
 
 
 def test_reduce_scatter_with_fp32_accumulation_rounds_once():
-    assert run_distributed(_adds_bf16_in_fp32, 4, False) == [0.0] * 4  # 256 + 1 is 256 in bf16
+    assert run_distributed(_adds_bf16_in_fp32, 4, False) == [0.25] * 4  # 256 + 1 is 256 in bf16, and 1 - 256 is -255
     assert run_distributed(_adds_bf16_in_fp32, 4, True) == [0.5] * 4
 
 

@@ -6,6 +6,7 @@ iteration        what an exception or an evaluation leaves unfinished
 parameters       writes, freezing and marks while parameters are gathered
 partial_reshard  parameters that stay whole among a part of the ranks
 exchange         gathers without copies and reductions during backward, under gloo
+micro_batch_sums sums of micro-batches in a tree, for the same bits on any number of ranks
 memory           the tensors that FSDP2 holds
 """
 
@@ -27,11 +28,13 @@ from .iteration import (
     take_root,
 )
 from .memory import gathered_parameters, gathered_tensors, gradient_tensors, shard_tensors
+from .micro_batch_sums import MicroBatchSums
 from .parameters import gathered_versions, keep_changes_of_requires_grad, mark_gathered_parameters, shard_versions
 from .partial_reshard import PartialReshard, free_partial_shards
 from .states import communication_of, name_of_parameter
 
 __all__ = [
+    "MicroBatchSums",
     "PartialReshard",
     "allocate_gathered_parameters",
     "communication_of",

@@ -39,6 +39,18 @@ def test_a_line_holds_what_came_since_the_last(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
+def test_a_hash_of_weights_has_a_line_when_no_other_is_due(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    folders = {"tensorboard_dir": tmp_path / "tb"}
+    with RunLog(small_config(log_interval=2, train_iters=4, **folders), tmp_path, 0, enabled=True) as log:
+        for step, hashed in ((1, "0a1b"), (2, "2c3d"), (3, None), (4, None)):
+            log.step(step, result(1.0), lr=0.1, loss_scale=1.0, num_tokens=1, seconds=1.0, weights_hash=hashed)
+    lines = read_log(tmp_path / "log.jsonl")
+    assert lines[0] == {"step": 1, "weights_hash": "0a1b"}
+    assert [(line["step"], line.get("weights_hash")) for line in lines[1:]] == [(2, "2c3d"), (4, None)]
+    assert "iteration 2: weights 2c3d" in capsys.readouterr().err
+
+
 def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path):
     config = small_config(log_interval=1, train_iters=4)
     with RunLog(config, tmp_path, 0, enabled=True) as log:

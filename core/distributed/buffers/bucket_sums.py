@@ -1,0 +1,102 @@
+"""Gradients of one bucket that are added up over micro-batches in a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...errors import ShardstackError
+from ..gradient_tree import GradientTree, PartialSums
+from .bucket import Bucket
+
+
+class BucketSums:
+    """What is set aside of a bucket: whole gradients, or, where each chunk is reduced, this rank's part of them.
+
+    Args:
+        tree: of the wrapper; says when to.
+        of_shards: each chunk is reduced by itself.
+        wait: returns when no reduction of the bucket is under way.
+    """
+
+    def __init__(self, bucket: Bucket, tree: GradientTree, *, of_shards: bool, wait: Callable[[], None]) -> None:
+        self._bucket, self._tree, self._of_shards, self._wait = bucket, tree, of_shards, wait
+        self._sums = PartialSums()
+        # Memory for what is set aside in the next step, where the bucket keeps its own.
+        self._spare: list[Tensor] = []
+        # The shard holds the root of the tree: set by `finish`, cleared by `clear`.
+        self._is_finished = False
+        tree.register(self._begin)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory that it has."""
+        return [*self._sums.tensors, *self._spare]
+
+    def enter(self) -> None:
+        """To be called before a gradient is added to the bucket."""
+        self._tree.enter()
+
+    def reject_written_by_layer(self, name: str) -> None:
+        """Raises because a layer has added to what may be the sum of other micro-batches.
+
+        Raises:
+            ShardstackError: names the parameter.
+        """
+        raise ShardstackError(
+            f"a layer added the gradient of parameter {name} into main_grad itself, rounding it with the sum that is "
+            "there; for reproducible_across_ranks let it return the gradient (gradient_accumulation_fusion=False)"
+        )
+
+    def _begin(self, additions: int | None, reduces: bool) -> None:
+        if additions is None:
+            return
+        if self._of_shards:
+            self._wait()
+            self._sums.set_aside([self._bucket.local_grad_shard], additions)
+            self._bucket.separate_shard = None
+        else:
+            self._set_whole_aside(additions)
+
+    def _set_whole_aside(self, additions: int) -> None:
+        bucket = self._bucket
+        whole = bucket.complete_grads()
+        if bucket.releases_grads:
+            bucket.release_grads()
+            for memory in self._sums.set_aside([whole], additions):
+                bucket.buffer.give_back_grads(memory)
+            return
+        bucket.begin_grads_anew()
+        if not additions:
+            spare = self._spare.pop() if self._spare else bucket.buffer.take_grads(bucket.numel)
+            whole = spare.copy_(whole)
+        free = self._sums.set_aside([whole], additions)
+        self._spare += [memory for memory in free if memory is not whole]
+
+    @torch.no_grad()
+    def complete(self, whole: Tensor) -> None:
+        """Adds what was set aside to the last sum of a step, `whole` `[numel]`, before it is reduced."""
+        if self._of_shards:
+            return
+        kept = [] if self._bucket.releases_grads else self._sums.tensors
+        self._sums.added_to([whole])
+        self._spare += kept
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Makes the bucket's shard the root of the tree, once all that was sent has arrived."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        shard = self._bucket.local_grad_shard
+        if self._of_shards:
+            self._sums.added_to([shard])
+        if self._tree.factor != 1.0:
+            shard.mul_(self._tree.factor)
+
+    def clear(self) -> None:
+        """Begins a step."""
+        self._sums.clear()
+        self._is_finished = False

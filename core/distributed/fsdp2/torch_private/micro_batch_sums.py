@@ -1,0 +1,191 @@
+"""Gradients of FSDP2 that are added up over micro-batches in a tree.
+
+Inside `no_sync` torch adds each gradient to the one before, whole; outside it, it reduces what has come, and adds that
+to the shard's. Here what it has added up is taken away when it is complete as a node of the tree, so that torch begins
+anew, and is added at the end of the step: to whole gradients right before torch reduces them, to shards' after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+from ...._torch_compat import NO_BACKWARD, current_backward
+from ....comm.collectives import all_reduce
+from ....errors import ShardstackError, UnitError
+from ...gradient_tree import GradientTree, PartialSums
+from .gradients import complete_accumulated_gradients
+from .states import name_of_parameter, param_groups
+
+
+class MicroBatchSums:
+    """The sums of all units of a sharded model.
+
+    Args:
+        of_shards: each chunk of micro-batches is reduced by itself.
+        replicas: the ranks with the same shard, if there are several.
+    """
+
+    def __init__(self, root: nn.Module, tree: GradientTree, *, of_shards: bool, replicas: ProcessGroup | None) -> None:
+        self._root, self._tree, self._of_shards = root, tree, of_shards
+        self._units = [_UnitSums(group, tree, of_shards, replicas) for group in param_groups(root)]
+        tree.register(self._begin)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is set aside."""
+        return [tensor for unit in self._units for tensor in unit.sums.tensors]
+
+    def _begin(self, additions: int | None, reduces: bool) -> None:
+        if self._of_shards:
+            for unit in self._units:
+                unit.group.reduce_grads = reduces
+            if reduces:
+                complete_accumulated_gradients(self._root)
+        if additions is not None:
+            for unit in self._units:
+                unit.set_aside(additions)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Makes the shards' gradients the root of the tree, once all have been reduced."""
+        for unit in self._units:
+            unit.finish()
+        if self._tree.factor != 1.0:
+            found = [gradient for unit in self._units for gradient in unit.shards() if gradient is not None]
+            if found:
+                torch._foreach_mul_(found, self._tree.factor)
+
+    def clear(self) -> None:
+        """Begins a step."""
+        for unit in self._units:
+            unit.sums.clear()
+
+
+class _UnitSums:
+    """Of one `FSDPParamGroup`, whose `post_backward` it takes over: torch calls it by name, on the object."""
+
+    def __init__(self, group: Any, tree: GradientTree, of_shards: bool, replicas: ProcessGroup | None) -> None:
+        self.group, self._tree, self._of_shards, self._replicas = group, tree, of_shards, replicas
+        self.sums = PartialSums()
+        # The backward in which the unit's gradients were complete last, and how often each had been written by then.
+        self._ended_in, self._versions = NO_BACKWARD, list[int]()
+        self._post_backward = group.post_backward
+        group.post_backward = self.post_backward
+
+    def post_backward(self, *unused: Any) -> None:
+        self._reject_what_adds_by_itself()
+        if self.group.reduce_grads and not self._of_shards:
+            self._complete()
+        with self._replicas_added_in_order():
+            self._post_backward(*unused)
+        self._ended_in, self._versions = current_backward(), self._count_writes()
+
+    @contextmanager
+    def _replicas_added_in_order(self) -> Iterator[None]:
+        """Inside it torch knows of no replicas, and calls us, where it would let the backend add them in any order."""
+        if self._replicas is None:
+            yield
+            return
+        info = self.group.mesh_info
+        self.group.mesh_info = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        self.group._all_reduce_hook = self._add_replicas
+        try:
+            yield
+        finally:
+            self.group.mesh_info, self.group._all_reduce_hook = info, None
+
+    def _add_replicas(self, shard: Tensor) -> None:
+        if self._replicas is not None:
+            order = (range(self._replicas.size()),)
+            all_reduce(shard, self._replicas, what=f"the gradients of the unit of {self._name}", order=order)
+
+    def set_aside(self, additions: int) -> None:
+        if self._of_shards:
+            self.sums.set_aside(self.shards(), additions)
+            for parameter in self.group.fsdp_params:
+                parameter.sharded_param.grad = None
+            return
+        self.sums.set_aside(self._take_whole(), additions)
+
+    def finish(self) -> None:
+        if not self._of_shards:
+            return
+        for parameter, total in zip(self.group.fsdp_params, self.sums.added_to(self.shards()), strict=True):
+            if total is not None and parameter.sharded_param.grad is None:
+                parameter.sharded_param.grad = parameter.to_sharded_dtensor(total)
+
+    def shards(self) -> list[Tensor | None]:
+        """This rank's part of each gradient that is reduced."""
+        gradients = (parameter.sharded_param.grad for parameter in self.group.fsdp_params)
+        return [None if gradient is None else gradient._local_tensor for gradient in gradients]
+
+    @torch.no_grad()
+    def _complete(self) -> None:
+        """Adds what was set aside to the whole gradients that torch is about to reduce."""
+        if not self.sums.tensors:
+            return
+        dtype = self.sums.tensors[0].dtype
+        last = [gradient if gradient is None else gradient.to(dtype) for gradient in self._take_whole()]
+        for parameter, total in zip(self.group.fsdp_params, self.sums.added_to(last), strict=True):
+            if total is None and parameter._unsharded_param.requires_grad:
+                total = torch.zeros_like(parameter._unsharded_param, dtype=dtype)
+            parameter.unsharded_accumulated_grad = total
+
+    def _take_whole(self) -> list[Tensor | None]:
+        """Takes the whole gradients that torch has accumulated."""
+        taken: list[Tensor | None] = []
+        for parameter in self.group.fsdp_params:
+            if not hasattr(parameter, "_unsharded_param"):
+                taken.append(None)
+                continue
+            parameter.accumulate_unsharded_grad_if_needed()
+            total = parameter.unsharded_accumulated_grad
+            taken.append(parameter._unsharded_param.grad if total is None else total)
+            parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
+        return taken
+
+    def _reject_what_adds_by_itself(self) -> None:
+        if self.group._all_reduce_hook is not None:
+            raise UnitError(
+                f"set_all_reduce_hook was called on the unit of {self._name}, and reproducible_across_ranks adds up "
+                "gradients in one order; drop one of the two"
+            )
+        if not self._tree.has_entered:
+            raise UnitError(
+                f"a backward reached the unit of {self._name} around the tensors that the model's forward returned; "
+                "for reproducible_across_ranks return tensors, or tuples, lists or dicts of them"
+            )
+        if self.group.reduce_grads and not self._tree.reduces:
+            raise ShardstackError(
+                "a backward before the last of a step was to be reduced by itself, and reproducible_across_ranks "
+                "reduces the sum of all; put every backward of a step but the last inside no_sync"
+            )
+        is_second = self._ended_in == current_backward() != NO_BACKWARD
+        if is_second and self._versions != self._count_writes():  # two addends of torch's sum, where the tree has one
+            raise UnitError(
+                f"the unit of {self._name} ran twice in one forward, and FSDP2 adds the gradient of each run by "
+                "itself; for reproducible_across_ranks make its parent the unit, or use FullyShardedDataParallel"
+            )
+
+    def _count_writes(self) -> list[int]:
+        """Of each whole gradient that there is, a number that grows when it is written."""
+        found: Sequence[Tensor | None] = [
+            gradient
+            for parameter in self.group.fsdp_params
+            for gradient in (
+                getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+                parameter.unsharded_accumulated_grad,
+            )
+        ]
+        return [-1 if gradient is None else gradient._version for gradient in found]
+
+    @property
+    def _name(self) -> str:
+        return name_of_parameter(self.group.fsdp_params[0])

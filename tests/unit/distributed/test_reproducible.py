@@ -1,0 +1,274 @@
+"""What `reproducible_across_ranks` refuses, what it asks of a training loop of one's own, and what it keeps."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import parallel_state
+from core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    _BaseDataParallel,
+    finalize_model_grads,
+    wrap_model,
+)
+from core.errors import ConfigError, ParallelConfigError, ShardstackError, UnitError
+from core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import Toy, build, gradients, loss_of, toy
+
+WRAPPERS = ("ddp", "zero2", "zero3", "fsdp2")
+
+
+def _wrap(name: str = "ddp", module: Any = None, config: Any = None, **fields: Any) -> _BaseDataParallel:
+    return build(name, toy() if module is None else module, config=config, reproducible_across_ranks=True, **fields)
+
+
+def _tokens(index: int) -> torch.Tensor:
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(index))
+
+
+def _step(model: _BaseDataParallel, count: int, scale: float = 1.0) -> None:
+    for number in range(count):
+        with nullcontext() if number == count - 1 else model.no_sync():
+            (loss_of(model, _tokens(model.micro_batch_index(number))) * scale).backward()
+
+
+def _gradients_of_a_loop(name: str, divides: bool, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Of 12 micro-batches, with losses that are means over a rank's micro-batches, or over all."""
+    model = _wrap(name, **fields)
+    ranks, count = dist.get_world_size(), 12 // dist.get_world_size()
+    model.expect_micro_batches(count, divides_by_ranks=divides)
+    model.zero_grad_buffer()
+    for _ in range(2):  # nothing is left of a step
+        model.zero_grad_buffer()
+        _step(model, count, 1.0 / (count if divides else count * ranks))
+        finalize_model_grads([model])
+    return gradients(model)
+
+
+@pytest.mark.parametrize("divides", [True, False])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("ddp", {}),
+        ("zero2", {}),
+        ("zero2", {"reduce_every_micro_batch": True}),
+        ("zero3", {"reduce_every_micro_batch": True}),
+        ("fsdp2", {}),
+        ("fsdp2", {"reduce_every_micro_batch": True}),
+    ],
+)
+def test_a_loop_of_ones_own_has_the_same_gradients_on_one_two_and_four_ranks(name, fields, divides):
+    expected = run_distributed(_gradients_of_a_loop, 1, "ddp", True, {})[0]
+    assert len(expected) > 5 and all(gradient.abs().sum() > 0 for gradient in expected.values())
+    for ranks in (2, 4):
+        for found in run_distributed(_gradients_of_a_loop, ranks, name, divides, fields):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_the_schedule_of_megatron_says_how_many_micro_batches_a_step_has():
+    expected = run_distributed(_gradients_of_a_loop, 1, "ddp", True, {})[0]
+    for found in run_distributed(_gradients_of_a_schedule, 2):
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def _gradients_of_a_schedule() -> dict[str, torch.Tensor]:
+    model = _wrap("zero2", config=SimpleNamespace(finalize_model_grads_func=finalize_model_grads))
+    numbers = itertools.count()
+
+    def forward_step(data: Any, wrapped: Any) -> Any:
+        loss = loss_of(wrapped, _tokens(model.micro_batch_index(next(numbers))))
+        return loss, lambda output: (output, {})
+
+    forward_backward_no_pipelining(
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=model,
+        num_microbatches=6,
+        seq_length=5,
+        micro_batch_size=2,
+    )
+    return gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "fields", "said"),
+    [
+        ("ddp", {}, {"average_in_collective": True}, "drop average_in_collective"),
+        ("fsdp2", {}, {"average_in_collective": True}, "drop average_in_collective"),
+        ("fsdp2", {}, {"collectives": "torch"}, "set collectives='auto'"),
+        ("ddp", {"gradient_accumulation_fusion": True}, {}, "set gradient_accumulation_fusion=False"),
+        ("zero3", {"bf16": True}, {"reduce_every_micro_batch": True}, "or reduce in float32"),
+        ("fsdp2", {"bf16": True}, {"reduce_every_micro_batch": True}, "or reduce in float32"),
+        ("zero2", {}, {"reduce_scatter_with_fp32_accumulation": True}, "set grad_reduce_in_fp32 in its place"),
+        (
+            "ddp",
+            {},
+            {"param_name_patterns_for_fp32_local_accumulation": ("all",)},
+            "set grad_reduce_in_fp32 in its place",
+        ),
+    ],
+)
+def test_a_setting_that_adds_in_another_order_is_refused(name, config, fields, said):
+    run_distributed(_refuses, 2, name, config, fields, said)
+
+
+def _refuses(name: str, config: dict[str, Any], fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ParallelConfigError, match=said) as caught:
+        _wrap(name, config=SimpleNamespace(**config), **fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_without_a_tree_are_refused():
+    run_distributed(_refuses, 3, "ddp", {}, {}, "3 data-parallel ranks share no tree.*1, 2, 4, 8")
+
+
+def test_parts_of_a_sequence_between_ranks_and_replicas_are_refused():
+    run_distributed(_refuse_parts, 4)
+
+
+def _refuse_parts() -> None:
+    parallel_state.initialize_model_parallel(context_parallel_size=2, num_distributed_optimizer_instances=2)
+    fields = {"num_distributed_optimizer_instances": 2, "reproducible_across_ranks": True}
+    with pytest.raises(ParallelConfigError, match="set num_distributed_optimizer_instances=1, or reduce_every"):
+        wrap_model(toy(), SimpleNamespace(context_parallel_size=2), FullyShardedDataParallelConfig(**fields))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_step_with_another_number_of_backwards_raises(name):
+    run_distributed(_miscounts, 2, name)
+
+
+def _miscounts(name: str) -> None:
+    model = _wrap(name)
+    with model.no_sync():
+        loss_of(model, _tokens(0)).backward()
+        with pytest.raises(ShardstackError, match=r"backward 2 of a step of 1: .* call the wrapper's expect_micro"):
+            loss_of(model, _tokens(1)).backward()
+    model.zero_grad_buffer()
+    model.expect_micro_batches(4)
+    with model.no_sync():
+        loss_of(model, _tokens(0)).backward()
+        loss_of(model, _tokens(1)).backward()
+    with pytest.raises(ShardstackError, match="a step of 4 micro-batches were to be reduced after 2 backwards"):
+        finalize_model_grads([model])
+    with pytest.raises(ShardstackError, match="after the first backward of a step of 4"):
+        model.expect_micro_batches(2)
+    with pytest.raises(ConfigError, match="expect_micro_batches was given 0"):
+        model.expect_micro_batches(0)
+    model.zero_grad_buffer()  # and the next step is as any other
+    _step(model, 4)
+    finalize_model_grads([model])
+
+
+def test_what_would_replace_or_bypass_a_part_of_the_tree_raises():
+    run_distributed(_bypasses, 2)
+
+
+def _bypasses() -> None:
+    model = _wrap("ddp")
+    loss_of(model, _tokens(0)).backward()
+    first = model.module.embedding.weight
+    first.grad = torch.ones_like(first)
+    with pytest.raises(ShardstackError, match=r"was given a \.grad before finalize_model_grads"):
+        finalize_model_grads([model])
+    config = DistributedDataParallelConfig(reproducible_across_ranks=True)
+    with pytest.raises(ParallelConfigError, match="finish_in_backward reduces gradients after each backward"):
+        DistributedDataParallel(
+            SimpleNamespace(), config, toy(), process_group=dist.group.WORLD, finish_in_backward=True
+        )
+    plain = build("ddp", toy())
+    plain.expect_micro_batches(3)
+    assert [plain.micro_batch_index(number) for number in (0, 1)] == [dist.get_rank(), 2 + dist.get_rank()]
+    with pytest.raises(ConfigError, match="divides_by_ranks=False without reproducible_across_ranks"):
+        plain.expect_micro_batches(3, divides_by_ranks=False)
+
+    written = _wrap("ddp")
+    weight = written.module.embedding.weight
+
+    def add_itself(gradient: torch.Tensor) -> torch.Tensor:
+        weight.main_grad.add_(gradient)
+        weight.grad_added_to_main_grad = True
+        return gradient
+
+    weight.register_hook(add_itself)
+    with pytest.raises(ShardstackError, match=r"a layer added the gradient of parameter \S+ into main_grad itself"):
+        loss_of(written, _tokens(0)).backward()
+
+    outside = _wrap("fsdp2")
+    outside.expect_micro_batches(2)
+    with pytest.raises(ShardstackError, match="put every backward of a step but the last inside no_sync"):
+        loss_of(outside, _tokens(0)).backward()
+
+    hooked = _wrap("fsdp2")
+    hooked.module.set_all_reduce_hook(lambda shard: None)
+    with pytest.raises(UnitError, match="set_all_reduce_hook was called on the unit of"):
+        loss_of(hooked, _tokens(0)).backward()
+
+
+class Twice(Toy):
+    """A model whose first block runs twice."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.blocks[0](self.embedding(tokens)))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_a_unit_that_runs_twice_is_one_leaf_on_buffers(name):
+    expected = run_distributed(_twice, 1, "ddp")[0]
+    for found in run_distributed(_twice, 2, name):
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def _twice(name: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    model = _wrap(name, module=Twice())
+    count = 4 // dist.get_world_size()
+    model.expect_micro_batches(count)
+    _step(model, count, 1.0 / count)
+    finalize_model_grads([model])
+    return gradients(model)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_unit_that_runs_twice_raises_under_fsdp2(count):
+    run_distributed(_twice_under_fsdp2, 2, count)
+
+
+def _twice_under_fsdp2(count: int) -> None:
+    model = _wrap("fsdp2", module=Twice())
+    model.expect_micro_batches(count)
+    with pytest.raises(UnitError, match=r"the unit of blocks\.0\.\S+ ran twice in one forward"):
+        _step(model, count)
+
+
+@pytest.mark.parametrize(("name", "fields"), [("ddp", {}), ("zero2", {}), ("fsdp2", {})])
+@pytest.mark.parametrize(("count", "waiting"), [(1, 0), (2, 0), (3, 0), (4, 1), (12, 2), (16, 3)])
+def test_as_many_sums_wait_as_the_formula_says(name, fields, count, waiting):
+    run_distributed(_count_waiting, 2, name, fields, count, waiting)
+
+
+def _count_waiting(name: str, fields: dict[str, Any], count: int, waiting: int) -> None:
+    model = _wrap(name, **fields)
+    assert model.plan.tree is not None and model.plan.tree.num_set_aside(count) == waiting
+    model.expect_micro_batches(count)
+    whole = sum(parameter.numel() for parameter in toy().parameters() if parameter.requires_grad)
+    most = 0
+    for number in range(count):
+        with model.no_sync():
+            loss_of(model, _tokens(number)).backward()
+        held = sum(tensor.numel() for tensor in model.held_tensors()["gradients"])
+        most = max(most, held)
+    # Next to the sum that is added to: flat buffers are padded by a few hundred elements, FSDP2's parameters are not.
+    assert waiting * whole <= most <= (waiting + 1) * (whole + 1000)
