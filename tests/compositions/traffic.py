@@ -1,0 +1,56 @@
+"""The reductions of gradients in a step, call by call, which have to be those of the plan.
+
+Some faults change no number: a reduction too many, a wider one than asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from core.comm.record import Collective, CollectiveRecord
+from core.distributed.report import model_facts
+from tests.compositions.wrapped import Wrapped
+
+Calls = Counter[tuple[str, int, int]]
+"""Times by kind, bytes and ranks."""
+
+
+@contextmanager
+def reductions_as_planned(training: Wrapped) -> Iterator[None]:
+    """Counts the reductions of the step inside it.
+
+    Raises:
+        AssertionError: they are not those of the plan.
+    """
+    counted: Calls = Counter()
+    collective = CollectiveRecord.collective
+
+    def note(record: CollectiveRecord, kind: str, what: str, num_bytes: int) -> Collective:
+        if what.startswith("the gradients of") and record.num_ranks > 1:
+            counted[kind, num_bytes, record.num_ranks] += 1
+        return collective(record, kind, what, num_bytes)
+
+    with mock.patch.object(CollectiveRecord, "collective", note):
+        yield
+    planned = _planned(training)
+    if planned is not None:
+        assert counted == planned, f"reductions in a step are {dict(counted)}, and {dict(planned)} in the plan"
+
+
+def _planned(training: Wrapped) -> Calls | None:
+    """None where the plan does not say it: of a layer that is frozen now, or a unit of FSDP2 that runs twice."""
+    part = training.part
+    if part.trained == "a layer at times" or (part.is_fsdp2 and part.layers == "twice"):
+        return None
+    model: Any = training.wrapper
+    planned: Calls = Counter()
+    for unit in model_facts(model.plan, model.module, training.number).units:
+        for entry in unit.traffic:
+            # torch sums shards over the replicas of a hybrid by itself, unrecorded.
+            if entry.kind == "reduce-scatter" or (entry.kind == "all-reduce" and not part.is_fsdp2):
+                planned[entry.kind, entry.nbytes, entry.ranks] += entry.calls
+    return planned
