@@ -10,13 +10,19 @@ from torch import Tensor, nn
 from tests.compositions.data import STEPS
 from tests.compositions.failures import fail_in_backward, failing, overflowing
 from tests.compositions.mistakes import make_mistake
-from tests.compositions.traffic import reductions_as_planned
+from tests.compositions.traffic import gathering_slowly, reductions_as_planned
 from tests.compositions.training import Training
 from tests.compositions.wrapped import Wrapped
 
 
 def train(training: Training, first: int = 0, last: int = STEPS) -> None:
     """Makes the steps from `first` to before `last`."""
+    overlaps = isinstance(training, Wrapped) and training.part.overlap == "both"
+    with gathering_slowly() if overlaps else nullcontext():
+        _train(training, first, last)
+
+
+def _train(training: Training, first: int, last: int) -> None:
     composition, between = training.composition, _Between(training)
     if first == 0 and composition.evaluates == "in inference mode":
         with torch.inference_mode():

@@ -1,22 +1,37 @@
-"""The reductions of gradients in a step, call by call, which have to be those of the plan.
-
-Some faults change no number: a reduction too many, a wider one than asked for.
-"""
+"""Faults that change no number, or not always: a reduction too many, a wider one, parameters read too early."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from core.comm import collectives
 from core.comm.record import Collective, CollectiveRecord
 from core.distributed.report import model_facts
 from tests.compositions.wrapped import Wrapped
 
 Calls = Counter[tuple[str, int, int]]
 """Times by kind, bytes and ranks."""
+
+
+GATHER_S = 0.004
+
+
+@contextmanager
+def gathering_slowly() -> Iterator[None]:
+    """Inside it gathers take so long that what does not wait for one reads old parameters."""
+    all_gather = collectives.all_gather
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(GATHER_S)
+        all_gather(*args, **options)
+
+    with mock.patch.object(collectives, "all_gather", slow):
+        yield
 
 
 @contextmanager

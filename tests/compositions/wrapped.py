@@ -67,7 +67,8 @@ class Wrapped(Training):
         return self.count // self.replicas
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        return self.wrapper.whole_parameters()
+        is_needed = self.part.wrapper == "zero3"
+        return self.wrapper.whole_parameters() if is_needed else nullcontext()
 
     def begin_step(self) -> None:
         how = self.composition.zeroes
