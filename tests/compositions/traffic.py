@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+
 from core.comm import collectives
 from core.comm.record import Collective, CollectiveRecord
 from core.distributed.report import model_facts
+from tests.compositions.composition import Composition
 from tests.compositions.wrapped import Wrapped
 
 Calls = Counter[tuple[str, int, int]]
@@ -62,6 +65,10 @@ def _planned(training: Wrapped) -> Calls | None:
     if part.trained == "a layer at times" or (part.is_fsdp2 and part.layers == "twice"):
         return None
     model: Any = training.wrapper
+    if part.is_fsdp2:
+        policy = model.plan.root.precision
+        planned_dtype = policy.reduce_dtype or policy.param_dtype or torch.float32
+        assert planned_dtype == _reduce_dtype(part), f"the plan reduces in {planned_dtype}"
     planned: Calls = Counter()
     for unit in model_facts(model.plan, model.module, training.number).units:
         for entry in unit.traffic:
@@ -69,3 +76,10 @@ def _planned(training: Wrapped) -> Calls | None:
             if entry.kind == "reduce-scatter" or (entry.kind == "all-reduce" and not part.is_fsdp2):
                 planned[entry.kind, entry.nbytes, entry.ranks] += entry.calls
     return planned
+
+
+def _reduce_dtype(part: Composition) -> torch.dtype:
+    """What FSDP2 was asked to reduce in."""
+    if part.precision == "fp32" or part.policy in ("reduce in fp32", "by dtypes"):
+        return torch.float32
+    return torch.bfloat16 if part.precision == "bf16" else torch.float16
