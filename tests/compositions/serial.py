@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from core.transformer import Float16Module
 from core.transformer.norms import LayerNorm, RMSNorm
 from tests.compositions.composition import Composition
+from tests.compositions.data import MicroBatch
 from tests.compositions.model import build
 from tests.compositions.plain_optimizer import PlainOptimizer
 from tests.compositions.training import Training
@@ -46,6 +47,12 @@ class Serial(Training):
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        if batch.starts is None:
+            return batch.tokens, batch.labels, {}
+        is_hidden = batch.starts.unsqueeze(-1) > torch.arange(batch.starts.shape[1])  # [b, s, s], of earlier documents
+        return batch.tokens, batch.labels, {"attention_mask": is_hidden.unsqueeze(1)}
 
     def zero(self) -> None:
         self.sums = {}

@@ -54,9 +54,13 @@ class Training(ABC):
         """What a micro-batch adds to the gradient, and its sum and weight for the report."""
         batch = micro_batch(self.composition, step, number)
         self.choose_gains(step, number)
-        tokens, labels, packed = batch.own()
+        tokens, labels, packed = self.inputs(batch)
         losses = self.model(tokens, labels=labels, **packed)  # [b, s / cp]
         return self._shares(losses, labels, batch)
+
+    def inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Tokens, labels, and arguments of the forward."""
+        return batch.own()
 
     def choose_gains(self, step: int, number: int) -> None:
         """Lets a micro-batch use the parameter that only some use, or not."""
