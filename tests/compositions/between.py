@@ -70,11 +70,14 @@ class _Between:
             self.training.evaluate(step)  # with a graph that no backward uses
 
     def after_update(self, step: int) -> None:
-        if self.composition.evaluates == "after the update":
-            self.training.evaluate(step)  # likewise, and what is written next makes it old
+        evaluates = self.composition.evaluates == "after the update"
+        if evaluates:
+            self.training.evaluate(step)  # likewise, and what it has gathered is old after a write
         if self.composition.writes != "nothing":
             with self.training.whole_parameters():
                 self._write(step)
+            if evaluates:
+                self.training.evaluate(step)
 
     def _write(self, step: int) -> None:
         writes = self.composition.writes
