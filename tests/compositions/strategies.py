@@ -9,7 +9,7 @@ from tests.compositions.composition import AXES, LAYOUTS, WRAPPER_AXES, Composit
 FAMILY = 8
 """Most wrappers that one training is drawn with: they share what they are compared with."""
 
-COMPILES_ONE_OF = 20
+COMPILES_ONE_OF = 60
 """So many wrappers are not compiled for each that is, because a compilation takes as long as all of them."""
 
 
