@@ -28,6 +28,8 @@ def adds_in_one_order(composition: Composition) -> bool:
 def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
     if part.reduces == "each micro-batch" and micro_batches > 1:
         return False
+    if part.average == "in the collective" and part.precision == "fp16" and part.policy != "reduce in fp32":
+        return False  # else fp16 is divided before it is added, which rounds what is below its smallest normal number
     if part.compiled == "units":
         return False  # fused operations round less often
     if part.is_fsdp2 and part.layers == "twice":
