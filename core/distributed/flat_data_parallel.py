@@ -243,7 +243,7 @@ class _FlatDataParallel(_BaseDataParallel):
             group.bucket.scale_gradients(scaling_factor)
 
     def _drop_gradients(self) -> None:
-        self._schedule.restart()
+        self._schedule.give_up()
         for group in self._bucket_groups:
             group.clear_grads()
 

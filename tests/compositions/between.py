@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from tests.compositions.data import STEPS
+from tests.compositions.failures import fail_in_backward, failing, overflowing
+from tests.compositions.mistakes import make_mistake
+from tests.compositions.traffic import gathering_slowly, reductions_as_planned
 from tests.compositions.training import Training
-
-STEPS = 3
-CUT = 2
-"""Steps before what continues elsewhere is saved."""
-
-
-class Failure(Exception):
-    """Raised in a forward or backward, and caught by the loop."""
+from tests.compositions.wrapped import Wrapped
 
 
 def train(training: Training, first: int = 0, last: int = STEPS) -> None:
     """Makes the steps from `first` to before `last`."""
-    between = _Between(training)
-    if first == 0 and training.composition.evaluates == "in inference mode":
+    overlaps = isinstance(training, Wrapped) and training.part.overlap == "both"
+    with gathering_slowly() if overlaps else nullcontext():
+        _train(training, first, last)
+
+
+def _train(training: Training, first: int, last: int) -> None:
+    composition, between = training.composition, _Between(training)
+    if first == 0 and composition.evaluates == "in inference mode":
         with torch.inference_mode():
             training.evaluate(0)
     for step in range(first, last):
         between.before_step(step)
         training.begin_step()
-        if training.composition.fails == "backward" and step == 1:
-            between.fail_in_backward(step)
+        if composition.fails == "backward" and step == 1:
+            fail_in_backward(training, step, 0)
             training.zero()
-        for index in range(training.number):
-            between.before_micro_batch(step, index)
-            factor = float("inf") if training.composition.fails == "overflow" and step == 1 else 1.0
-            training.backward(step, index, factor)
-        training.finish_gradients()
-        between.before_update(step)
-        training.update(step)
+        overflows = composition.fails == "overflow" and step == 1
+        is_counted = isinstance(training, Wrapped) and step == last - 1
+        with (
+            overflowing(training.model) if overflows else nullcontext(),
+            reductions_as_planned(training) if is_counted else nullcontext(),
+        ):
+            training.make_step(step, between)
         between.after_update(step)
 
 
@@ -53,30 +54,30 @@ class _Between:
             self.layers[0].requires_grad_(step != 1)
         if self.composition.evaluates in ("between steps", "in inference mode"):
             self._evaluate(step)
+        if isinstance(self.training, Wrapped) and step == 1:
+            make_mistake(self.training, step)
 
     def before_micro_batch(self, step: int, index: int) -> None:
         is_last = index == self.training.number - 1
         if self.composition.evaluates == "between micro-batches" and is_last:
             self._evaluate(step)
         if self.composition.fails == "forward" and step == 1 and is_last:
-            with _failing(self.layers[1].register_forward_pre_hook):
+            with failing(self.layers[1].register_forward_pre_hook):
                 self.training.backward(step, index)
-
-    def fail_in_backward(self, step: int) -> None:
-        """The first micro-batch of a step, given up in its backward."""
-        decoder: Any = self.training.module.decoder
-        last = decoder.final_layernorm if self.composition.trained == "one norm" else self.layers[0]
-        with _failing(last.register_full_backward_pre_hook):
-            self.training.backward(step, 0)
 
     def before_update(self, step: int) -> None:
         if self.composition.evaluates == "before the update":
             self.training.evaluate(step)  # with a graph that no backward uses
 
     def after_update(self, step: int) -> None:
+        evaluates = self.composition.evaluates == "after the update"
+        if evaluates:
+            self.training.evaluate(step)  # likewise, and what it has gathered is old after a write
         if self.composition.writes != "nothing":
             with self.training.whole_parameters():
                 self._write(step)
+            if evaluates:
+                self.training.evaluate(step)
 
     def _write(self, step: int) -> None:
         writes = self.composition.writes
@@ -109,19 +110,3 @@ class _Between:
     def layers(self) -> nn.ModuleList:
         """Of the model."""
         return self.training.module.decoder.layers  # type: ignore
-
-
-@contextmanager
-def _failing(register: Callable[..., torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
-    handle = register(_fail)
-    try:
-        yield
-    except Failure:
-        return
-    finally:
-        handle.remove()
-    raise AssertionError("what was to fail did not")
-
-
-def _fail(*unused: object) -> None:
-    raise Failure

@@ -12,7 +12,7 @@ from tests.compositions.compare import adds_in_one_order, assert_same
 from tests.compositions.composition import Composition
 from tests.compositions.refusals import refusal_of
 from tests.compositions.runs import Broken, Outcome, Refused, Run, train_all
-from tests.compositions.training import Serial
+from tests.compositions.serial import Serial
 
 
 def check(*compositions: Composition) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tests.compositions.between import STEPS
 from tests.compositions.composition import Composition
-from tests.compositions.data import SEQUENCE
-from tests.compositions.training import Serial
+from tests.compositions.data import SEQUENCE, STEPS
+from tests.compositions.serial import Serial
 from tests.functional._runs import Curve
 
 LONGEST_SUM_OF_MODEL = 400
@@ -29,15 +28,17 @@ def adds_in_one_order(composition: Composition) -> bool:
 def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
     if part.reduces == "each micro-batch" and micro_batches > 1:
         return False
+    if part.average == "in the collective" and part.precision == "fp16" and part.policy != "reduce in fp32":
+        return False  # else fp16 is divided before it is added, which rounds what is below its smallest normal number
+    if part.compiled == "units":
+        return False  # fused operations round less often
     if part.is_fsdp2 and part.layers == "twice":
         return False  # a unit that runs twice reduces the gradient of each run by itself
     if part.is_fsdp2 and part.precision != "fp32":
         # FSDP2 adds micro-batches in fp32, and what a program writes into its fp32 shards is not rounded.
         return part.policy in ("reduce in fp32", "by dtypes") and part.writes == "nothing"
     replicas = part.shape.dp * part.shape.cp
-    return replicas <= 2 or not (
-        part.collectives == "torch" or part.layout == "hybrid" or part.average == "in the collective"
-    )
+    return replicas <= 2 or not (part.collectives == "torch" or part.is_hybrid or part.average == "in the collective")
 
 
 def tolerance(composition: Composition) -> float:

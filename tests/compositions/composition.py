@@ -14,15 +14,17 @@ LAYOUTS = {
     "dp3": Layout(dp=3),
     "dp4": Layout(dp=4),
     "hybrid": Layout(dp=4),
+    "hybrid-cp2": Layout(dp=2, cp=2),
     "tp2": Layout(tp=2),
     "tp2-sp": Layout(tp=2, sequence_parallel=True),
+    "tp4-sp": Layout(tp=4, sequence_parallel=True),
     "cp2": Layout(cp=2),
     "dp2-tp2": Layout(dp=2, tp=2),
     "dp2-tp2-sp": Layout(dp=2, tp=2, sequence_parallel=True),
     "dp2-cp2": Layout(dp=2, cp=2),
     "tp2-cp2-sp": Layout(tp=2, cp=2, sequence_parallel=True),
 }
-"""``hybrid`` shards within two ranks and replicates across two."""
+"""``hybrid`` layouts shard within two ranks and replicate across two."""
 
 AXES: Mapping[str, tuple[str, ...]] = {
     # ---- layout and wrapper
@@ -40,6 +42,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "collectives": ("auto", "torch"),
     "offload": ("no", "yes"),
     "idle_slots": ("kept", "poisoned"),
+    "compiled": ("no", "units"),
     # ---- precision
     "precision": ("fp32", "bf16", "fp16"),
     "policy": ("default", "reduce in fp32", "by dtypes", "fp32 accumulation"),
@@ -50,7 +53,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full", "selective", "units", "products of units"),
     "trained": ("all", "without embedding", "without a layer", "adapters", "one norm", "a layer at times"),
     "unused": ("nothing", "on some ranks", "in some steps", "ever"),
-    "layers": ("once", "twice"),
+    "layers": ("once", "twice", "share a weight"),
     "start": ("drawn", "meta", "ranks differ"),
     # ---- batch
     "micro_batches": ("1", "2", "3", "5"),
@@ -62,9 +65,18 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "rates": ("one", "two"),
     "clip": ("no", "yes"),
     "decay": ("none", "matrices", "all"),
-    # ---- what happens in between
-    "evaluates": ("never", "between micro-batches", "between steps", "before the update", "in inference mode"),
+    "schedule": ("constant", "warm-up and decay"),
+    # ---- loop, and what happens in between
+    "loop": ("written out", "train_step", "train_step on a loader"),
+    "evaluates": (
+        *("never", "between micro-batches", "between steps", "before the update", "after the update"),
+        "in inference mode",
+    ),
     "fails": ("never", "forward", "backward", "overflow"),
+    "mistake": (
+        *("none", "steps before finalizing", "finalizes twice", "finalizes after a failed backward"),
+        *("writes what is gathered", "runs two units at once"),
+    ),
     "writes": ("nothing", "clamps", "loads", "averages"),
     "zeroes": ("wrapper", "optimizer", "module"),
     "continues": ("no", "fsdp2 on dp1", "zero1 on dp2", "ddp on tp2", "zero2 on cp2", "fsdp2 on dp2-tp2"),
@@ -74,7 +86,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 WRAPPER_AXES = (
     *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
-    *("backward_prefetch", "kept", "collectives", "offload", "idle_slots"),
+    *("backward_prefetch", "kept", "collectives", "offload", "idle_slots", "compiled", "mistake"),
 )
 """What no number depends on."""
 
@@ -97,6 +109,7 @@ class Composition:
     collectives: str = "auto"
     offload: str = "no"
     idle_slots: str = "kept"
+    compiled: str = "no"
     precision: str = "fp32"
     policy: str = "default"
     embeddings: str = "tied"
@@ -115,8 +128,11 @@ class Composition:
     rates: str = "one"
     clip: str = "no"
     decay: str = "none"
+    schedule: str = "constant"
+    loop: str = "written out"
     evaluates: str = "never"
     fails: str = "never"
+    mistake: str = "none"
     writes: str = "nothing"
     zeroes: str = "wrapper"
     continues: str = "no"
@@ -150,7 +166,7 @@ class Composition:
     def plain(self) -> Composition:
         """The same without what belongs to a wrapper: under DDP, which adds in one order and shards nothing."""
         policy = "reduce in fp32" if self.policy == "by dtypes" else self.policy
-        layout = "dp4" if self.layout == "hybrid" else self.layout
+        layout = {"hybrid": "dp4", "hybrid-cp2": "dp2-cp2"}.get(self.layout, self.layout)
         first = {axis: AXES[axis][0] for axis in WRAPPER_AXES}
         return self.replaced(**first, layout=layout, policy=policy).settled()
 
@@ -173,6 +189,16 @@ class Composition:
     def is_fsdp2(self) -> bool:
         """Whether FSDP2 is underneath."""
         return self.wrapper == "fsdp2"
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether shards are replicated."""
+        return self.layout.startswith("hybrid")
+
+    @property
+    def shards_over(self) -> int:
+        """Ranks that share what the wrapper shards."""
+        return self.shape.dp * self.shape.cp // (2 if self.is_hybrid else 1)
 
     @property
     def number(self) -> int:
@@ -212,6 +238,14 @@ def _shards_parameters(c: Composition) -> bool:
     return c.wrapper in ("fsdp2", "zero3")
 
 
+def _has_two_units_in_one_slot(c: Composition) -> bool:
+    """Whether both layers are gathered into the same memory: equal ones, of which none is gathered ahead."""
+    are_equal = c.trained == "all" and c.unused == "nothing" and c.layers != "share a weight"
+    reshards = c.reshard == "yes" and c.overrides == "none"
+    gathers_ahead = c.forward_prefetch != "0" or c.backward_prefetch != "0"
+    return c.wrapper == "zero3" and c.shards_over > 1 and are_equal and reshards and not gathers_ahead
+
+
 def _divides(c: Composition) -> bool:
     """Whether the micro-batches of a step can be dealt out to the replicas where it continues."""
     return c.shape.dp * c.number % LAYOUTS[c.continues.split(" on ")[1]].dp == 0
@@ -228,12 +262,12 @@ RULES: tuple[Rule, ...] = (
     ("reduces", (), lambda c: c.wrapper in ("zero2", "fsdp2", "zero3")),
     *((axis, (), _shards_parameters) for axis in ("reshard", "forward_prefetch", "backward_prefetch", "overrides")),
     ("reshard", ("two ranks",), _is_fsdp2),
-    *((axis, (), _is_fsdp2) for axis in ("kept", "collectives", "offload")),
+    *((axis, (), _is_fsdp2) for axis in ("kept", "collectives", "offload", "compiled")),
     ("idle_slots", (), lambda c: c.wrapper == "zero3"),
     ("recompute", ("units", "products of units"), _is_fsdp2),
     ("policy", ("by dtypes",), _is_fsdp2),
     # Parameters are kept over the ranks that share them, two at a time: there have to be an even number.
-    ("reshard", ("two ranks",), lambda c: c.shape.dp * c.shape.cp in (2, 4) and c.layout != "hybrid"),
+    ("reshard", ("two ranks",), lambda c: c.shape.dp * c.shape.cp in (2, 4) and not c.is_hybrid),
     # What is done to low precision alone.
     ("policy", (), lambda c: c.precision != "fp32"),
     # FSDP2 starts from fp32 where the others round: rounded on the meta device there is nothing yet.
@@ -241,6 +275,15 @@ RULES: tuple[Rule, ...] = (
     # The parameter that is left unused is none that materialize knows how to draw.
     ("start", ("meta",), lambda c: c.unused == "nothing"),
     ("start", ("ranks differ",), lambda c: c.shape.dp * c.shape.cp > 1),
+    # What `train_step` does by itself.
+    ("evaluates", ("before the update",), lambda c: c.loop == "written out"),
+    ("zeroes", (), lambda c: c.loop == "written out"),
+    ("loop", ("train_step on a loader",), lambda c: c.lengths == "equal"),
+    # Elsewhere these are no mistakes.
+    ("mistake", ("finalizes after a failed backward",), _is_fsdp2),
+    ("mistake", ("writes what is gathered",), lambda c: _shards_parameters(c) and c.shards_over > 1),
+    ("mistake", ("writes what is gathered",), lambda c: c.compiled == "no"),
+    ("mistake", ("runs two units at once",), _has_two_units_in_one_slot),
     ("unused", (), lambda c: c.trained in ("all", "without embedding", "a layer at times")),
     ("continues", (), lambda c: c.continues == "no" or _divides(c)),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,19 +56,21 @@ def build(composition: Composition, layout: Layout, seed: int = 7, is_serial: bo
         layer.mlp = Gated(layer.mlp, model.config)
     if composition.layers == "twice":
         model.decoder.layers = nn.ModuleList([*model.decoder.layers, model.decoder.layers[0]])
+    elif composition.layers == "share a weight":
+        first, second = cast(Any, model.decoder.layers)
+        second.input_layernorm.weight = first.input_layernorm.weight
     _freeze(model, composition.trained)
     return model
 
 
 def _config(composition: Composition, layout: Layout) -> TransformerConfig:
     is_odd = composition.widths == "odd"
-    heads = 6 if is_odd else 4
     fields: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 15 if is_odd else 16,
-        "ffn_hidden_size": 22 if is_odd else 24,
-        "num_attention_heads": heads,
-        "num_query_groups": {"all": heads, "grouped": 2, "one group": 1}[composition.heads],
+        "ffn_hidden_size": 20 if is_odd else 24,
+        "num_attention_heads": 4,
+        "num_query_groups": {"all": 4, "grouped": 2, "one group": 1}[composition.heads],
         "kv_channels": 6 if is_odd else 4,
         "gated_linear_unit": True,
         "activation_func": "silu",

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from tests.compositions.composition import Composition
 from tests.compositions.settings import optimizer_config, parameter_groups
 
+SCHEDULE = ((0.25, 0.5), (1.0, 0.75), (0.7, 1.0))
+"""Factors of the learning rate and of weight decay after so many updates, with a schedule: the rate rises from 1/4 in
+one step and falls to 1/10 in three more, decay rises from 1/2 to 3/2 in four, all along lines."""
+
 
 class PlainOptimizer:
     """Steps fp32 masters by ``main_grad``, and copies them into the parameters.
@@ -32,8 +36,8 @@ class PlainOptimizer:
         groups = [
             {
                 "params": [self.masters[name]],
-                "lr": (config.lr or 0.0) * (factor if "layers.1" in name else 1.0),
-                "weight_decay": config.weight_decay if p.ndim > 1 or composition.decay == "all" else 0.0,
+                "peak": (config.lr or 0.0) * (factor if "layers.1" in name else 1.0),
+                "decay": config.weight_decay if p.ndim > 1 or composition.decay == "all" else 0.0,
             }
             for name, p in self._params.items()
         ]
@@ -45,6 +49,8 @@ class PlainOptimizer:
             self._rule = torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=False)
         self.scale = (config.initial_loss_scale or 1.0) if config.fp16 else 1.0
         self._finite_steps = 0
+        self._is_constant = composition.schedule == "constant"
+        self._updates = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss for backward."""
@@ -70,7 +76,11 @@ class PlainOptimizer:
         if norm > self._config.clip_grad > 0.0:
             for gradient in gradients:
                 gradient.mul_(self._config.clip_grad / norm)
+        rate, decay = (1.0, 1.0) if self._is_constant else SCHEDULE[self._updates]
+        for group in self._rule.param_groups:
+            group["lr"], group["weight_decay"] = rate * group["peak"], decay * group["decay"]
         self._rule.step()
+        self._updates += 1
         for name, p in self._params.items():
             p.copy_(self.masters[name])
             self._published[name].copy_(p)

@@ -22,7 +22,7 @@ REFUSALS = (
     Refusal(
         "num_distributed_optimizer_instances is 2 without use_distributed_optimizer",
         "replicas shard nothing, so that there is nothing to replicate shards of",
-        lambda c: c.wrapper == "ddp" and c.layout == "hybrid",
+        lambda c: c.wrapper == "ddp" and c.is_hybrid,
     ),
     Refusal(
         "keep_gathered_between_micro_batches='all' keeps every unit gathered for a whole step",

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import ShardstackError
-from tests.compositions.between import CUT, STEPS, train
+from tests.compositions.between import train
 from tests.compositions.composition import Composition
-from tests.compositions.training import Wrapped, parallel_groups
+from tests.compositions.data import CUT, STEPS
+from tests.compositions.wrapped import Wrapped, parallel_groups
 from tests.functional._runs import Curve
 from tests.unit._spawn import RankFailure, run_distributed
 
@@ -95,11 +96,12 @@ def _train_parts(runs: Sequence[Run], number: int, folders: Sequence[Path]) -> l
 
 def _train_part(run: Run, number: int, folder: Path) -> Curve:
     """From the start, or from what the part before has saved."""
-    training = Wrapped(run.composition, run.parts[number])
+    first = CUT if number else 0
+    training = Wrapped(run.composition, run.parts[number], first)
     is_last = number == len(run.parts) - 1
     if number > 0:
         training.load(folder)
-    train(training, CUT if number else 0, STEPS if is_last else CUT)
+    train(training, first, STEPS if is_last else CUT)
     if not is_last:
         training.save(folder)
     return training.finish()

@@ -41,7 +41,7 @@ _POLICIES: dict[str, dict[str, Any]] = {
 def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
     """The settings of its wrapper."""
     fields: dict[str, Any] = {"reduce_every_micro_batch": composition.reduces == "each micro-batch"}
-    if composition.layout == "hybrid":
+    if composition.is_hybrid:
         fields["num_distributed_optimizer_instances"] = 2
     if composition.policy == "by dtypes":
         fields |= {"param_dtype": composition.precision, "reduce_dtype": "fp32", "output_dtype": "fp32"}
@@ -69,6 +69,7 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
         cpu_offload=composition.offload == "yes",
         pin_memory=False,
         activation_checkpointing=recompute,  # type: ignore[arg-type]
+        compile_units=composition.compiled == "units",
     )
 
 

@@ -9,6 +9,9 @@ from tests.compositions.composition import AXES, LAYOUTS, WRAPPER_AXES, Composit
 FAMILY = 8
 """Most wrappers that one training is drawn with: they share what they are compared with."""
 
+COMPILES_ONE_OF = 60
+"""So many wrappers are not compiled for each that is, because a compilation takes as long as all of them."""
+
 
 def families(most_ranks: int = 4) -> st.SearchStrategy[tuple[Composition, ...]]:
     """A training under several wrappers; it shrinks to one, with the first value of each axis.
@@ -17,6 +20,7 @@ def families(most_ranks: int = 4) -> st.SearchStrategy[tuple[Composition, ...]]:
     """
     layouts = tuple(name for name in AXES["layout"] if LAYOUTS[name].ranks <= most_ranks)
     axes = {axis: st.sampled_from(layouts if axis == "layout" else values) for axis, values in AXES.items()}
+    axes["compiled"] = st.sampled_from(("no",) * COMPILES_ONE_OF + ("units",))
     training = st.fixed_dictionaries({axis: drawn for axis, drawn in axes.items() if axis not in WRAPPER_AXES})
     wrapper = st.fixed_dictionaries({axis: axes[axis] for axis in WRAPPER_AXES})
     wrappers = st.lists(wrapper, min_size=1, max_size=FAMILY)

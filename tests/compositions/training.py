@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from core import parallel_state
-from core.dist_checkpointing import load, load_metadata, load_model_state_dict, save
-from core.distributed import finalize_model_grads, wrap_model
-from core.distributed.fully_sharded.unit import POISONS
-from core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from core.training.checkpointing.run_checkpoint import state_tensors
-from core.training.state import TrainingState
-from core.transformer import Float16Module
+from core.dist_checkpointing import load_model_state_dict
+from core.optimizer import MegatronOptimizer
 from tests.compositions.composition import Composition
 from tests.compositions.data import MicroBatch, micro_batch
-from tests.compositions.model import Gated, build
+from tests.compositions.model import Gated
 from tests.compositions.plain_optimizer import PlainOptimizer
-from tests.compositions.settings import optimizer_config, parameter_groups, wrapper_config
-from tests.functional._parallel_runs import Layout, _masters
-from tests.functional._runs import Curve, in_precision
+from tests.functional._runs import Curve
+
+
+class Between(Protocol):
+    """What a composition does inside a step."""
+
+    def before_micro_batch(self, step: int, index: int) -> None: ...
+
+    def before_update(self, step: int) -> None: ...
 
 
 class Training(ABC):
@@ -55,12 +53,20 @@ class Training(ABC):
     def loss(self, step: int, number: int) -> tuple[Tensor, Tensor]:
         """What a micro-batch adds to the gradient, and its sum and weight for the report."""
         batch = micro_batch(self.composition, step, number)
+        self.choose_gains(step, number)
+        tokens, labels, packed = self.inputs(batch)
+        losses = self.model(tokens, labels=labels, **packed)  # [b, s / cp]
+        return self._shares(losses, labels, batch)
+
+    def inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Tokens, labels, and arguments of the forward."""
+        return batch.own()
+
+    def choose_gains(self, step: int, number: int) -> None:
+        """Lets a micro-batch use the parameter that only some use, or not."""
         for module in self.module.modules():
             if isinstance(module, Gated):
                 module.is_used = self._uses_gain(step, number)
-        tokens, labels, packed = batch.own()
-        losses = self.model(tokens, labels=labels, **packed)  # [b, s / cp]
-        return self._shares(losses, labels, batch)
 
     def evaluate(self, step: int) -> None:
         """A forward of the same micro-batch on all replicas, whose loss is reported."""
@@ -84,23 +90,29 @@ class Training(ABC):
     def begin_step(self) -> None:
         """Forgets the gradients of the step before."""
         self.of_step = torch.zeros(2, dtype=torch.float64)
-        how = self.composition.zeroes
-        if how == "optimizer":
-            self.optimizer.zero_grad(set_to_none=False)
-        elif how == "module":
-            self.model.zero_grad()
-        if how == "wrapper" or not isinstance(self, Wrapped):
-            self.zero()
+        self.zero()
+
+    def make_step(self, step: int, between: Between) -> None:
+        """From the first micro-batch to the update."""
+        for index in range(self.number):
+            between.before_micro_batch(step, index)
+            self.backward(step, index)
+        self.finish_gradients()
+        between.before_update(step)
+        self.update(step)
 
     def update(self, step: int) -> None:
-        """Makes the step, and notes what it did."""
+        """Updates the weights, and notes what that did."""
         self.reported.append(self.of_step)
         succeeded, norm, _ = self.optimizer.step()
-        if succeeded:
-            assert norm is not None
-            self.curve.grad_norms.append(norm)
-        else:
+        self.note(step, norm if succeeded else None)
+
+    def note(self, step: int, norm: float | None) -> None:
+        """Keeps what a step did; without a norm it was skipped."""
+        if norm is None:
             self.curve.skipped.append(step)
+        else:
+            self.curve.grad_norms.append(norm)
         self.curve.scales.append(self._scale)
 
     def finish(self) -> Curve:
@@ -134,7 +146,7 @@ class Training(ABC):
     def zero(self) -> None: ...
 
     @abstractmethod
-    def backward(self, step: int, index: int, factor: float = 1.0) -> None:
+    def backward(self, step: int, index: int) -> None:
         """One micro-batch of each replica."""
 
     @abstractmethod
@@ -152,161 +164,3 @@ class Training(ABC):
 
     @abstractmethod
     def _whole_losses(self) -> list[float]: ...
-
-
-class Wrapped(Training):
-    """On this rank's part of its replica's micro-batches."""
-
-    optimizer: MegatronOptimizer
-
-    def __init__(self, composition: Composition, part: Composition) -> None:
-        """Args:
-        composition: the batches and the model.
-        part: the layout and the wrapper with its settings.
-        """
-        super().__init__(composition)
-        layout = part.shape
-        self.replica, self._replicas = parallel_state.get_data_parallel_rank(), layout.dp
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        seed = 7 + (group.rank() if composition.start == "ranks differ" else 0)
-        module = build(composition, layout, seed)
-        os.environ[POISONS] = "1" if part.idle_slots == "poisoned" else "0"
-        self.wrapper = wrap_model(in_precision(module, _engine(part)), module.config, wrapper_config(part))
-        self.model, self.module = self.wrapper, module
-        self.optimizer = get_megatron_optimizer(
-            optimizer_config(composition), [self.model], **parameter_groups(composition)
-        )
-
-    @property
-    def replicas(self) -> int:
-        return self._replicas
-
-    @property
-    def number(self) -> int:
-        """Micro-batches of this replica in a step."""
-        return self.count // self.replicas
-
-    def whole_parameters(self) -> AbstractContextManager[None]:
-        return self.wrapper.whole_parameters()
-
-    def zero(self) -> None:
-        self.wrapper.zero_grad_buffer()
-
-    def backward(self, step: int, index: int, factor: float = 1.0) -> None:
-        with nullcontext() if index == self.number - 1 else self.wrapper.no_sync():
-            loss, reported = self.loss(step, self.replica * self.number + index)
-            self.optimizer.scale_loss(loss * factor).backward()
-        self.of_step += reported
-
-    def finish_gradients(self) -> None:
-        finalize_model_grads([self.wrapper], self.of_step[1] if self.composition.loss == "per token" else None)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return _masters(self.module, self.optimizer)
-
-    @property
-    def _scale(self) -> float:
-        return self.optimizer.get_loss_scale().item()
-
-    def _whole_losses(self) -> list[float]:
-        totals = torch.stack(self.reported)
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        return [(total / weight).item() for total, weight in totals]
-
-    def save(self, folder: Path) -> None:
-        """Writes model and optimizer, whole."""
-        metadata = {"optimizer": self.optimizer.state_scalars()}
-        save(state_tensors(self._state()), folder, metadata=metadata)
-
-    def load(self, folder: Path) -> None:
-        """Continues from what another wrapper, on other ranks, has written."""
-        scalars = load_metadata(folder)["optimizer"]
-        load(state_tensors(self._state()), folder, cast=True)
-        self.optimizer.load_state_scalars(scalars)
-
-    def _state(self) -> TrainingState:
-        return TrainingState(model=self.wrapper, optimizer=self.optimizer, scheduler=None, vocab_size=64)  # type: ignore
-
-
-class Serial(Training):
-    """In one process, without a wrapper, over the micro-batches of all replicas."""
-
-    optimizer: PlainOptimizer
-
-    def __init__(self, composition: Composition) -> None:
-        super().__init__(composition)
-        module = build(composition, Layout(), is_serial=True)
-        self.model, self.module = module, module
-        if composition.precision != "fp32":
-            in_precision(module, "ddp")
-            self.model = Float16Module(module.config, module)
-        self.optimizer = PlainOptimizer(composition, module)
-        self.start = self._weights()
-        self.sums: dict[nn.Parameter, Tensor] = {}
-
-    @property
-    def replicas(self) -> int:
-        return 1
-
-    @property
-    def number(self) -> int:
-        """Micro-batches of a replica in a step."""
-        return self.composition.number
-
-    def whole_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def zero(self) -> None:
-        self.sums = {}
-        for parameter in self.module.parameters():
-            parameter.grad = parameter.main_grad = None  # type: ignore[attr-defined]
-
-    def backward(self, step: int, index: int, factor: float = 1.0) -> None:
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        for number in range(index, self.count, self.number):
-            loss, reported = self.loss(step, number)
-            loss = self.optimizer.scale_loss(loss * factor)
-            for parameter, gradient in zip(
-                trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True
-            ):
-                if gradient is not None:
-                    wide = gradient.double()
-                    self.sums[parameter] = self.sums[parameter] + wide if parameter in self.sums else wide
-            self.of_step += reported
-
-    def finish_gradients(self) -> None:
-        divisor = float(self.of_step[1]) if self.composition.loss == "per token" else 1.0
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:  # one that no backward reached has a gradient of zeros, as under a wrapper
-                total = self.sums.get(parameter, torch.zeros_like(parameter, dtype=torch.float64))
-                parameter.main_grad = (total / divisor).float()  # type: ignore[attr-defined]
-
-    def _weights(self) -> dict[str, Tensor]:
-        masters = self.optimizer.masters
-        return {name: masters.get(name, p).detach().float().clone() for name, p in self.module.named_parameters()}
-
-    @property
-    def _scale(self) -> float:
-        return self.optimizer.scale
-
-    def _whole_losses(self) -> list[float]:
-        return [(total / weight).item() for total, weight in self.reported]
-
-
-def _engine(composition: Composition) -> str:
-    return "fsdp2" if composition.is_fsdp2 else composition.wrapper
-
-
-@contextmanager
-def parallel_groups(composition: Composition) -> Iterator[None]:
-    """The groups of its layout; every rank calls it."""
-    layout = composition.shape
-    parallel_state.initialize_model_parallel(
-        layout.tp,
-        context_parallel_size=layout.cp,
-        num_distributed_optimizer_instances=2 if composition.layout == "hybrid" else 1,
-    )
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()

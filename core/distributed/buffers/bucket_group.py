@@ -196,13 +196,18 @@ class BucketGroup:
         for param in dropped:
             self.bucket.slot_of(param).show().zero_()
 
-    def start_grad_sync(self) -> None:
-        """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero."""
+    def start_grad_sync(self, *, inspects: bool = True) -> None:
+        """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero.
+
+        Args:
+            inspects: False for gradients that will be dropped.
+        """
         self.wait_for_grads()
         whole = self.bucket.complete_grads()
-        if self.sums is not None:
-            self.sums.complete(whole)
-        self._inspect(self.bucket)
+        if inspects:
+            if self.sums is not None:
+                self.sums.complete(whole)
+            self._inspect(self.bucket)
         if self.bucket.releases_grads:
             self.bucket.release_grads()
             self._sent = whole if self.bucket.buffer.reuses_grads else None

@@ -37,10 +37,25 @@ class ReductionSchedule:
         # The backward whose end autograd will report: set by the first gradient that it brings, cleared at its end and
         # by `restart`. One that raises on its way is never reported.
         self._watched = NO_BACKWARD
+        # A backward sends buckets, and not all have been sent: set by the first gradient that it brings, cleared when
+        # the last bucket is sent and by `restart`.
+        self._is_sending = False
 
     def restart(self) -> None:
         """Begins a step: no bucket has left, and no backward is awaited."""
-        self._next, self._watched = 0, NO_BACKWARD
+        self._next, self._watched, self._is_sending = 0, NO_BACKWARD, False
+
+    def give_up(self) -> None:
+        """Ends a step whose gradients are dropped, on every rank; then `restart`.
+
+        A backward that raised, or that had no gradient for some parameter, may have sent fewer buckets than on another
+        rank, which waits for the rest, or would take those of the next step for it.
+        """
+        if self._is_sending:
+            for group in self._groups:
+                if not group.has_left:
+                    group.start_grad_sync(inspects=False)
+        self.restart()
 
     @property
     def has_lost_a_backward(self) -> bool:
@@ -57,6 +72,7 @@ class ReductionSchedule:
         if each or (reduces and self._finish is not None):
             self._watch()
         if self._plan.reduces_during_backward and (reduces or each):
+            self._is_sending = True
             group.note_grad_ready(param)
             self._send_complete()
 
@@ -65,7 +81,7 @@ class ReductionSchedule:
         for group in self._groups:
             if not group.has_left:
                 group.start_grad_sync()
-        self._next = len(self._groups)
+        self._next, self._is_sending = len(self._groups), False
 
     def _send_complete(self, and_incomplete_ones: bool = False) -> None:
         while self._next < len(self._groups):
@@ -90,7 +106,7 @@ class ReductionSchedule:
         self._watched = NO_BACKWARD
         if self._plan.reduces_every_micro_batch:  # each bucket leaves once a backward, on every rank
             self._send_complete(and_incomplete_ones=True)
-            self._next = 0
+            self._next, self._is_sending = 0, False
             for group in self._groups:
                 group.bucket.prepare_for_layers()
         if self._finish is not None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.unit.distributed import _toys
 from tests.unit.distributed.outside_the_loop.scenario import (
@@ -30,6 +32,22 @@ def a_backward_that_raises_is_caught(run: Run) -> None:
     with pytest.raises(_Failure):
         run.backward(3)
     handle.remove()
+    run.train(2, first=1)
+
+
+def _go_past(block: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return args[0]
+
+
+@scenario()
+def a_step_is_given_up_after_a_backward_that_reached_a_block_on_one_rank_alone(run: Run) -> None:
+    run.train()
+    run.zero()
+    if not run.is_plain:
+        handle = run.inner.blocks[1].register_forward_hook(_go_past) if dist.get_rank() == 1 else None
+        run.backward(3)
+        if handle is not None:
+            handle.remove()
     run.train(2, first=1)
 
 

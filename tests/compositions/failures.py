@@ -1,0 +1,56 @@
+"""Errors of a program, raised in a forward or backward and caught, and gradients that overflow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.compositions.training import Training
+
+
+class Failure(Exception):
+    """Raised in a forward or backward, and caught by the loop."""
+
+
+@contextmanager
+def failing(register: Callable[..., torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
+    """Inside it the module whose `register_..._hook` is given raises, and the error is caught."""
+    handle = register(_fail)
+    try:
+        yield
+    except Failure:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("what was to fail did not")
+
+
+def _fail(*unused: object) -> None:
+    raise Failure
+
+
+def fail_in_backward(training: Training, step: int, index: int) -> None:
+    """A micro-batch that is given up in its backward, in the last module that the backward reaches."""
+    decoder: Any = training.module.decoder
+    last = decoder.final_layernorm if training.composition.trained == "one norm" else decoder.layers[0]
+    with failing(last.register_full_backward_pre_hook):
+        training.backward(step, index)
+
+
+@contextmanager
+def overflowing(model: nn.Module) -> Iterator[None]:
+    """Inside it gradients are not finite."""
+    handle = model.register_forward_hook(_overflow)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _overflow(model: nn.Module, args: object, losses: Tensor) -> None:
+    if losses.requires_grad:
+        losses.register_hook(lambda gradient: gradient * float("inf"))

@@ -1,0 +1,85 @@
+"""Faults that change no number, or not always: a reduction too many, a wider one, parameters read too early."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from core.comm import collectives
+from core.comm.record import Collective, CollectiveRecord
+from core.distributed.report import model_facts
+from tests.compositions.composition import Composition
+from tests.compositions.wrapped import Wrapped
+
+Calls = Counter[tuple[str, int, int]]
+"""Times by kind, bytes and ranks."""
+
+
+GATHER_S = 0.004
+
+
+@contextmanager
+def gathering_slowly() -> Iterator[None]:
+    """Inside it gathers take so long that what does not wait for one reads old parameters."""
+    all_gather = collectives.all_gather
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(GATHER_S)
+        all_gather(*args, **options)
+
+    with mock.patch.object(collectives, "all_gather", slow):
+        yield
+
+
+@contextmanager
+def reductions_as_planned(training: Wrapped) -> Iterator[None]:
+    """Counts the reductions of the step inside it.
+
+    Raises:
+        AssertionError: they are not those of the plan.
+    """
+    counted: Calls = Counter()
+    collective = CollectiveRecord.collective
+
+    def note(record: CollectiveRecord, kind: str, what: str, num_bytes: int) -> Collective:
+        if what.startswith("the gradients of") and record.num_ranks > 1:
+            counted[kind, num_bytes, record.num_ranks] += 1
+        return collective(record, kind, what, num_bytes)
+
+    with mock.patch.object(CollectiveRecord, "collective", note):
+        yield
+    planned = _planned(training)
+    if planned is not None:
+        assert counted == planned, f"reductions in a step are {dict(counted)}, and {dict(planned)} in the plan"
+
+
+def _planned(training: Wrapped) -> Calls | None:
+    """None where the plan does not say it: of a layer that is frozen now, or a unit of FSDP2 that runs twice."""
+    part = training.part
+    if part.trained == "a layer at times" or (part.is_fsdp2 and part.layers == "twice"):
+        return None
+    model: Any = training.wrapper
+    if part.is_fsdp2:
+        policy = model.plan.root.precision
+        planned_dtype = policy.reduce_dtype or policy.param_dtype or torch.float32
+        assert planned_dtype == _reduce_dtype(part), f"the plan reduces in {planned_dtype}"
+    planned: Calls = Counter()
+    for unit in model_facts(model.plan, model.module, training.number).units:
+        for entry in unit.traffic:
+            # torch sums shards over the replicas of a hybrid by itself, unrecorded.
+            if entry.kind == "reduce-scatter" or (entry.kind == "all-reduce" and not part.is_fsdp2):
+                planned[entry.kind, entry.nbytes, entry.ranks] += entry.calls
+    return planned
+
+
+def _reduce_dtype(part: Composition) -> torch.dtype:
+    """What FSDP2 was asked to reduce in."""
+    if part.precision == "fp32" or part.policy in ("reduce in fp32", "by dtypes"):
+        return torch.float32
+    return torch.bfloat16 if part.precision == "bf16" else torch.float16
