@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,29 @@ def memory_bytes() -> int:
     if device_type() == "cuda":
         return torch.cuda.get_device_properties(current_device()).total_memory
     return host_memory.total_bytes()
+
+
+class Event(Protocol):
+    """A point in a stream's work, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Returns whether all work before it is done, on any thread, without waiting."""
+
+
+def record_event() -> Event:
+    """Returns a point behind the work that is queued on the current stream of the GPU."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def barrier() -> None:
+    """Waits for all ranks.
+
+    Names this rank's GPU: without a bound one NCCL would guess it from the rank, and block or fail where ranks are not
+    numbered by GPU (uneven nodes, cyclic Slurm).
+    """
+    dist.barrier(device_ids=[torch.cuda.current_device()] if device_type() == "cuda" else None)
 
 
 def synchronize() -> None:

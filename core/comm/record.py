@@ -25,6 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import device
+from .._torch_compat import group_time_limit
+
 NUM_CALLS_KEPT = 64
 """Calls that each rank keeps per group."""
 
@@ -52,19 +55,35 @@ class Collective:
         number: calls of any kind in the group so far, this one included.
     """
 
-    __slots__ = ("ended_at", "kind", "num_bytes", "number", "occurrence", "outer", "record", "started_at", "what")
+    __slots__ = (
+        *("ended_at", "event", "kind", "num_bytes", "number", "occurrence"),
+        *("on_device", "outer", "record", "started_at", "what"),
+    )
 
-    def __init__(self, record: CollectiveRecord, kind: str, what: str, num_bytes: int) -> None:
+    def __init__(
+        self, record: CollectiveRecord, kind: str, what: str, num_bytes: int, on_device: bool = False
+    ) -> None:
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
+        self.on_device = on_device
         self.number, self.occurrence = record.count(kind, what)
         self.started_at = time.time()
         self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs
+        # Where the accelerator is through with the call: `ended` records it there. Any thread may query it.
+        self.event: device.Event | None = None
         # The collective that this thread was already in: `__enter__` sets it, and `__exit__` returns to it.
         self.outer: Collective | None = None
 
     def ended(self) -> None:
-        """Records that the result is in memory; on an accelerator, that the call is enqueued."""
+        """Records that the result is in memory; on an accelerator, that the call is enqueued on the current
+        stream."""
+        if self.on_device:
+            self.event = device.record_event()
         self.ended_at = time.time()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the result is in memory, on an accelerator too; waits for nothing."""
+        return self.ended_at is not None and (self.event is None or self.event.query())
 
     def __enter__(self) -> Collective:
         self.outer, _here.collective = getattr(_here, "collective", None), self
@@ -95,7 +114,7 @@ class Collective:
             self.what,
             self.num_bytes,
             self.started_at,
-            self.ended_at,
+            self.ended_at if self.is_over else None,
         ]
 
 
@@ -103,7 +122,7 @@ class _Unrecorded(Collective):
     """Does nothing: what `recorded` returns while recording is off."""
 
     def __init__(self) -> None:
-        self.ended_at = None
+        self.ended_at, self.event, self.on_device = None, None, False
 
     def ended(self) -> None:
         pass
@@ -126,6 +145,7 @@ class CollectiveRecord:
         ranks: the members' ranks in the world, in the order of the group.
         calls: the oldest first. `collective` appends; the ring drops the oldest.
         num_calls: all calls so far, those that the ring has dropped included.
+        limit_s: how long the backend lets a call take.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -133,9 +153,13 @@ class CollectiveRecord:
         self.ranks = dist.get_process_group_ranks(group)
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
+        self.limit_s = group_time_limit(group).total_seconds()
+        # The first call that the ring has dropped before an accelerator was through with it. Set by `collective`,
+        # which replaces it once it is over.
+        self._dropped: Collective | None = None
         self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
-        # The last published state: the number of calls and when the last one ended. Only `publish` uses it.
-        self._published: tuple[int, float | None] | None = None
+        # The last published state: the number of calls and how many of the last ones are over. Only `publish` uses it.
+        self._published: tuple[int, int] | None = None
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
         """Counts a new call; returns its number among all calls, and among those of its kind and payload."""
@@ -143,16 +167,23 @@ class CollectiveRecord:
         self._counts[kind, what] += 1
         return self.num_calls, self._counts[kind, what]
 
-    def collective(self, kind: str, what: str, num_bytes: int) -> Collective:
+    def collective(self, kind: str, what: str, num_bytes: int, on_device: bool = False) -> Collective:
         """Records that a collective begins."""
-        call = Collective(self, kind, what, num_bytes)
+        call = Collective(self, kind, what, num_bytes, on_device)
+        if len(self.calls) == NUM_CALLS_KEPT and (self._dropped is None or self._dropped.is_over):
+            self._dropped = None if self.calls[0].is_over else self.calls[0]
         self.calls.append(call)
         return call
+
+    def first_unfinished(self) -> Collective | None:
+        """Returns the first call that is not over, on an accelerator too; None if all are."""
+        calls = [*([] if self._dropped is None else [self._dropped]), *self.calls]
+        return next((call for call in calls if not call.is_over), None)
 
     def publish(self) -> None:
         """Writes the last calls into the store for other ranks, if there are new ones."""
         calls = list(self.calls)[-NUM_CALLS_PUBLISHED:]
-        state = (self.num_calls, calls[-1].ended_at if calls else None)
+        state = (self.num_calls, sum(call.is_over for call in calls))
         if state == self._published:
             return
         text = json.dumps({"num_calls": state[0], "calls": [call.as_json() for call in calls]})
@@ -180,8 +211,10 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
     """
     if not is_recording():
         return _UNRECORDED
-    num_bytes = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
-    return record_of(group).collective(kind, what, num_bytes)
+    if isinstance(payload, int):
+        return record_of(group).collective(kind, what, payload)
+    num_bytes = payload.numel() * payload.element_size()
+    return record_of(group).collective(kind, what, num_bytes, on_device=payload.is_cuda)
 
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
@@ -207,6 +240,14 @@ def latest_collective() -> Collective | None:
     """Returns the last call of this rank in any group."""
     latest = [record.calls[-1] for record in _live_records() if record.calls]
     return max(latest, key=lambda call: call.started_at, default=None)
+
+
+def first_unfinished(at_least_s: Callable[[CollectiveRecord], float]) -> Collective | None:
+    """Returns the collective that is under way for longest, in any group, if that is `at_least_s` of its record."""
+    now = time.time()
+    calls = [call for record in _live_records() if (call := record.first_unfinished()) is not None]
+    late = [call for call in calls if now - call.started_at > at_least_s(call.record)]
+    return min(late, key=lambda call: call.started_at, default=None)
 
 
 def _live_records() -> list[CollectiveRecord]:

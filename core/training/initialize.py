@@ -66,7 +66,7 @@ def check_output_folders(config: PretrainConfig) -> None:
     Raises:
         ConfigError: on the first rank, which is the one that writes.
     """
-    dist.barrier()  # other ranks may still read the folders
+    device.barrier()  # other ranks may still read the folders
     for flag, folder in (("--save", config.checkpoint.folder), ("--tensorboard-dir", config.run.tensorboard_dir)):
         if folder is None or dist.get_rank() != 0:
             continue

@@ -4,44 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
 from ..comm.collectives import all_reduce_by_backend
+from ..comm.host_read import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
+from .running_step import RunningStep
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` if documents are packed.
 
 Context-parallel ranks get the same whole sequences, and each takes its chunks.
 """
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step, equal on all ranks."""
-
-    loss: float
-    """Mean loss in nats per token: over all tokens with `calculate_per_token_loss`, else the mean over
-    micro-batches."""
-
-    updated: bool
-    """False if gradients overflowed and the step was skipped."""
-
-    grad_norm: float | None
-    """Global norm of the gradient before clipping."""
-
-    num_zeros: int | None
-    """Zeros in the gradient; None if the optimizer does not count them."""
-
-    stop: bool
-    """Whether any rank was asked to stop."""
 
 
 def train_step(
@@ -52,8 +32,11 @@ def train_step(
     num_microbatches: int,
     *,
     stop_requested: bool = False,
-) -> StepResult:
-    """Makes one optimizer step in Megatron-LM's order; all ranks call it together.
+) -> RunningStep:
+    """Queues one optimizer step in Megatron-LM's order; all ranks call it together.
+
+    The host does not wait for the device, but for the result of the step before. All that is read from the device is in
+    one copy: loss, gradient norm, whether the update was skipped, and whether to stop.
 
     Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks. Context-parallel
     ranks divide by the number of tokens in their whole sequences, so that tokens have equal weights on all ranks. With
@@ -80,18 +63,15 @@ def train_step(
             loss_sum += loss.detach()
             num_tokens += tokens
         finalize_model_grads([model], num_tokens if per_token else None)
-        updated, grad_norm, num_zeros = optimizer.step()
-        if updated:
-            scheduler.step(1)
 
+        # Queued before the update: behind it, it would wait for the parameters that ranks exchange after it.
         weight = num_tokens if per_token else torch.ones_like(loss_sum)
         totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
         _sum_over_replicas(totals)
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
             all_reduce_by_backend(totals[2:], what="the wish to stop", op=dist.ReduceOp.MAX)
-    total_loss, total_weight, stops = totals.tolist()
-    return StepResult(total_loss / max(total_weight, 1.0), updated, grad_norm, num_zeros, stops > 0)
+        return RunningStep(optimizer, scheduler, totals)
 
 
 @torch.no_grad()
@@ -107,7 +87,8 @@ def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: in
     finally:
         model.train(was_training)
     _sum_over_replicas(totals)
-    return float(totals[0] / totals[1].clamp(min=1.0))
+    total_loss, num_tokens = HostRead(totals).wait()
+    return total_loss / max(num_tokens, 1.0)
 
 
 def _sum_over_replicas(totals: torch.Tensor) -> None:

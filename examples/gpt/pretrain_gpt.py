@@ -23,7 +23,7 @@ from sampling import SamplingConfig, generate_tokens, stream_text
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.prepare import prepare, standard_library_sources
 from core.datasets.tokenizer import Tokenizer
-from core.device import current_device
+from core.device import barrier, current_device
 from core.dist_checkpointing import latest_checkpoint
 from core.dist_checkpointing.format.folders import complete_checkpoints
 from core.distributed import wrap_model
@@ -182,7 +182,7 @@ def standard_library_corpus(folder: Path = Path("data")) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         sources = standard_library_sources()
         prepare(sources, prefix, tokenizer="bpe", vocab_size=STANDARD_LIBRARY_VOCABULARY, progress=True)
-    dist.barrier()
+    barrier()
     return prefix
 
 
