@@ -4,7 +4,9 @@ PYTHON ?= python3
 TORCH  ?=
 VENV   := .venv$(TORCH:%=-torch-%)
 BIN    := $(VENV)/bin
-NPROC  ?= 2
+# Ranks of `make train`: one for each GPU, or two on CPU.
+GPUS   := $(if $(filter cpu,$(SHARDSTACK_DEVICE)),0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
+NPROC  ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS   ?=
 # Processes that share out the files of tests, each with ranks of its own, in all about 3 GB; 0 is this one, for a debugger.
 JOBS   ?= 2

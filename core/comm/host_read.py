@@ -1,9 +1,9 @@
 """Reads a few numbers from the device without stopping it: the copy is queued now, and waited for when they are used.
 
 A host that reads a result of the device (``item``, ``tolist``, ``bool``) waits until the device has done all that is
-queued, and queues nothing meanwhile. A `HostRead` waits only for what was queued before it was made, so that one that is
-waited for a step later costs nothing. Where a collective before it does not end, because a rank did not join it, the
-wait ends before the backend's time limit, which would end the process, and says which collective it is.
+queued, and queues nothing meanwhile. A `HostRead` waits only for what was queued before it was made: one that
+is waited for a step later costs nothing. Where a collective before it does not end, because a rank did not join it,
+the wait ends before the backend's time limit, which would end the process, and says which collective it is.
 """
 
 from __future__ import annotations

@@ -284,6 +284,20 @@ _UNRECORDED = _Unrecorded()
 # ---- asking the other ranks
 
 
+MOST_ASKING = 8
+"""Ranks that compare themselves with all others after a failure: each reads a record of each rank in the store."""
+
+
+def may_ask_other_ranks() -> bool:
+    """Returns whether this rank is among the first `MOST_ASKING` that ask, or the world is no larger."""
+    if dist.get_world_size() <= MOST_ASKING:
+        return True
+    try:
+        return int(_store().add(_ASKING, 1)) <= MOST_ASKING
+    except Exception:  # the store may have gone with the rank that held it
+        return True
+
+
 def ask_other_ranks() -> None:
     """Asks every rank to publish its record, and waits until those that can have done so; without a store, returns."""
     try:
@@ -352,6 +366,7 @@ class _Listener:
 
 _listener = _Listener()
 _QUESTIONS = "shardstack/collectives/questions"
+_ASKING = "shardstack/collectives/asking"
 
 
 def _store() -> Any:

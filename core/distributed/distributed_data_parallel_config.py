@@ -60,11 +60,13 @@ class DistributedDataParallelConfig:
     grad_reduce_in_fp32: bool = False
     """Accumulate and reduce gradients of parameters in lower precision in fp32."""
 
-    overlap_grad_reduce: bool = False
-    """Reduce a bucket of gradients while the backward of earlier layers still runs."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce a bucket of gradients while the backward of earlier layers still runs. None: on a GPU, and not on CPU,
+    where computation would have to share its cores."""
 
-    overlap_param_gather: bool = False
-    """Gather parameters while the forward of earlier layers still runs; ignored if they are replicated."""
+    overlap_param_gather: bool | None = None
+    """Gather parameters while the forward of earlier layers still runs. None: on a GPU. Ignored if they are
+    replicated."""
 
     use_distributed_optimizer: bool = False
     """Shard the optimizer state; by itself it means the strategy ``optim``."""
@@ -82,7 +84,8 @@ class DistributedDataParallelConfig:
     """Elements, not bytes, at which a bucket is full; one collective reduces one bucket.
 
     None means ``max(40_000_000, 1_000_000 * dp)`` if buckets are reduced during backward (``overlap_grad_reduce``, or
-    the strategy ``optim_grads``), and else one bucket for each dtype.
+    the strategy ``optim_grads``) or gathered during forward (``overlap_param_gather``), and else one bucket for each
+    dtype.
     """
 
     num_buckets: int | None = None

@@ -76,7 +76,7 @@ class MainParam:
 
     def local(self) -> Tensor:
         """Returns what this rank updates of the parameter, sharing its storage."""
-        return local_part(self.param.detach())
+        return local_part(self.param).detach()  # the other order would cost a dispatch
 
     def local_gradient(self) -> Tensor | None:
         """The gradient of what this rank updates, in the same shape; None leaves the parameter out of the step."""
@@ -85,7 +85,7 @@ class MainParam:
             return None
         if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
             grad = grad.redistribute(placements=self.param.placements)
-        return local_part(grad).detach()  # of a DTensor the other order would cost a dispatch
+        return local_part(grad).detach()
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The groups over whose ranks together the parameter is updated once.

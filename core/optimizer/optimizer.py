@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..absent_names import absent_method
-from ..comm.host_read import known_on_host
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..distributed.gradient_state import Phase
@@ -149,10 +148,9 @@ class MegatronOptimizer:
         )
         self._concluded, self._is_ahead = concluded, True
         is_finite = torch.isfinite(norm)
-        if not skips_on_device(self.optimizer) and known_on_host(is_finite) in (0.0, None):
-            if not self._pending.wait().updated:
-                self._pending.stepped = ()
-                return
+        if not skips_on_device(self.optimizer) and not self._pending.wait().updated:
+            self._pending.stepped = ()
+            return
 
         # Clip.
         if self.config.clip_grad > 0.0 or scale != 1.0:

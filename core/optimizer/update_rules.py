@@ -8,7 +8,6 @@ one padded tensor, and every element meets the vector code.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..apex_kernels import apex_module
 from .optimizer_config import OptimizerConfig
 
 Columns = list[list[Tensor]]
@@ -31,7 +31,7 @@ class _SkippableRule(torch.optim.Optimizer):
     """An update that a device can skip by itself: its kernels write nothing where `found_inf` holds 1."""
 
     found_inf: Tensor | None = None
-    """A 0-dim fp32 tensor on the parameters' device, in torch's form; None updates. Set around `step` by its caller."""
+    """A 0-dim fp32 tensor, in torch's form; None updates. Set around `step` by its caller."""
 
 
 class AdamW(_SkippableRule):
@@ -112,12 +112,9 @@ def _on(device: torch.device, found_inf: Tensor | None) -> Tensor | None:
 def build_update_rule(
     config: OptimizerConfig, groups: list[dict[str, Any]], device_type: str
 ) -> torch.optim.Optimizer:
-    """The update that `config` names, over `groups` of main tensors: NVIDIA apex's on CUDA where it is really there.
-
-    (The `apex` of PyPI is another project; it has no `apex.optimizers`.)
-    """
+    """The update that `config` names, over `groups` of main tensors: on CUDA NVIDIA apex's where that is asked for."""
     lr, decay = config.lr, config.weight_decay
-    apex = _apex_optimizers() if device_type == "cuda" else None
+    apex = apex_module("apex.optimizers", "amp_C", "FusedAdam", "FusedSGD") if device_type == "cuda" else None
     rule: torch.optim.Optimizer
     if config.optimizer == "adam":
         make: Any = AdamW if apex is None else apex.FusedAdam  # AdamW by default, both
@@ -174,15 +171,6 @@ def take_back_step(rule: torch.optim.Optimizer, params: Iterable[Tensor]) -> Non
 
 def _group_of(rule: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
     return next(group for group in rule.param_groups if any(p is param for p in group["params"]))
-
-
-def _apex_optimizers() -> Any | None:
-    try:
-        module = importlib.import_module("apex.optimizers")
-        importlib.import_module("amp_C")  # the compiled kernels, without which the classes exist but cannot be made
-    except ImportError:
-        return None
-    return module if hasattr(module, "FusedAdam") and hasattr(module, "FusedSGD") else None
 
 
 def _count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, list[Tensor]]:

@@ -44,8 +44,8 @@ class Outcome:
 def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
     """Trains from `state.iteration` to `train_iters`; all ranks call it together.
 
-    SIGTERM and Ctrl-C on any rank end it on all ranks after the step that follows the current one, with a checkpoint if
-    there is a folder: the host reads a step's result while the next one is computed.
+    SIGTERM and Ctrl-C on any rank end it on all ranks after the step that follows the current one, with a checkpoint
+    if there is a folder: the host reads a step's result while the next one is computed.
     When this returns, the last checkpoint is complete, also with `async_save`.
 
     Raises:

@@ -41,16 +41,14 @@ class StepResult:
 class RunningStep:
     """A step that is queued; the device may still compute it, and decides whether it is skipped.
 
-    The host learns the result when it asks for it, or when the next step needs to know it: before its update, or before
-    its first backward where the loss scale adapts. Then the schedule moves on.
+    The host learns the result when it asks for it, or when the next step needs to know it: before its update, or
+    before its first backward where the loss scale adapts. Then the schedule moves on.
 
     Args:
         totals: `[3]`, over all ranks: sum of losses, what to divide it by, and how many ranks were asked to stop.
     """
 
-    def __init__(
-        self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, totals: torch.Tensor
-    ) -> None:
+    def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, totals: torch.Tensor) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
         self._result: StepResult | None = None  # set by `_conclude`
         optimizer.start_step(totals, concluded=self._conclude)

@@ -35,8 +35,8 @@ def train_step(
 ) -> RunningStep:
     """Queues one optimizer step in Megatron-LM's order; all ranks call it together.
 
-    The host does not wait for the device, but for the result of the step before. All that is read from the device is in
-    one copy: loss, gradient norm, whether the update was skipped, and whether to stop.
+    The host does not wait for the device, but for the result of the step before. All that is read from the device is
+    in one copy: loss, gradient norm, whether the update was skipped, and whether to stop.
 
     Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks. Context-parallel
     ranks divide by the number of tokens in their whole sequences, so that tokens have equal weights on all ranks. With

@@ -126,8 +126,9 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
     add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
     if is_cut:
         return model
-    model = model.to(current_device())
-    return Float16Module(config.model, model) if config.model.fp16 or config.model.bf16 else model
+    if config.model.fp16 or config.model.bf16:
+        model = Float16Module(config.model, model)  # on the host: a GPU never holds the whole model in fp32
+    return model.to(current_device())
 
 
 def name_run_folder(config: PretrainConfig) -> PretrainConfig:

@@ -45,9 +45,11 @@ def plan_buffers(
     check_reduction(config, ddp_config)
     check_precision(config, module)
     is_sharded = strategy != "no_shard"
-    reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"
+    overlaps_grads = _overlaps(ddp_config.overlap_grad_reduce)
+    overlaps_params = _overlaps(ddp_config.overlap_param_gather) and is_sharded
+    reduces_during_backward = overlaps_grads or strategy == "optim_grads"
     bucket_size = ddp_config.bucket_size
-    if bucket_size is None and ddp_config.num_buckets is None and reduces_during_backward:
+    if bucket_size is None and ddp_config.num_buckets is None and (reduces_during_backward or overlaps_params):
         bucket_size = default_bucket_size(groups.whole.size())
     names = ParameterNames(module)
     num_shards = groups.shard.size() if is_sharded else 1
@@ -81,11 +83,15 @@ def plan_buffers(
         buffers=tuple(buffers),
         leaves=order_of_leaving(buffers),
         reduces_during_backward=reduces_during_backward,
-        overlaps_grads=ddp_config.overlap_grad_reduce,
-        overlaps_params=ddp_config.overlap_param_gather,
+        overlaps_grads=overlaps_grads,
+        overlaps_params=overlaps_params,
         averages_in_collective=ddp_config.average_in_collective,
         adds_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
     )
+
+
+def _overlaps(asked: bool | None) -> bool:
+    return device.device_type() == "cuda" if asked is None else asked
 
 
 def full_param_layout(

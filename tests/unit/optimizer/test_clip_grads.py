@@ -88,8 +88,8 @@ def test_squares_neither_overflow_nor_vanish():
 def test_missing_gradients_count_nothing():
     params = collect_main_params([_model({"a": torch.ones(4), "b": torch.ones(4)})])
     statistics = GradientStatistics(params)
-    assert statistics.measure([None, torch.full((4,), 2.0)]) .tolist() == [4.0, 0.0]
-    assert statistics.measure([None, None], count_zeros=True) .tolist() == [0.0, 0.0]
+    assert statistics.measure([None, torch.full((4,), 2.0)]).tolist() == [4.0, 0.0]
+    assert statistics.measure([None, None], count_zeros=True).tolist() == [0.0, 0.0]
 
 
 def test_accelerators_sums_are_the_hosts():

@@ -20,7 +20,7 @@ from core.comm import host_read
 from core.device import current_device
 from core.distributed import wrap_model
 from core.errors import OptimizerError
-from core.optimizer import clip_grads, get_megatron_optimizer, optimizer
+from core.optimizer import clip_grads, get_megatron_optimizer
 from core.tensor_parallel import cross_entropy, vocab_embedding
 from core.training.running_step import RunningStep, StepResult
 from core.training.state import build_scheduler
@@ -74,7 +74,6 @@ def _watched() -> Iterator[_Reads]:
     with (
         mock.patch.object(host_read, "_to_list", reads),
         mock.patch.object(clip_grads, "known_on_host", lambda value: None),
-        mock.patch.object(optimizer, "known_on_host", lambda value: None),
         # What looks at ids on the CPU alone, and at which rows of a table are in use.
         mock.patch.object(vocab_embedding, "check_ids"),
         mock.patch.object(cross_entropy, "check_ids"),
