@@ -15,6 +15,7 @@ from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
+from ..transformer.document_masks import document_pieces
 from .running_step import RunningStep
 
 Batch = Mapping[str, torch.Tensor]
@@ -104,7 +105,10 @@ def _tokens_a_rank(batch: Batch) -> torch.Tensor:
 
 def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of unmasked losses and their number; both 0-dim, on the device."""
-    packed = {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
+    packed = {}
+    if "document_starts" in batch:  # read here: FSDP2 would move it to the device
+        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        packed["pieces"] = document_pieces(batch["document_starts"], rank, size)
     losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **packed)  # [b, s / cp]
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum(), mask.sum()
