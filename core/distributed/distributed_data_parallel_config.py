@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import GradSyncError, ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
@@ -114,6 +115,18 @@ class DistributedDataParallelConfig:
     data_parallel_sharding_strategy: str = "no_shard"
     """What is sharded: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
 
+    # ---- what is done to each unit, a layer of the model
+
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute activations again in backward: all of a unit from its inputs (``full``), or all but the results of
+    matrix products, every second one of linear layers, and of attention (``selective``)."""
+
+    activation_checkpointing_interval: int = 1
+    """Do so to every n-th unit, the first included."""
+
+    compile_units: bool = False
+    """Compile each unit's forward with `torch.compile`."""
+
     def __post_init__(self) -> None:
         if self.data_parallel_sharding_strategy not in SHARDING_STRATEGIES:
             raise ParallelConfigError(
@@ -130,6 +143,7 @@ class DistributedDataParallelConfig:
             if value is not None and value < 1:
                 raise ParallelConfigError(f"{name} is {value}; it takes a positive number")
         self._reject_contradictions()
+        self._check_units()
 
     def _reject_contradictions(self) -> None:
         strategy = self.sharding_strategy
@@ -160,6 +174,18 @@ class DistributedDataParallelConfig:
             raise ParallelConfigError(
                 f"reduce_every_micro_batch is set with the sharding strategy {strategy!r}, which reduces the sum of "
                 "all micro-batches; drop it, or set data_parallel_sharding_strategy='optim_grads' or beyond"
+            )
+
+    def _check_units(self) -> None:
+        if self.activation_checkpointing not in ("none", "full", "selective"):
+            raise ParallelConfigError(
+                f"activation_checkpointing is {self.activation_checkpointing!r}; it takes none, full or selective"
+            )
+        interval = self.activation_checkpointing_interval
+        if interval < 1 or (interval > 1 and self.activation_checkpointing == "none"):
+            raise ParallelConfigError(
+                f"activation_checkpointing_interval is {interval} with activation_checkpointing "
+                f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
             )
 
     @property

@@ -19,6 +19,8 @@ from ..groups import DataParallelGroups
 from .common import common_plan
 from .layout import BucketLayout, FullParamLayout, default_bucket_size, lay_out
 from .names import ParameterNames
+from .transforms import plan_transforms
+from .units import UnitChoice
 from .values import BucketPlan, BufferPlan, Cut, FlatPlan, ParamPlan
 
 
@@ -29,11 +31,13 @@ def plan_buffers(
     groups: DataParallelGroups,
     *,
     caller: str,
+    unit_classes: Iterable[UnitChoice] = (),
     disable_bucketing: bool = False,
 ) -> FlatPlan:
     """Plans a model on flat buffers; see `plan_model`.
 
     Args:
+        unit_classes: of modules that are recomputed or compiled, where that is asked for.
         disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
     """
     strategy = ddp_config.sharding_strategy
@@ -79,6 +83,7 @@ def plan_buffers(
     common["reduces_every_micro_batch"] &= groups.shard.size() > 1
     return FlatPlan(
         **common,
+        transforms=plan_transforms(module, ddp_config, unit_classes),
         frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
         buffers=tuple(buffers),
         leaves=order_of_leaving(buffers),
