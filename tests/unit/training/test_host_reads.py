@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,7 @@ from core.training.running_step import RunningStep, StepResult
 from core.training.state import build_scheduler
 from core.training.train_step import train_step
 from core.transformer.module import Float16Module
+from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 from tests.unit.training.test_train_step import batches, model_of
@@ -95,16 +97,20 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 
 NUM_STEPS = 4
 
+Watch = Callable[[], AbstractContextManager["_Reads"]]
 
-def _steps(changes: dict[str, Any], watch: bool = True) -> tuple[list[int], list[StepResult], list[Tensor]]:
+
+def _steps(
+    changes: dict[str, Any], watch: Watch | None = _watched
+) -> tuple[list[int], list[StepResult], list[Tensor]]:
     """Makes steps of two micro-batches, of which the device has to skip the third.
 
     Args:
-        watch: let nothing be read, and no step be waited for before the last is queued; else wait for each.
+        watch: a context that fails on reads; None waits for each step.
     """
-    config = small_config(**changes, lr_warmup_iters=2, global_batch_size=8)
+    config = small_config(**{**changes, "lr_warmup_iters": 2}, global_batch_size=4 * dist.get_world_size())
     parallel_state.initialize_model_parallel()
-    model = model_of(config)
+    model = model_of(config).to(current_device())
     if (config.model.bf16 or config.model.fp16) and not config.use_torch_fsdp2:
         model = Float16Module(config.model, model)
     model = wrap_model(model, config.model, config.ddp)
@@ -115,11 +121,11 @@ def _steps(changes: dict[str, Any], watch: bool = True) -> tuple[list[int], list
     data[4]["loss_mask"][:] = torch.inf
 
     running: list[RunningStep] = []
-    with _watched() if watch else nullcontext(_Reads()) as reads:
+    with nullcontext(_Reads()) if watch is None else watch() as reads:
         model.register_forward_hook(reads.note_forward)
         for step in range(NUM_STEPS):
             running.append(train_step(model, adam, scheduler, iter(data[2 * step : 2 * step + 2]), 2))
-            if not watch:
+            if watch is None:
                 running[-1].result()
         running[-1].result()
     results = [step.result() for step in running]
@@ -134,7 +140,7 @@ def _steps(changes: dict[str, Any], watch: bool = True) -> tuple[list[int], list
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_steps_that_nobody_waits_for_have_the_same_bits(wrapper: str, precision: dict[str, Any]) -> None:
     changes = WRAPPERS[wrapper] | precision
-    late, at_once = (run_distributed(_steps, 2, changes, watch) for watch in (True, False))
+    late, at_once = (run_distributed(_steps, 2, changes, watch) for watch in (_watched, None))
     for (_, results, weights), (_, expected, expected_weights) in zip(late, at_once, strict=True):
         assert math.isnan(results[2].loss) and math.isnan(expected[2].loss)
         assert [r for r in results if r.updated] == [r for r in expected if r.updated]
@@ -198,3 +204,27 @@ def test_a_write_while_a_step_runs_raises_a_step_late() -> None:
     (message,) = run_distributed(_write_behind_a_running_step, 1)
     assert message.startswith("decoder.layers.0.mlp.linear_fc1.weight was written after a step")
     assert "reload_model_params()" in message
+
+
+@contextmanager
+def _watched_by_cuda() -> Iterator[_Reads]:
+    """Fails on every call that makes the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield _Reads()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0}], ids=str)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_no_call_of_a_step_waits_for_the_gpu(wrapper: str, precision: dict[str, Any]) -> None:
+    changes = WRAPPERS[wrapper] | precision
+    with one_rank_on_a_gpu():
+        _, results, weights = _steps(changes, _watched_by_cuda)
+    with one_rank_on_a_gpu():
+        _, expected, expected_weights = _steps(changes, None)
+    assert [r for r in results if r.updated] == [r for r in expected if r.updated]
+    assert all(map(torch.equal, weights, expected_weights))

@@ -16,8 +16,8 @@ from core.transformer.attention_kernels import (
 )
 from core.transformer.context_parallel import attend_in_pieces
 from core.transformer.document_masks import document_pieces
+from tests.unit._on_gpu import ON_GPU
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 BATCH, HEADS, GROUPS, LENGTH, BEFORE, CHANNELS = 2, 4, 2, 9, 14, 6
 
 
