@@ -91,9 +91,7 @@ def all_reduce(
         OutOfStepError: other ranks did not join.
     """
     size = group.size()
-    in_two_steps = _exchanges_directly(group, tensor) or (
-        fp32_accumulation and tensor.dtype in _LOW_PRECISION
-    )
+    in_two_steps = _exchanges_directly(group, tensor) or (fp32_accumulation and tensor.dtype in _LOW_PRECISION)
     with _recorded("all-reduce", what, tensor, group):
         if _is_alone(group) or not in_two_steps:
             if not _is_alone(group):

@@ -101,7 +101,7 @@ def attend_backward(
         )
     else:
         key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
-        padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP))
+        padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP), value=math.inf)  # of no weight
         found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, query, key, value, None, output, padded, *attended.random),
             *(dropout, [True, True, True, False], causal),

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from core import parallel_state
 from core.comm import host_read
+from core.comm.record import _live_records
 from core.device import current_device
 from core.distributed import wrap_model
 from core.errors import OptimizerError
@@ -228,3 +229,19 @@ def test_no_call_of_a_step_waits_for_the_gpu(wrapper: str, precision: dict[str, 
         _, expected, expected_weights = _steps(changes, None)
     assert [r for r in results if r.updated] == [r for r in expected if r.updated]
     assert all(map(torch.equal, weights, expected_weights))
+
+
+def _calls_of_a_step() -> list[tuple[str, str]]:
+    changes = WRAPPERS["zero1"] | {"train_iters": 4}
+    _steps(changes, None)
+    found = [call for record in _live_records() for call in record.calls]
+    return [(call.kind, call.what) for call in sorted(found, key=lambda call: call.started_at)]
+
+
+def test_the_loss_is_not_queued_behind_the_parameters_that_the_next_forward_waits_for() -> None:
+    for calls in run_distributed(_calls_of_a_step, 2):
+        kinds = [("loss" if what == "the loss" else kind) for kind, what in calls if what != "the gradient norm"]
+        gathers = [index for index, kind in enumerate(kinds) if kind == "all-gather"]
+        losses = [index for index, kind in enumerate(kinds) if kind == "loss"]
+        assert len(losses) == NUM_STEPS and kinds[losses[0] + 1] == "all-gather"
+        assert all(kinds[index - 1] != "all-gather" for index in losses), (losses, gathers)
