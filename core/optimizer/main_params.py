@@ -128,7 +128,7 @@ class MainParam:
             )
 
     def take_gradient(self) -> Tensor | None:
-        """This step's gradient, in the local shape and the dtype of `main`; a copy only where the dtype differs.
+        """This step's gradient, in the local shape.
 
         Raises:
             OptimizerError: a sparse gradient, or one of another shape.
@@ -145,11 +145,28 @@ class MainParam:
                 f"the gradient of parameter {self.name} has shape {list(grad.shape)} where this rank holds "
                 f"{list(self.main.shape)} of the parameter; finish the gradient synchronisation before the step"
             )
-        return grad.to(self.main.dtype)
+        return grad
 
 
 def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def take_gradients(params: Sequence[MainParam]) -> list[Tensor | None]:
+    """Returns the gradients of a step in the dtypes of the main tensors; copies where that differs, all at once.
+
+    Raises:
+        OptimizerError: as `MainParam.take_gradient`.
+    """
+    grads = [p.take_gradient() for p in params]
+    cast = [i for i, grad in enumerate(grads) if grad is not None and grad.dtype != params[i].main.dtype]
+    if cast:
+        sources = [grad for i in cast if (grad := grads[i]) is not None]
+        copies = [torch.empty_like(grad, dtype=params[i].main.dtype) for i, grad in zip(cast, sources, strict=True)]
+        torch._foreach_copy_(copies, sources)
+        for i, copy in zip(cast, copies, strict=True):
+            grads[i] = copy
+    return grads
 
 
 def refresh_parameters(params: Sequence[MainParam]) -> None:

@@ -16,7 +16,7 @@ from ..distributed.gradient_state import Phase
 from ..errors import CheckpointError
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler
-from .main_params import MainParam, refresh_masters, refresh_parameters
+from .main_params import MainParam, refresh_masters, refresh_parameters, take_gradients
 from .optimizer_config import OptimizerConfig
 from .step_outcome import PendingOutcome, StepOutcome
 from .update_rules import (
@@ -136,7 +136,7 @@ class MegatronOptimizer:
         else:
             written = None
             self._written_params.refresh_masters()
-        grads = [p.take_gradient() for p in self._params]
+        grads = take_gradients(self._params)
         scale = self.grad_scaler.scale if self.grad_scaler is not None else 1.0
         norm, num_zeros = self._statistics.measure(grads, self.config.log_num_zeros_in_grad).unbind()
         norm = norm / torch.full_like(norm, scale)  # a number in place of the tensor is not divided by on CUDA

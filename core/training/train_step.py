@@ -118,4 +118,6 @@ def _to_device(batch: Batch) -> Batch:
     """Returns this rank's chunks on the device, and `document_starts`, which the host reads, on the CPU."""
     here, host = device.current_device(), torch.device("cpu")
     places = {name: host if name == "document_starts" else here for name in batch}
-    return {name: own_chunks(tensor).to(places[name], non_blocking=True) for name, tensor in batch.items()}
+    # In this order: what is cut on the host is no longer pinned, and its copy would be waited for.
+    moved = {name: tensor.to(places[name], non_blocking=True) for name, tensor in batch.items()}
+    return {name: own_chunks(tensor) for name, tensor in moved.items()}

@@ -33,14 +33,14 @@ def environment_threads(*, updates_on_host: bool = False) -> int:
     """Returns the number of threads that a rank computes with: OMP_NUM_THREADS, or 1.
 
     Args:
-        updates_on_host: offloaded parameters are updated on the host while a GPU waits: by default the ranks of a
-            machine share its cores.
+        updates_on_host: offloaded parameters are updated on the host while a GPU waits: the ranks of a machine share
+            its cores unless OMP_NUM_THREADS is set. A 1 may be a launcher's, ours or ``torchrun``, and does not count.
     """
-    default = 1
-    if updates_on_host:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        default = max(cores // environment_int("LOCAL_WORLD_SIZE", 1, least=1), 1)
-    return environment_int("OMP_NUM_THREADS", default, least=1)
+    asked = environment_int("OMP_NUM_THREADS", 1, least=1)
+    if not updates_on_host or asked > 1:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // environment_int("LOCAL_WORLD_SIZE", 1, least=1), 1)
 
 
 def check_launcher() -> None:

@@ -95,5 +95,7 @@ def test_the_ranks_of_a_machine_share_its_cores_where_the_optimizer_runs_on_them
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(18)), raising=False)
     assert (environment_threads(), environment_threads(updates_on_host=True)) == (1, 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as launchers set it
+    assert (environment_threads(), environment_threads(updates_on_host=True)) == (1, 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert environment_threads(updates_on_host=True) == 2
