@@ -118,17 +118,24 @@ def multiply_gradients(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
     """``[sum of squares, number of zeros]`` in double; no tensor is converted to double as a whole."""
-    sums = torch.zeros(2, dtype=torch.float64)
-    square, zeros = sums.unbind()
+    squares: list[Tensor] = []
+    others: list[Tensor] = []
+    numel = 0
     buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64)
     for grad in grads:
         for chunk in grad.reshape(-1).split(CHUNK_ELEMENTS):
             double = buffer[: chunk.numel()].copy_(chunk)
-            square += torch.dot(double, double)
+            squares.append(torch.dot(double, double))
             if count_zeros:  # on CPU three times as fast as `count_nonzero`
                 torch.ne(double, 0.0, out=double)
-                zeros += chunk.numel() - torch.dot(double, double)
-    return sums
+                others.append(torch.dot(double, double))
+                numel += len(double)
+    return torch.stack([_sum_in_order(squares), numel - _sum_in_order(others)])
+
+
+def _sum_in_order(addends: list[Tensor]) -> Tensor:
+    """Adds 0-dim doubles one after the other: how many there are does not change how the first are added."""
+    return torch.stack(addends).cumsum(0)[-1] if addends else torch.zeros((), dtype=torch.float64)
 
 
 def _sum_on_device(grads: list[Tensor], count_zeros: bool, device: torch.device) -> Tensor:
