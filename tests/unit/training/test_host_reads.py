@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from core import parallel_state
 from core.comm import host_read
-from core.comm.record import _live_records
+from core.comm.record import record_of
 from core.device import current_device
 from core.distributed import wrap_model
 from core.errors import OptimizerError
@@ -232,10 +232,9 @@ def test_no_call_of_a_step_waits_for_the_gpu(wrapper: str, precision: dict[str, 
 
 
 def _calls_of_a_step() -> list[tuple[str, str]]:
-    changes = WRAPPERS["zero1"] | {"train_iters": 4}
-    _steps(changes, None)
-    found = [call for record in _live_records() for call in record.calls]
-    return [(call.kind, call.what) for call in sorted(found, key=lambda call: call.started_at)]
+    _steps(WRAPPERS["zero1"], None)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return [(call.kind, call.what) for call in record_of(group).calls]
 
 
 def test_the_loss_is_not_queued_behind_the_parameters_that_the_next_forward_waits_for() -> None:
