@@ -50,10 +50,14 @@ def plan_buffers(
     check_precision(config, module)
     is_sharded = strategy != "no_shard"
     overlaps_grads = _overlaps(ddp_config.overlap_grad_reduce)
-    overlaps_params = _overlaps(ddp_config.overlap_param_gather) and is_sharded
+    overlaps_params = _overlaps(ddp_config.overlap_param_gather, by_default=is_sharded)
     reduces_during_backward = overlaps_grads or strategy == "optim_grads"
     bucket_size = ddp_config.bucket_size
-    if bucket_size is None and ddp_config.num_buckets is None and (reduces_during_backward or overlaps_params):
+    if (
+        bucket_size is None
+        and ddp_config.num_buckets is None
+        and (reduces_during_backward or (overlaps_params and is_sharded))
+    ):
         bucket_size = default_bucket_size(groups.whole.size())
     names = ParameterNames(module)
     num_shards = groups.shard.size() if is_sharded else 1
@@ -95,8 +99,8 @@ def plan_buffers(
     )
 
 
-def _overlaps(asked: bool | None) -> bool:
-    return device.device_type() == "cuda" if asked is None else asked
+def _overlaps(asked: bool | None, by_default: bool = True) -> bool:
+    return by_default and device.device_type() == "cuda" if asked is None else asked
 
 
 def full_param_layout(
