@@ -272,7 +272,7 @@ def measure_live(name: str) -> int:
     from core.host_memory import passing_memory_seen_by_profilers
 
     lane = _late_lane()
-    with mock.patch("core.distributed.distributed_data_parallel.comm_lane", lambda device: lane):
+    with mock.patch("core.distributed.flat_data_parallel.comm_lane", lambda device: lane):
         built = _build(name)
     built.model.register_forward_pre_hook(lambda *unused: lane.catch_up())
     with passing_memory_seen_by_profilers():

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from . import current_groups
+from .errors import ParallelConfigError, ParallelStateError
 
 
 class GroupGetter(Protocol):
@@ -71,6 +73,31 @@ def rank_setter(kind: str) -> Callable[[int | None], None]:
         current_groups.assume(current_groups.assumed_ranks, kind, rank)
 
     return setter
+
+
+def data_parallel_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
+    """Returns the kind of data-parallel group that these arguments of Megatron-LM's getters ask for."""
+    if partial_data_parallel and not with_context_parallel:
+        raise ParallelConfigError(
+            "partial_data_parallel=True was asked for without with_context_parallel=True; an optimizer instance "
+            "shards over both, so pass both"
+        )
+    return "dp_shard_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
+
+
+def carries_host_tensors(group: ProcessGroup) -> ProcessGroup:
+    """Returns the group.
+
+    Raises:
+        ParallelStateError: it carries no host tensors by gloo.
+    """
+    backend = str(dist.get_backend_config(group))
+    if "gloo" not in backend:
+        raise ParallelStateError(
+            f"a Gloo group was asked for, and the groups have the backend {backend}; start with "
+            "core.device.init_process_group(carries_host_tensors=True), which makes one group for both devices"
+        )
+    return group
 
 
 def name_functions(module: dict[str, Any]) -> None:

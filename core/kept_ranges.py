@@ -19,7 +19,7 @@ def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:
 
 
 def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
-    """What `keep_range` has noted."""
+    """Returns what `keep_range` has noted."""
     found: tuple[Tensor, int] | None = getattr(param, _RANGE, None)
     return found
 

@@ -3,19 +3,22 @@
 `initialize_model_parallel` divides the world along the named axes of a grid and stores the result as one immutable
 state, so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
 ``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert sizes
-are 1, and there are no groups. `group_getters` makes the getters that differ only in the kind of group.
+are 1, and there are no groups. `group_getters` makes the getters that differ only in the kind of group,
+`expert_groups` has those of experts.
 """
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import current_groups
 from .absent_names import absent_names
-from .errors import ParallelConfigError, ParallelStateError
+from .errors import ParallelConfigError
+from .expert_groups import *  # noqa: F403  (Megatron-LM keeps them here)
 from .group_getters import (
+    carries_host_tensors,
+    data_parallel_kind,
     group_getter,
     name_functions,
     rank_getter,
@@ -36,29 +39,6 @@ def is_initialized() -> bool:
 def model_parallel_is_initialized() -> bool:
     """Returns whether the groups exist; all of them are made at once."""
     return is_initialized()
-
-
-def _data_parallel_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
-    if partial_data_parallel and not with_context_parallel:
-        raise ParallelConfigError(
-            "partial_data_parallel=True was asked for without with_context_parallel=True; an optimizer instance "
-            "shards over both, so pass both"
-        )
-    return "dp_shard_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
-
-
-def _expert_data_parallel_kind(partial_expert_data_parallel: bool) -> str:
-    return "expert_dp_shard" if partial_expert_data_parallel else "expert_dp"
-
-
-def _carries_host_tensors(group: ProcessGroup) -> ProcessGroup:
-    backend = str(dist.get_backend_config(group))
-    if "gloo" not in backend:
-        raise ParallelStateError(
-            f"a Gloo group was asked for, and the groups have the backend {backend}; start with "
-            "core.device.init_process_group(carries_host_tensors=True), which makes one group for both devices"
-        )
-    return group
 
 
 # ---- the mesh
@@ -197,31 +177,31 @@ def get_data_parallel_group(
     `with_gtp_remat` is Megatron-LM's: whether to count ranks that rematerialise weights for each other. Here there
     are none, so that both values name one group.
     """
-    return current_groups.member(_data_parallel_kind(with_context_parallel, partial_data_parallel)).process_group
+    return current_groups.member(data_parallel_kind(with_context_parallel, partial_data_parallel)).process_group
 
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Returns the size of `get_data_parallel_group` with the same arguments."""
-    return current_groups.size(_data_parallel_kind(with_context_parallel, partial_data_parallel))
+    return current_groups.size(data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Returns this rank's place in `get_data_parallel_group` with the same arguments."""
-    return current_groups.rank(_data_parallel_kind(with_context_parallel, partial_data_parallel))
+    return current_groups.rank(data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Returns the global rank of the first member of the data-parallel group."""
-    return current_groups.member(_data_parallel_kind(with_context_parallel, False)).ranks[0]
+    return current_groups.member(data_parallel_kind(with_context_parallel, False)).ranks[0]
 
 
 def get_data_parallel_global_ranks(with_context_parallel: bool = False) -> list[int]:
     """Returns the global ranks of the data-parallel group."""
-    return list(current_groups.member(_data_parallel_kind(with_context_parallel, False)).ranks)
+    return list(current_groups.member(data_parallel_kind(with_context_parallel, False)).ranks)
 
 
 def get_data_parallel_group_gloo(
@@ -232,7 +212,7 @@ def get_data_parallel_group_gloo(
     Raises:
         ParallelStateError: it does not; there is no second set of groups.
     """
-    return _carries_host_tensors(
+    return carries_host_tensors(
         get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
     )
 
@@ -260,75 +240,13 @@ def get_all_ranks() -> str:
     return "_".join(map(str, (tensor, rematerialised, *others)))
 
 
-# ---- experts
-
-get_expert_model_parallel_group = group_getter("ep", "The ranks that share the experts of a layer.")
-get_expert_model_parallel_world_size = size_getter("ep", "expert-parallel group", alone=1)
-get_expert_model_parallel_rank = rank_getter("ep", "expert-parallel group", alone=0)
-set_expert_model_parallel_world_size = size_setter("ep")
-set_expert_model_parallel_rank = rank_setter("ep")
-
-get_expert_tensor_parallel_group = group_getter("expert_tp", "The ranks that share the matrices of one expert.")
-get_expert_tensor_parallel_world_size = size_getter("expert_tp", "experts' tensor-parallel group")
-get_expert_tensor_parallel_rank = rank_getter("expert_tp", "experts' tensor-parallel group")
-set_expert_tensor_parallel_world_size = size_setter("expert_tp")
-set_expert_tensor_parallel_rank = rank_setter("expert_tp")
-
-get_expert_tensor_and_model_parallel_group = group_getter("expert_tp_ep", "Experts' tensor x expert.")
-get_expert_tensor_and_model_parallel_world_size = size_getter("expert_tp_ep", "experts' tensor x expert group")
-get_expert_tensor_and_model_parallel_rank = rank_getter("expert_tp_ep", "experts' tensor x expert group")
-
-
-def get_expert_model_parallel_src_rank() -> int:
-    """Returns the global rank of the first member of the expert-parallel group."""
-    return current_groups.member("ep").ranks[0]
-
-
-def get_expert_tensor_model_pipeline_parallel_group(
-    check_initialized: bool = True, with_egtp_remat: bool = False
-) -> ProcessGroup | None:
-    """Returns the experts' tensor x expert x pipeline group: one copy of the model's experts."""
-    return current_groups.process_group("expert_tp_ep_pp", check_initialized)
-
-
-def get_expert_data_parallel_group(
-    check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> ProcessGroup | None:
-    """Returns the replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer
-    instance."""
-    return current_groups.process_group(_expert_data_parallel_kind(partial_expert_data_parallel), check_initialized)
-
-
-def get_expert_data_parallel_world_size(
-    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Returns the size of `get_expert_data_parallel_group` with the same argument."""
-    return current_groups.size(_expert_data_parallel_kind(partial_expert_data_parallel))
-
-
-def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-    """Returns this rank's place in `get_expert_data_parallel_group` with the same argument."""
-    return current_groups.rank(_expert_data_parallel_kind(partial_expert_data_parallel))
-
-
-def get_expert_data_parallel_global_ranks() -> list[int]:
-    """Returns the global ranks of the experts' data-parallel group."""
-    return list(current_groups.member("expert_dp").ranks)
-
-
-def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """`get_expert_data_parallel_group`, as :func:`get_data_parallel_group_gloo` gives that of dense layers."""
-    kind = _expert_data_parallel_kind(partial_expert_data_parallel)
-    return _carries_host_tensors(current_groups.member(kind).process_group)
-
-
 # ---- stages that are interleaved on a rank: there are none
 
 set_virtual_pipeline_model_parallel_rank = rank_setter("virtual_pp")
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """What was set, which nothing else reads; None by default."""
+    """Returns what was set, which nothing else reads; None by default."""
     return current_groups.assumed_ranks.get("virtual_pp")
 
 
@@ -346,7 +264,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> None:
-    """None: pipeline stages are not interleaved."""
+    """Returns None: pipeline stages are not interleaved."""
 
 
 name_functions(globals())

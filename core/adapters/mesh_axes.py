@@ -66,13 +66,13 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
 
 
 def axis_sizes(device_mesh: DeviceMesh) -> str:
-    """The mesh's axes as a message shows them."""
+    """Returns the mesh's axes as a message shows them."""
     names: Iterable[str] = device_mesh.mesh_dim_names or map(str, range(device_mesh.ndim))
     return ", ".join(f"{name}={size}" for name, size in zip(names, device_mesh.shape, strict=True))
 
 
 def _with_context(device_mesh: DeviceMesh, shard: str, axis_names: tuple[str, ...]) -> str:
-    """The axis `shard`, or what it becomes with context parallelism."""
+    """Returns the axis `shard`, or what it becomes with context parallelism."""
     context = next((name for name in CONTEXT_AXES if name in axis_names and device_mesh[name].size() > 1), None)
     if context is None or shard in _WITH_CONTEXT:
         return shard

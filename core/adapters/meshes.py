@@ -38,7 +38,7 @@ def data_parallel_mesh(device_mesh: DeviceMesh | None, *, hybrid: bool) -> Devic
 
 
 def fully_replicated(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks, each with a whole copy: the mesh of a hybrid whose shards have one rank each."""
+    """Returns the same ranks, each with a whole copy: the mesh of a hybrid whose shards have one rank each."""
     return _of_two_axes(mesh, 1)
 
 
@@ -50,7 +50,7 @@ def _by_machines() -> DeviceMesh:
 
 
 def _by_machines_within(mesh: DeviceMesh) -> DeviceMesh:
-    """One axis as two, where its ranks are those of whole machines."""
+    """Splits one axis in two where its ranks are those of whole machines."""
     return _of_two_axes(mesh, _local_world_size(mesh.size()))
 
 

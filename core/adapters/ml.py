@@ -69,7 +69,7 @@ class TaskModel(nn.Module):
         self.model = model
 
     def forward(self, batch: Any, state: Any) -> Any:
-        """The loss of a batch, with the task's hooks around the model's run."""
+        """Returns the loss of a batch, with the task's hooks around the model's run."""
         self.task.on_before_forward_step(self.model, batch, state)
         output = self.task.run_model(self.model, batch, state)
         self.task.on_after_forward_step(self.model, batch, output, state)
@@ -90,7 +90,7 @@ def ddp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
 
 
 def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
-    """The model sharded over the data-parallel ranks; every item of its module lists is a unit."""
+    """Returns the model sharded over the data-parallel ranks; every item of its module lists is a unit."""
     strategy = cfg.sharding_strategy
     if strategy is ShardingStrategy.NO_SHARD:
         if cfg.cpu_offload:
@@ -108,7 +108,7 @@ def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
 
 
 def dp(model: T, cfg: ParallelConfig) -> T | _BaseDataParallel:
-    """The model sharded or replicated, as the config says; unchanged on one rank (by ``WORLD_SIZE``)."""
+    """Returns the model sharded or replicated, as the config says; unchanged on one rank (by ``WORLD_SIZE``)."""
     if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
         return model
     return fsdp(model, cfg) if cfg.use_fsdp else ddp(model, cfg)
@@ -174,7 +174,7 @@ class ParallelMixin:
         return self.exp_dir / self.config.log_dir_name
 
     def _get_task_model(self, task: Any, model: nn.Module) -> nn.Module:
-        """Task and model as one module, on the device and in the precision of the weights, made data parallel."""
+        """Returns task and model as one module, made data parallel, on the weights' device and in their precision."""
         if self.config.checkpoint is not None:
             warn_once("TrainerParallelConfig.checkpoint is for the trainer: ParallelMixin saves and loads nothing")
         where, dtype = self._task_device(), self._task_dtype()

@@ -17,7 +17,7 @@ _KEPT_WHOLE = (nn.MultiheadAttention,)
 
 
 def units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """The modules that hold that many parameters at least, those of units inside them not counted.
+    """Returns the modules that hold that many parameters at least, those of units inside them not counted.
 
     As torch's `size_based_auto_wrap_policy`: looked for from the inside out; `nn.ModuleList` and `nn.ModuleDict` are
     none, and an `nn.MultiheadAttention` is not cut.
@@ -40,7 +40,8 @@ def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
 
 
 def units_by_class(model: nn.Module, names: str | None, asked_by: str) -> list[type[nn.Module]]:
-    """The classes of these names, with commas between; of the layers that the model repeats where there are none.
+    """Returns the classes of these names, with commas between; of the layers that the model repeats where there are
+    none.
 
     A dotted name is imported; a plain one is looked for among the model's modules.
 

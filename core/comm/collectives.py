@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from .._torch_compat import all_gather_single, reduce_scatter_single
 from . import gloo
-from .record import Collective, recorded
+from .call import Collective
+from .record import recorded
 from .sums import add_in_rank_order, store
 
 What = str | Collective

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .record import message_tag
+from .call import message_tag
 from .sums import add_in_rank_order, store
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import device
-from .record import CollectiveRecord, first_unfinished, is_recording
+from .call import CallRecord
+from .record import first_unfinished, is_recording
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 1e-3
 _LOOKS_FOR_LATE_S = 1.0
@@ -81,7 +82,7 @@ def _raise_if_late() -> None:
     raise error
 
 
-def _longest_s(record: CollectiveRecord) -> float:
+def _longest_s(record: CallRecord) -> float:
     """How long a collective may take, in seconds: less than the backend's limit, at which NCCL ends the process."""
     return record.limit_s - min(30.0, record.limit_s / 10)
 

@@ -17,7 +17,6 @@ import os
 import threading
 import time
 import weakref
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
@@ -25,116 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import device
 from .._torch_compat import group_time_limit
+from .call import UNRECORDED, CallRecord, Collective
 
 NUM_CALLS_KEPT = 64
 """Calls that each rank keeps per group."""
 
 NUM_CALLS_PUBLISHED = 8
 """Calls per group that a rank publishes when another one asks."""
-
-
-_EXPLAIN: list[Callable[[BaseException, Collective], None]] = []
-"""At most one function, which turns an error into a better one. `core.diagnostics` sets it when it is imported,
-through `explain_failures_with`; it is never cleared."""
-
-
-def explain_failures_with(explain: Callable[[BaseException, Collective], None]) -> None:
-    """Sets the function that is called with an error raised in a collective; it raises a better error, or returns."""
-    _EXPLAIN[:] = [explain]
-
-
-class Collective:
-    """One call of a collective. Enter it around the call; call `ended` and `explain` if the call ends elsewhere.
-
-    Attributes:
-        kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-        what: its payload as messages name it, for example a unit or a bucket.
-        occurrence: calls of this kind and payload in the group so far, this one included.
-        number: calls of any kind in the group so far, this one included.
-    """
-
-    __slots__ = (
-        *("ended_at", "event", "kind", "num_bytes", "number", "occurrence"),
-        *("on_device", "outer", "record", "started_at", "what"),
-    )
-
-    def __init__(
-        self, record: CollectiveRecord, kind: str, what: str, num_bytes: int, on_device: bool = False
-    ) -> None:
-        self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
-        self.on_device = on_device
-        self.number, self.occurrence = record.count(kind, what)
-        self.started_at = time.time()
-        self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs
-        # Where the accelerator is through with the call: `ended` records it there. Any thread may query it.
-        self.event: device.Event | None = None
-        # The collective that this thread was already in: `__enter__` sets it, and `__exit__` returns to it.
-        self.outer: Collective | None = None
-
-    def ended(self) -> None:
-        """Records that the result is in memory; on an accelerator, that the call is enqueued on the current
-        stream."""
-        if self.on_device:
-            self.event = device.record_event()
-        self.ended_at = time.time()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the result is in memory, on an accelerator too; waits for nothing."""
-        return self.ended_at is not None and (self.event is None or self.event.query())
-
-    def __enter__(self) -> Collective:
-        self.outer, _here.collective = getattr(_here, "collective", None), self
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        _here.collective = self.outer
-        if error is None:
-            self.ended()
-        else:
-            self.explain(error)
-
-    def explain(self, error: BaseException) -> None:
-        """Explains an error that this collective raised; returns if ranks out of step are not its cause.
-
-        Raises:
-            OutOfStepError: from `error`.
-        """
-        for explain in _EXPLAIN:
-            explain(error, self)
-
-    def as_json(self) -> list[Any]:
-        """Returns the fields that are published to other ranks."""
-        return [
-            self.number,
-            self.occurrence,
-            self.kind,
-            self.what,
-            self.num_bytes,
-            self.started_at,
-            self.ended_at if self.is_over else None,
-        ]
-
-
-class _Unrecorded(Collective):
-    """Does nothing: what `recorded` returns while recording is off."""
-
-    def __init__(self) -> None:
-        self.ended_at, self.event, self.on_device = None, None, False
-
-    def ended(self) -> None:
-        pass
-
-    def __enter__(self) -> Collective:
-        return self
-
-    def __exit__(self, *unused: Any) -> None:
-        pass
-
-    def explain(self, error: BaseException) -> None:
-        pass
 
 
 class CollectiveRecord:
@@ -210,7 +107,7 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
         group: None means all ranks.
     """
     if not is_recording():
-        return _UNRECORDED
+        return UNRECORDED
     if isinstance(payload, int):
         return record_of(group).collective(kind, what, payload)
     num_bytes = payload.numel() * payload.element_size()
@@ -242,7 +139,7 @@ def latest_collective() -> Collective | None:
     return max(latest, key=lambda call: call.started_at, default=None)
 
 
-def first_unfinished(at_least_s: Callable[[CollectiveRecord], float]) -> Collective | None:
+def first_unfinished(at_least_s: Callable[[CallRecord], float]) -> Collective | None:
     """Returns the collective that is under way for longest, in any group, if that is `at_least_s` of its record."""
     now = time.time()
     calls = [call for record in _live_records() if (call := record.first_unfinished()) is not None]
@@ -254,31 +151,10 @@ def _live_records() -> list[CollectiveRecord]:
     return [record for reference in list(_every_record) if (record := reference()) is not None]
 
 
-def recorded_collective() -> Collective | None:
-    """Returns the innermost recorded collective that this thread is in."""
-    call: Collective | None = getattr(_here, "collective", None)
-    return call
-
-
-def message_tag(tag: int) -> int:
-    """Returns `tag`, of 16 bits, with a hash above it of the collective that this thread is in.
-
-    Messages of different collectives never match then: a rank out of step waits, instead of computing with another
-    tensor of the same size.
-    """
-    call = recorded_collective()
-    if call is None:
-        return tag
-    return (zlib.crc32(f"{call.kind}\0{call.what}\0{call.occurrence}".encode()) & 0x7FFF) << 16 | tag
-
-
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
 """`record_of` adds; an entry is dropped with its group."""
 _every_record: list[weakref.ref[CollectiveRecord]] = []
 """The same records for the listener's thread, which copies the list in one atomic operation. `record_of` adds."""
-_here = threading.local()
-"""``.collective``: the collective that the thread is in. `Collective.__enter__` and `__exit__` set it."""
-_UNRECORDED = _Unrecorded()
 
 
 # ---- asking the other ranks

@@ -16,15 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .._torch_compat import flight_recorder
-from ..comm.record import (
-    MOST_ASKING,
-    Collective,
-    ask_other_ranks,
-    explain_failures_with,
-    is_recording,
-    latest_collective,
-    may_ask_other_ranks,
-)
+from ..comm.call import Collective, explain_failures_with
+from ..comm.record import MOST_ASKING, ask_other_ranks, is_recording, latest_collective, may_ask_other_ranks
 from ..errors import OutOfStepError, ShardstackError
 from ..text import listed, rank_list, readable_bytes
 from .out_of_memory import is_out_of_memory

@@ -221,7 +221,7 @@ def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _copy_range(value: FlatRange, target: torch.Tensor) -> None:
-    """From a range that is laid out as the target's own, which may be that itself."""
+    """Copies a range that is laid out as the target's own, which may be that itself."""
     own = whole_view(target)
     if not isinstance(own, FlatRange) or own.boxes != value.boxes:
         raise CheckpointError(

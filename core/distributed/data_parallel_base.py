@@ -12,7 +12,6 @@ from torch import nn
 
 from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..diagnostics import raise_explained
-from ..dtensors import local_part
 from ..errors import ShardstackError
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -20,7 +19,7 @@ from .gradient_state import GradientState, Phase
 from .model.expert_parameters import reject_expert_parameters
 from .model.gradient_checks import GradientChecks
 from .model.rewrapping import reject_wrapped
-from .parameter_owner import own_parameters, owner_of, shares_gradient
+from .parameter_owner import local_gradient, own_parameters
 from .plan import GradientReduction, ShardingPlan
 from .report import describe, model_facts
 
@@ -55,6 +54,8 @@ class _BaseDataParallel(nn.Module, ABC):
         process_group: the ranks that hold replicas; data parallel times context parallel.
     """
 
+    checks_placement = False  # whether `check_may_step` raises where a parameter is no longer what was wrapped
+
     def __init__(
         self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: ShardingPlan
     ) -> None:
@@ -81,7 +82,7 @@ class _BaseDataParallel(nn.Module, ABC):
         return self.plan.reduction is GradientReduction.SUM
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward; `explain` says what fails in it."""
+        """Returns the wrapped module's forward; `explain` says what fails in it."""
         try:
             return self.module(*inputs, **kwargs)
         except Exception as error:
@@ -90,7 +91,7 @@ class _BaseDataParallel(nn.Module, ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside it, backward accumulates on this rank alone: no gradient crosses ranks. Nests; restored on errors."""
+        """Lets backward accumulate on this rank alone: no gradient crosses ranks. Nests; restored on errors."""
         before = self._syncs_gradients
         self._set_gradient_sync(False)
         try:
@@ -105,7 +106,7 @@ class _BaseDataParallel(nn.Module, ABC):
         """Starts what `finish_grad_sync` completes; a wrapper that overlaps nothing has nothing to start."""
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """After it, every rank's shard of every gradient is the global one.
+        """Makes every rank's shard of every gradient the global one.
 
         Args:
             force_all_reduce: leave every rank with the whole gradient where the wrapper would have left it a shard;
@@ -124,7 +125,7 @@ class _BaseDataParallel(nn.Module, ABC):
         self._step += 1
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of the gradient that the optimizer reads, in the shape that it has; it may be empty."""
+        """Returns this rank's part of the gradient that the optimizer reads; it may be empty."""
         return local_gradient(parameter)
 
     sharded_state_dict = absent_method("sharded_state_dict", MODEL_STATE_DICT)
@@ -149,7 +150,7 @@ class _BaseDataParallel(nn.Module, ABC):
     def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None: ...
 
     def zero_grad_buffer(self) -> None:
-        """After it, every gradient is zero or None, and what an exception left of a step is gone."""
+        """Makes every gradient zero or None, and drops what an exception left of a step."""
         self._zero_gradients()
         self.gradient_state.note_zeroed()
 
@@ -157,11 +158,11 @@ class _BaseDataParallel(nn.Module, ABC):
     def _zero_gradients(self) -> None: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """`zero_grad_buffer`, by torch's name; gradients are None or unused memory in both forms."""
+        """Calls `zero_grad_buffer`, by torch's name; gradients are None or unused memory in both forms."""
         self.zero_grad_buffer()
 
     def note_backward(self) -> None:
-        """To be called when the first gradient of a backward arrives: keeps `gradient_state`."""
+        """Keeps `gradient_state`; called when the first gradient of a backward arrives."""
         state = self.gradient_state
         if state.phase is Phase.ZEROED:
             state.note_backward(may_add=True)
@@ -202,7 +203,7 @@ class _BaseDataParallel(nn.Module, ABC):
         """Notes in `gradient_state` a backward that raised, where that left something begun."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
-        """The same for an optimizer of torch, which reads ``param.grad`` and writes the parameters.
+        """Raises unless an optimizer of torch may step: it reads ``param.grad`` and writes the parameters.
 
         Raises:
             ShardstackError: besides, ``param.grad`` is not the whole of what an optimizer has to read.
@@ -211,19 +212,19 @@ class _BaseDataParallel(nn.Module, ABC):
 
     @abstractmethod
     def settle_parameters(self) -> None:
-        """After it, outside of a forward, `module` shows the parameters that an optimizer has to update."""
+        """Makes `module` show the parameters that an optimizer has to update; outside of a forward."""
 
     @abstractmethod
     def note_step(self) -> None:
-        """To be called when an optimizer has written the parameters; nothing gathered before is used after it."""
+        """Drops what was gathered; called when an optimizer has written the parameters."""
 
     @abstractmethod
     def broadcast_params(self) -> None:
-        """After it, all replicas hold data-parallel rank 0's parameters and buffers."""
+        """Gives all replicas data-parallel rank 0's parameters and buffers."""
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Inside it parameters may be read and written by any function of a tensor; what is written counts.
+        """Lets any function of a tensor read and write parameters; what is written counts.
 
         Every rank enters it, outside of a forward and a backward, and writes the same. Wrappers whose parameters are
         whole at all times, or DTensors, have nothing to do.
@@ -232,7 +233,7 @@ class _BaseDataParallel(nn.Module, ABC):
         yield
 
     def _own_parameters(self) -> None:
-        """To be called at the end of a constructor: optimizers find the wrapper of their parameters from here on."""
+        """Lets optimizers find the wrapper of their parameters; called at the end of a constructor."""
         own_parameters(self.module.parameters(), self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -243,11 +244,11 @@ class _BaseDataParallel(nn.Module, ABC):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped module's, with the names that it has without a wrapper."""
+        """Returns the wrapped module's, with the names that it has without a wrapper."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Megatron-LM's name for what a checkpoint holds of this model."""
+        """Returns the state of a checkpoint, by Megatron-LM's name."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -255,7 +256,7 @@ class _BaseDataParallel(nn.Module, ABC):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def describe(self, format: str = "text", num_microbatches: int = 1) -> str:
-        """What the wrapper made of the model, by unit (of FSDP2) or bucket: what a rank keeps, gathers and sends.
+        """Describes the wrapped model by unit (of FSDP2) or bucket: what a rank keeps, gathers and sends.
 
         It talks to no other rank: any may call it alone. Bytes are this rank's; what a step sends is the least that
         its collectives can, as in a ring, and of the wrapper alone: neither tensor parallelism nor the optimizer's
@@ -273,7 +274,7 @@ class _BaseDataParallel(nn.Module, ABC):
 
     @abstractmethod
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """What this rank holds at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
+        """Returns what this rank holds at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
 
         Of these, ``gradients not reduced yet`` are the whole ones that a reduction will free.
 
@@ -281,36 +282,19 @@ class _BaseDataParallel(nn.Module, ABC):
         """
 
     def gradient_receivers(self) -> list[nn.Parameter]:
-        """The parameters into whose ``grad`` backward adds at this moment."""
+        """Returns the parameters into whose ``grad`` backward adds at this moment."""
         return list(self.module.parameters())
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and local part of every gradient that the optimizer will read."""
+        """Yields name and local part of every gradient that the optimizer will read."""
         for name, parameter in unwrap_model(self).named_parameters():
             gradient = self.local_gradient(parameter)
             if gradient is not None:
                 yield name, gradient
 
 
-def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of `read_gradient`."""
-    gradient = read_gradient(parameter)
-    return None if gradient is None else local_part(gradient)
-
-
-def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
-
-    After `finish_grad_sync` both are the same memory where gradients are whole; then a ``grad`` that the user has
-    set since, to another tensor or to None, counts.
-    """
-    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    is_written = owner_of(parameter) is not None and parameter.grad is not None
-    return parameter.grad if gradient is None or is_written or shares_gradient(parameter) else gradient
-
-
 def unwrap_model(module: nn.Module) -> nn.Module:
-    """The model inside data-parallel wrappers and `Float16Module`, whose parameter names checkpoints use."""
+    """Returns the model inside data-parallel wrappers and `Float16Module`, whose parameter names checkpoints use."""
     while isinstance(module, (_BaseDataParallel, Float16Module)):
         module = module.module
     return module

@@ -13,7 +13,7 @@ SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def shards_parameters(strategy: str) -> bool:
-    """Whether a sharding strategy cuts parameters too, so that they are gathered for their use."""
+    """Returns whether a sharding strategy cuts parameters too, so that they are gathered for their use."""
     return strategy == "optim_grads_params"
 
 

@@ -12,7 +12,8 @@ from ..comm.lane import comm_lane
 from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
 from .buffers.bucket import Bucket
-from .buffers.bucket_group import BucketGroup, GradientLender
+from .buffers.bucket_group import BucketGroup
+from .buffers.gradient_lender import GradientLender
 from .buffers.param_placement import ParamPlacement
 from .buffers.reduction import BucketReduction
 from .buffers.schedule import ReductionSchedule
@@ -34,6 +35,7 @@ class _FlatDataParallel(_BaseDataParallel):
     """
 
     plan: FlatPlan
+    checks_placement = True
 
     def __init__(
         self,
@@ -55,9 +57,18 @@ class _FlatDataParallel(_BaseDataParallel):
         config = self.config
         self._bucket_groups = self._build_bucket_groups(buckets)
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
+        self._place_in_shard: dict[nn.Parameter, tuple[int, int]] = {}  # of what this rank keeps of each gradient
+        for (index, number), bucket in zip(self.plan.leaves, buckets, strict=True):
+            places = self.plan.buffers[index].buckets[number].places_in_shard(self.plan.updated_part)
+            self._place_in_shard.update(zip(bucket.params, places, strict=True))
         self._placement = ParamPlacement(
             (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
         )
+        # Whether optimizers that call `check_may_step` step the parameters: set by it, for good. Its check of their
+        # places is then the only one of a step; without, that of `finish_grad_sync` is.
+        self._is_stepped_with_checks = False
+        # Whether parameters are known to be in place: from `check_may_step` to the end of its step.
+        self._is_in_place = False
         finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish)
         self._shown = ShownGradients(self._group_of, self._is_sharded)
@@ -68,7 +79,7 @@ class _FlatDataParallel(_BaseDataParallel):
             if getattr(config, "gradient_accumulation_fusion", True):
                 param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
             if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
-                self._group_of[param].bucket.note_written_by_layer(param)
+                self._group_of[param].bucket.slot_of(param).note_written_by_layer()
         self._own_parameters()
 
     def _build_bucket_groups(self, buckets: Sequence[Bucket]) -> list[BucketGroup]:
@@ -95,7 +106,8 @@ class _FlatDataParallel(_BaseDataParallel):
         ]
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
-        """Elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to update."""
+        """Returns elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to
+        update."""
         return param.detach().view(-1)[start:end]
 
     def publish_update(self) -> None:
@@ -105,7 +117,7 @@ class _FlatDataParallel(_BaseDataParallel):
         self._shown.hide_after_step()
 
     def _take_gradient(self, param: Tensor) -> None:
-        """Called by autograd when one backward has finished a parameter's gradient."""
+        """Takes a parameter's gradient when autograd has finished it in one backward."""
         gradient, group = param.grad, self._group_of[param]  # type: ignore[index]
         if self._finishes_in_backward and self._schedule.has_lost_a_backward:
             self._drop_gradients()
@@ -148,13 +160,18 @@ class _FlatDataParallel(_BaseDataParallel):
                 "drop it"
             )
         self.settle_parameters()
-        self._placement.check(unwrap_model(self))
+        if not self._is_stepped_with_checks:
+            self._placement.check(unwrap_model(self))
         if not self.gradient_state.is_reduced:
             self._shown.take_written()
         self.start_grad_sync()
         for group in self._bucket_groups:
             group.finish_grad_sync(force_all_reduce)
-        self._shown.show()
+        try:
+            self._shown.show()
+        except RuntimeError:  # a parameter of another dtype than its gradient
+            self._placement.check(unwrap_model(self))
+            raise
 
     def _open_reduced_gradients(self) -> bool:
         if self._is_sharded:
@@ -171,13 +188,18 @@ class _FlatDataParallel(_BaseDataParallel):
         if not self._is_sharded or parameter not in self._group_of:
             return super().local_gradient(parameter)
         group = self._group_of[parameter]
-        if not (group.has_reduced and group.bucket.has_gradient(parameter)):
+        if not (group.has_reduced and group.bucket.slot_of(parameter).has_gradient):
             return None
-        start, end = group.bucket.shard_range_of(parameter)
+        start, end = self._place_in_shard[parameter]
         return group.bucket.local_grad_shard[start:end]
 
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
+        try:
+            self._placement.check(unwrap_model(self))
+        except WrapError as error:
+            raise OptimizerError(str(error)) from None
+        self._is_stepped_with_checks = self._is_in_place = True
         if (written := self._shown.find_written()) is not None:
             raise OptimizerError(
                 f"parameter {self._name_of(written)} has a .grad of its own, but the sharding strategy "
@@ -194,8 +216,9 @@ class _FlatDataParallel(_BaseDataParallel):
             )
         super().check_may_step_directly(optimizer)
         for param, group in self._group_of.items():
-            grad_dtype = group.bucket.main_grad_dtype(param)
-            if group.bucket.has_gradient(param) and grad_dtype != param.dtype:
+            slot = group.bucket.slot_of(param)
+            grad_dtype = slot.main_grad_dtype
+            if slot.has_gradient and grad_dtype != param.dtype:
                 is_local = any(buffer.accumulated_in_fp32 for buffer in self.plan.buffers)
                 name = "param_name_patterns_for_fp32_local_accumulation"
                 setting = name if is_local else "grad_reduce_in_fp32"
@@ -206,7 +229,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 )
 
     def _name_of(self, param: nn.Parameter) -> str:
-        return next(slot.name for slot in self._group_of[param].bucket.slots if slot.param is param)
+        return self._group_of[param].bucket.slot_of(param).name
 
     def _scale_gradients(self, scaling_factor: float | Tensor) -> None:
         for group in self._bucket_groups:
@@ -218,6 +241,7 @@ class _FlatDataParallel(_BaseDataParallel):
             group.clear_grads()
 
     def _zero_gradients(self) -> None:
+        self._is_in_place = False
         self._drop_gradients()
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -241,7 +265,7 @@ class _FlatDataParallel(_BaseDataParallel):
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The bound method without its object, which it does not keep alive.
+    """Returns the bound method without its object, which it does not keep alive.
 
     torch holds hooks after accumulation where the collector does not look: one that leads back to its parameter would
     keep the wrapper, the model and their process groups for as long as the process runs (torch 2.13).

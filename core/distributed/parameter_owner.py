@@ -1,4 +1,5 @@
-"""Finds the wrapper of a parameter, so that optimizers, torch's too, check it before a step and notify it after.
+"""Finds the wrapper of a parameter, so that optimizers, torch's too, check it before a step and notify it after; and
+the gradient that they read.
 
 A parameter may be saved inside its model (``torch.save(wrapper.module)``): attributes of wrappers are left out of the
 file, so that loading it gives a plain model.
@@ -11,9 +12,11 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
+from ..dtensors import local_part
 from .plan import ShardingPlan
 
 
@@ -83,6 +86,23 @@ def share_gradient(param: nn.Parameter, shares: bool) -> None:
 def shares_gradient(param: nn.Parameter) -> bool:
     """Returns whether ``param.grad`` is the memory of ``param.main_grad``, since gradients were last reduced."""
     return getattr(param, _SHARES_GRADIENT, False) and isinstance(mark_of(param), _Owner)
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Returns this rank's part of `read_gradient`."""
+    gradient = read_gradient(parameter)
+    return None if gradient is None else local_part(gradient)
+
+
+def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Returns the gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
+
+    After `finish_grad_sync` both are the same memory where gradients are whole; then a ``grad`` that the user has
+    set since, to another tensor or to None, counts.
+    """
+    gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    is_written = owner_of(parameter) is not None and parameter.grad is not None
+    return parameter.grad if gradient is None or is_written or shares_gradient(parameter) else gradient
 
 
 def _state_without_wrapper(param: nn.Parameter) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
-from .data_parallel_base import _BaseDataParallel, local_gradient
+from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .fsdp2.sharded_model import ShardedModel
 from .fsdp2.torch_private import (
@@ -35,6 +35,7 @@ from .gradient_state import Phase
 from .groups import Ranks, find_groups
 from .model.broadcast import broadcast_tensors
 from .model.parameter_attributes import parameter_attributes_kept
+from .parameter_owner import local_gradient
 from .plan import plan_fsdp2
 from .plan.units import UnitChoice
 
@@ -101,7 +102,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._own_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward."""
+        """Returns the wrapped module's forward."""
         try:
             output = super().forward(*inputs, **kwargs)
         except BaseException:
@@ -116,7 +117,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         return output
 
     def _enter_backward(self, gradient: torch.Tensor) -> None:
-        """Called by autograd with the gradient of each tensor that forward returned."""
+        """Notes a backward; autograd calls it with the gradient of each tensor that forward returned."""
         if torch.is_grad_enabled():
             raise ShardstackError(
                 "a backward with create_graph=True reached a model under FSDP2, which frees parameters during "

@@ -89,7 +89,7 @@ def get_megatron_optimizer(
 
 
 def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[nn.Module]) -> list[_FlatDataParallel]:
-    """The chunks' wrappers if they leave each rank its share of flat buffers to update; else none."""
+    """Returns the chunks' wrappers if they leave each rank its share of flat buffers to update; else none."""
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     strategies = {wrapper.plan.strategy for wrapper in wrappers}
     sharding = [

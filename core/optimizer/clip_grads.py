@@ -85,7 +85,7 @@ class GradientStatistics:
 
 
 def _share_ranks(groups: Sequence[dist.ProcessGroup], model_group: dist.ProcessGroup | None) -> bool:
-    """Whether summing over `groups` sums over several of the model-parallel ranks already."""
+    """Returns whether summing over `groups` sums over several of the model-parallel ranks already."""
     if model_group is None:
         return False
     ranks = set(dist.get_process_group_ranks(model_group))
@@ -139,7 +139,7 @@ def _sum_in_order(addends: list[Tensor]) -> Tensor:
 
 
 def _sum_on_device(grads: list[Tensor], count_zeros: bool, device: torch.device) -> Tensor:
-    """The same of an accelerator's gradients, without waiting for it."""
+    """Returns the same for an accelerator's gradients, without waiting for it."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     if grads:  # the multi-tensor norm accumulates in the dtype of its result
         sums[0] = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()

@@ -119,7 +119,7 @@ def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[_F
 def _planned_ranges(
     wrapper: _FlatDataParallel,
 ) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
-    """Each parameter that still is the one planned for, with the arguments of its `MainRange`."""
+    """Yields each parameter that still is the one planned for, with the arguments of its `MainRange`."""
     plan, index = wrapper.plan, wrapper.plan.updated_part
     planned = plan.trained
     for name, param in unwrap_model(wrapper).named_parameters():

@@ -17,7 +17,7 @@ class GradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool) -> None:
-        """To be called once a step; `found_inf`: a gradient was not finite on some rank, and the step was skipped."""
+        """Adapts the scale, once a step; `found_inf`: a gradient was not finite on some rank, the step was skipped."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -32,14 +32,14 @@ class ConstantGradScaler(GradScaler):
     """A loss scale that never changes."""
 
     def update(self, found_inf: bool) -> None:
-        """Nothing to learn."""
+        """Does nothing: the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the configuration says it all."""
+        """Returns nothing: the configuration has the scale."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to continue: the configured scale stays."""
+        """Does nothing: the configured scale stays."""
 
 
 class DynamicGradScaler(GradScaler):
@@ -84,7 +84,7 @@ class DynamicGradScaler(GradScaler):
             self.scale *= self.growth_factor
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and both counters, under Megatron-LM's names."""
+        """Returns the scale and both counters, under Megatron-LM's names."""
         return {
             "scale": self.scale,
             "growth_tracker": self._finite_steps,
@@ -100,7 +100,7 @@ class DynamicGradScaler(GradScaler):
 
 
 def build_grad_scaler(config: OptimizerConfig) -> GradScaler | None:
-    """The scaler that `config` asks for: constant, dynamic (fp16), or None, which is a loss scale of one."""
+    """Returns the scaler that `config` asks for: constant, dynamic (fp16), or None, which is a loss scale of one."""
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale)
     if config.fp16:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from ..diagnostics.stale_optimizers import reject_replaced
 from ..dist_checkpointing.views.global_view import global_view
-from ..distributed.data_parallel_base import read_gradient
+from ..distributed.parameter_owner import read_gradient
 from ..dtensors import local_part
 from ..errors import OptimizerError
 
@@ -79,7 +79,8 @@ class MainParam:
         return local_part(self.param).detach()  # the other order would cost a dispatch
 
     def local_gradient(self) -> Tensor | None:
-        """The gradient of what this rank updates, in the same shape; None leaves the parameter out of the step."""
+        """Returns the gradient of what this rank updates, in the same shape; None leaves the parameter out of the
+        step."""
         grad = read_gradient(self.param)
         if grad is None:
             return None
@@ -88,7 +89,7 @@ class MainParam:
         return local_part(grad).detach()
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups over whose ranks together the parameter is updated once.
+        """Returns the groups over whose ranks together the parameter is updated once.
 
         Raises:
             OptimizerError: the parameter is a partial sum.
@@ -106,7 +107,8 @@ class MainParam:
         return tuple(groups)
 
     def whole(self, state: Tensor) -> Tensor:
-        """`state`, in the shape of `main`, as the tensor of the whole model for a checkpoint; shares its storage."""
+        """Returns `state`, in the shape of `main`, as the tensor of the whole model for a checkpoint; shares its
+        storage."""
         return global_view(self.param, state)
 
     def check_storage(self) -> None:

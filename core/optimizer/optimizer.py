@@ -11,6 +11,7 @@ from torch import Tensor
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
 from ..distributed.gradient_state import Phase
+from ..distributed.parameter_owner import owner_of
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients
@@ -54,6 +55,9 @@ class MegatronOptimizer(OptimizerState):
         note_own_optimizer(rule)
         self._statistics = statistics
         self._wrappers = wrappers
+        # Parameters whose storage no wrapper checks in `check_may_step`.
+        checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
+        self._checked_here = [p for p in params if owner_of(p.param) not in checking]
         self._is_double = all(p.main.dtype == torch.float64 for p in params)
         # The step whose outcome the host does not know yet, and who wants to hear of it. `start_step` sets both,
         # `_conclude` clears them.
@@ -108,7 +112,7 @@ class MegatronOptimizer(OptimizerState):
         # Gather and check.
         for wrapper in self._wrappers:
             wrapper.check_may_step(type(self).__name__)
-        for p in self._params:
+        for p in self._checked_here:
             p.check_storage()
         if self._is_ahead:
             written = self._written_params.find_written()  # to wait for it would leave the device without work

@@ -98,7 +98,7 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate of a group now, before its ``lr_mult``."""
+        """Returns the learning rate of a group now, before its ``lr_mult``."""
         max_lr = _or_default(param_group, "max_lr", self.max_lr)
         min_lr = _or_default(param_group, "min_lr", self.min_lr)
         if self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps:
@@ -112,7 +112,7 @@ class OptimizerParamScheduler:
         return min_lr + (max_lr - min_lr) * self._remaining()
 
     def get_wd(self) -> float:
-        """Weight decay now, before a group's ``wd_mult``."""
+        """Returns weight decay now, before a group's ``wd_mult``."""
         if self.wd_incr_style == "constant" or self.num_steps > self.wd_incr_steps:
             return self.end_wd
         done = self.num_steps / self.wd_incr_steps
@@ -127,7 +127,7 @@ class OptimizerParamScheduler:
             group["weight_decay"] = self.get_wd() * group.get("wd_mult", 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule and how far it is, under Megatron-LM's names."""
+        """Returns the schedule and how far it is, under Megatron-LM's names."""
         return {name: getattr(self, name) for name in _CHECKPOINTED} | {"num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def _remaining(self) -> float:
-        """The share of the fall from `max_lr` to `min_lr` that is still to come, 1 to 0."""
+        """Returns the share of the fall from `max_lr` to `min_lr` that is still to come, 1 to 0."""
         if self.lr_decay_style == "WSD":
             length = self.wsd_decay_steps or 1  # `_check` has seen that it is there
             done = (self.num_steps - (self.lr_decay_steps - length)) / length
@@ -242,7 +242,7 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
 
 
 def get_canonical_lr_for_logging(param_groups: Sequence[Mapping[str, Any]]) -> float | None:
-    """The learning rate of the first group that has the settings of the config, and none of its own.
+    """Returns the learning rate of the first group that has the settings of the config, and none of its own.
 
     Such a group has ``default_config``. None where there is no such group, or it has no learning rate yet.
     """

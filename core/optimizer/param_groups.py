@@ -20,7 +20,7 @@ ParamCondition = Callable[[str, nn.Parameter], bool]
 def collect_main_params(
     model_chunks: Sequence[nn.Module], make: Callable[[str, nn.Parameter, nn.Module, str], MainParam] = MainParam
 ) -> list[MainParam]:
-    """Every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
+    """Returns every trainable parameter of the chunks once, in order, under its name in the unwrapped model.
 
     With several chunks (virtual pipeline stages) a name starts with ``chunk<i>.``. `make` is called with
     the name, the parameter, the module that holds it, and its name there.

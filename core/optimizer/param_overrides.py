@@ -65,7 +65,7 @@ class ParamKey:
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
 
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
-        """Whether `param`, of this name and of its full shape, is one of those."""
+        """Returns whether `param`, of this name and of its full shape, is one of those."""
         names = (param_name, f"module.{param_name}")
         return (
             any(fnmatchcase(name, pattern) for pattern in _as_tuple(self.name) for name in names)
@@ -89,7 +89,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
 
 
 def override_of(overrides: ConfigOverrides, name: str, param: nn.Parameter) -> ParamGroupOverride:
-    """All that `overrides` say of one parameter.
+    """Returns all that `overrides` say of one parameter.
 
     Raises:
         ConfigError: two keys that give it different values of one setting.

@@ -128,14 +128,14 @@ def build_update_rule(
 
 
 def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """The names of the state tensors that the update keeps for each parameter."""
+    """Returns the names of the state tensors that the update keeps for each parameter."""
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
 def ensure_state(rule: torch.optim.Optimizer, param: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
-    """The state of `param`, created as zeros where it is absent, as its first step would."""
+    """Returns the state of `param`, created as zeros where it is absent, as its first step would."""
     state: dict[str, Any] = rule.state[param]
     for name in names:
         if name not in state:

@@ -32,7 +32,7 @@ class WrittenParams:
         self.note_agreement()
 
     def note_agreement(self) -> None:
-        """To be called when masters and parameters agree: after either was written into the other."""
+        """Notes that masters and parameters agree; called after either was written into the other."""
         self._sums = self._sums_of_bits()
 
     @property
@@ -60,7 +60,7 @@ class WrittenParams:
         return None if found is None or self._sums is None else found != self._sums
 
     def _sums_of_bits(self) -> Tensor | None:
-        """One int64 for each parameter, where there are any."""
+        """Returns one int64 for each parameter; None without parameters."""
         if not self._params:
             return None
         device = self._params[0].main.device
@@ -68,7 +68,8 @@ class WrittenParams:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum of a 16-bit tensor's bits as integers, a 0-dim int64; adds eight bytes at a time where they fit."""
+    """Returns the sum of a 16-bit tensor's bits as integers, a 0-dim int64; adds eight bytes at a time where they
+    fit."""
     bits = tensor.detach().reshape(-1).view(torch.int16)
     start = min(-bits.storage_offset() % 4, len(bits))
     stop = len(bits) - (len(bits) - start) % 4

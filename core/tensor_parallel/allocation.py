@@ -61,7 +61,7 @@ def allocate_meta_tensors(
 
 
 def has_no_memory(parameter: torch.Tensor) -> bool:
-    """Whether `allocate_meta_tensors` gave it a shape alone."""
+    """Returns whether `allocate_meta_tensors` gave it a shape alone."""
     return parameter.numel() > 1 and parameter.untyped_storage().nbytes() == parameter.element_size()
 
 

@@ -155,7 +155,7 @@ class _WritesWhole(TorchDispatchMode):
         self._ranges = {parameter.untyped_storage().data_ptr(): parameter for parameter in ranges}
 
     def _range(self, leaf: Any) -> torch.Tensor | None:
-        """The parameter kept as a range that a tensor is."""
+        """Returns the parameter kept as a range that a tensor is."""
         return self._ranges.get(leaf.untyped_storage().data_ptr()) if type(leaf) in _PLAIN else None
 
     def _is_sharded(self, leaf: Any) -> bool:

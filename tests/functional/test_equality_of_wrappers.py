@@ -10,9 +10,8 @@ import math
 
 import pytest
 
-from tests.functional._equality import FOUR_RANKS, SERIAL, TWO_RANKS, Case
-from tests.functional._runs import Curve, Training, run_wrapped
-from tests.unit._spawn import run_distributed
+from tests.functional._equality import FOUR_RANKS, SERIAL, TWO_RANKS, Case, curves_of
+from tests.functional._runs import Curve, Training
 
 
 def _params(cases: list[Case]) -> list:
@@ -48,4 +47,4 @@ def test_a_wrapper_equals_the_serial_run(case: Case):
 def _assert_equal(case: Case) -> None:
     expected = case.expected()
     assert_worth_comparing(expected, case.settings)
-    case.compare(run_distributed(run_wrapped, case.ranks, case.wrapper, case.settings), expected)
+    case.compare(curves_of(case.wrapper, case.settings, case.ranks), expected)

@@ -24,13 +24,14 @@ FAILING = REPOSITORY / "tests" / "functional" / "_failing_rank.py"
 LIMIT_S = 400.0
 """Seconds for what takes ten; less than the ten minutes of a collective, which nothing here may wait for."""
 ENDLESS = (*TINY, "--train-iters", "1000000", "--eval-interval", "1000000")
+FSDP2 = (*ENDLESS, "--use-torch-fsdp2", "--num-workers", "1")
 
 
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [
         pytest.param(LAUNCH, 0, id="launch-0"),
-        pytest.param(LAUNCH, 1, id="launch-1"),
+        pytest.param(LAUNCH, 1, id="launch-1", marks=pytest.mark.long),
         pytest.param(TORCHRUN, 0, id="torchrun-0"),
         pytest.param(TORCHRUN, 1, id="torchrun-1", marks=pytest.mark.long),
     ],
@@ -129,22 +130,20 @@ def assert_listens_on_loopback_alone(process: subprocess.Popen[str]) -> None:
     assert len(ranks) == 2 and addresses and addresses <= loopback, addresses
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends(start: Start, corpus: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupt_from_a_terminal_saves_and_ends(start: Start, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    flags = [*ENDLESS, "--data-path", corpus, "--use-torch-fsdp2", "--num-workers", "1"]
-    flags += ["--async-save", "--save-interval", "1"] if number == signal.SIGTERM else []
-    process = start(LAUNCH, *flags, "--save", run)
+    process = start(LAUNCH, *FSDP2, "--data-path", corpus, "--save", run)
     wait_for_steps(run, process)
     if sys.platform.startswith("linux"):  # which has the tables to read
         assert_listens_on_loopback_alone(process)
-    if number == signal.SIGINT:  # as a terminal does on Ctrl-C: to launcher, ranks and data workers
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
+    os.killpg(process.pid, signal.SIGINT)  # as on Ctrl-C: to launcher, ranks and data workers
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert "Traceback" not in err
+    assert_saved_at_the_end(run, out, signal.SIGINT)
+
+
+def assert_saved_at_the_end(run: Path, out: str, number: signal.Signals) -> None:
     saved = json.loads((run / "log.jsonl").read_text().splitlines()[-1])["step"]
     assert (run / "latest").read_text().strip() == f"iter_{saved:07d}"
     assert f"stopped by {number.name} after iteration {saved}" in out
@@ -177,12 +176,16 @@ def test_a_second_signal_ends_a_run_in_which_one_rank_hangs(start: Start, corpus
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
-def test_a_run_that_is_killed_is_started_again_and_goes_on(start: Start, corpus: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_started_again_and_a_signal_saves_and_ends_it(
+    start: Start, corpus: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     launch = [*LAUNCH, "--max-restarts", "2"]
-    flags = [*TINY, "--train-iters", "3000", "--save-interval", "1", "--keep-last", "2", "--eval-interval", "100000"]
+    flags = [*FSDP2, "--async-save", "--save-interval", "1", "--keep-last", "2"]
     process = start(launch, *flags, "--data-path", corpus, "--save", run)
     wait_for_steps(run, process)
+    if sys.platform.startswith("linux"):
+        assert_listens_on_loopback_alone(process)
     ranks = ranks_of(process)
     os.kill(ranks[0], signal.SIGKILL)
     deadline, before = time.monotonic() + LIMIT_S, (run / "log.jsonl").read_text().count("\n")
@@ -193,6 +196,8 @@ def test_a_run_that_is_killed_is_started_again_and_goes_on(start: Start, corpus:
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert "rank 0 was ended by SIGKILL" in err and "(restart 1 of 2)" in err
+    assert "Traceback" not in err.partition("(restart 1 of 2)")[2]
+    assert_saved_at_the_end(run, out, signal.SIGTERM)
     assert "verified" in out and "by their hashes" in out
     steps = [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.functional._program import LIMIT_S, program_environment
+from tests.functional._program import LIMIT_S, Ended, program_environment, run_program
 
 MODULE = """
 import torch
@@ -25,7 +25,16 @@ def build():
 """
 
 
-def _verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+COMMAND = 'import runpy\nrunpy.run_module("core.verify", run_name="__main__")\n'
+
+
+def _verify(folder: Path, *arguments: str) -> Ended:
+    """Runs the command on two ranks that are forked, as under a launcher."""
+    (folder / "command.py").write_text(COMMAND)
+    return run_program(folder / "command.py", *arguments, folder=folder, ranks=2, SHARDSTACK_DEVICE="cpu")
+
+
+def _verify_on_its_own_ranks(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "core.verify", *arguments],
         cwd=folder,
@@ -39,19 +48,20 @@ def _verify(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_model_of_ones_own_is_verified(tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text(MODULE)
     ended = _verify(tmp_path, "my_module:build", "--steps", "3", "--wrappers", "ddp", "zero2", "fsdp2")
-    assert ended.returncode == 1, ended
-    lines = ended.stdout.splitlines()
+    assert ended.status == 1, ended
+    lines = ended.out.splitlines()
     assert lines[0] == "my_module:build on 2 ranks (cpu): 3 steps of 2 micro-batches, sgd"
     assert lines[1].split(maxsplit=1) == ["ddp", "equal within 7.62939e-06, as one process"]
     assert lines[2].split(maxsplit=1) == ["zero2", "equal, bit by bit, as ddp"]
     assert lines[3].split(maxsplit=1)[1].startswith("parts at step 0: the gradient of 2.bias is off by 1.0e+00")
     assert lines[4] == "not equal: fsdp2"
-    equal = _verify(tmp_path, "my_module:build", "--steps", "1", "--nproc-per-node", "1", "--wrappers", "zero1")
+    one_rank = ("--nproc-per-node", "1", "--wrappers", "zero1")
+    equal = _verify_on_its_own_ranks(tmp_path, "my_module:build", "--steps", "1", *one_rank)
     assert equal.returncode == 0 and equal.stdout.splitlines()[-1] == "equal", equal
 
 
 def test_a_module_that_does_not_import_is_one_line(tmp_path: Path) -> None:
     ended = _verify(tmp_path, "my_modul:build")
-    assert ended.returncode == 2 and ended.stdout == "", ended
-    (line,) = ended.stderr.splitlines()
+    assert ended.status == 2 and ended.out == "", ended
+    (line,) = ended.err.splitlines()
     assert line.startswith("error: my_modul does not import (ModuleNotFoundError: No module named 'my_modul'); run")

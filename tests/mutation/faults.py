@@ -90,7 +90,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a frozen parameter is updated with zeros",
-        "core.distributed.buffers.bucket.Bucket.has_gradient",
+        "core.distributed.buffers.grad_slot.GradSlot.has_gradient",
         "return .*",
         "return True",
         (f"{_OUTSIDE}[frozen_parameters_do_not_decay-zero1]",),
@@ -232,21 +232,21 @@ MUTATIONS = (
     # ---- buffers
     Mutation(
         "a shard ends one element early",
-        "core.distributed.buffers.bucket.Bucket.shard_range_of",
-        r"end - begin\b",
-        "end - begin - 1",
+        "core.distributed.plan.values.BucketPlan.places_in_shard",
+        r"\(start, end\) if",
+        "(start, end - 1) if",
         (_DDP, *_SHARDED),
     ),
     Mutation(
         "gradients of the step before are not cleared",
-        "core.distributed.buffers.bucket.Bucket.clear_grads",
-        r"slot\.content = Content\.NOTHING",
-        "slot.content = Content.NOTHING if slot.is_written_by_layer else slot.content",
+        "core.distributed.buffers.grad_slot.GradSlot.clear",
+        r"self\.content = self\.content\.cleared\(\)",
+        "self.content = self.content.cleared() if self.is_written_by_layer else self.content",
         (_DDP, _CONTRACT),
     ),
     Mutation(
         "a gradient that has not arrived is not zero",
-        "core.distributed.buffers.bucket.Bucket.complete_grads",
+        "core.distributed.buffers.grad_slot.GradSlot.complete",
         r"\.zero_\(\)",
         ".add_(1)",
         (_DDP, _CONTRACT),
@@ -345,7 +345,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a collective that is enqueued counts as over",
-        "core.comm.record.Collective.is_over",
+        "core.comm.call.Collective.is_over",
         r"self\.event\.query\(\)",
         "True",
         ("tests/unit/comm/test_host_read.py",),

@@ -3,7 +3,8 @@
     python -I -W error _import_alone.py FOLDER[:FOLDER...] MODULE...
 
 Prints a JSON line ``[module, traceback or ""]`` for each. Each is imported in a fork of its own, so that what one
-module imported cannot help the next. The folders are searched before the installed packages.
+module imported cannot help the next; Python imports the packages above it first, and so do the forks. The folders are
+searched before the installed packages.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class _Hiding:
         return None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, path, target)
 
 
-def _import_in_a_fork(module: str) -> str:
+def _import_in_forks(module: str, below: dict[str, list[str]]) -> None:
+    """Prints the lines of a module and of those below it; these are forked where the package has been imported."""
     ours, theirs = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
@@ -70,12 +72,15 @@ def _import_in_a_fork(module: str) -> str:
         except BaseException:
             problem = traceback.format_exc()
         os.write(theirs, problem[-4000:].encode())  # less than a pipe holds
+        os.close(theirs)
+        for other in below.get(module, ()):
+            _import_in_forks(other, below)
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours) as pipe:
         problem = pipe.read()
     status = os.waitpid(child, 0)[1]
-    return problem or (f"ended with status {status}" if status else "")
+    print(json.dumps([module, problem or (f"ended with status {status}" if status else "")]), flush=True)
 
 
 def main(folders: str, modules: list[str]) -> None:
@@ -84,8 +89,11 @@ def main(folders: str, modules: list[str]) -> None:
     sys.path[:0] = folders.split(os.pathsep)
     for shared in ("numpy", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"):
         importlib.import_module(shared)  # what most modules need of torch, once for all
+    below: dict[str, list[str]] = {}
     for module in modules:
-        print(json.dumps([module, _import_in_a_fork(module)]), flush=True)
+        below.setdefault(module.rpartition(".")[0], []).append(module)
+    for module in below[""]:
+        _import_in_forks(module, below)
 
 
 if __name__ == "__main__":

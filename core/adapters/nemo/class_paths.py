@@ -14,7 +14,7 @@ from ...text import choices
 
 
 def import_classes_from_paths(class_paths: Iterable[str | type[nn.Module]]) -> list[type[nn.Module]]:
-    """The module classes of these dotted paths, as ``"torch.nn.Linear"``; a class is taken as it is.
+    """Returns the module classes of these dotted paths, as ``"torch.nn.Linear"``; a class is taken as it is.
 
     Raises:
         WrapError: a path that does not import, or is not that of a module class; it names the path, what the module
@@ -37,13 +37,13 @@ def check_classes_are_in(model: nn.Module, classes: Sequence[type[nn.Module]], a
     for asked in classes:
         if not any(isinstance(module, asked) for module in model.modules()):
             raise WrapError(
-                f"{asked_by} names the class {asked.__module__}.{asked.__qualname__}, of which {type(model).__name__} "
-                f"has no module; {choices(asked.__name__, class_names(model))}"
+                f"{asked_by} names the class {asked.__module__}.{asked.__qualname__}, but {type(model).__name__} "
+                f"has no module of it; {choices(asked.__name__, class_names(model))}"
             )
 
 
 def class_names(model: nn.Module) -> list[str]:
-    """The names of the classes of a model's modules, those that hold others first."""
+    """Returns the names of the classes of a model's modules, those that hold others first."""
     modules = [module for module in model.modules() if module is not model]
     modules.sort(key=lambda module: not any(True for _ in module.children()))
     return list(dict.fromkeys(type(module).__name__ for module in modules))

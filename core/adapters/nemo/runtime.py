@@ -14,7 +14,8 @@ from ..._torch_compat import forget_sharding_decisions
 
 
 def to_cpu(v: Any) -> Any:
-    """A tensor in the host's memory: a DTensor on an accelerator is gathered whole, which all its ranks must call.
+    """Returns a tensor in the host's memory: a DTensor on an accelerator is gathered whole, which all its ranks must
+    call.
 
     A DTensor on the CPU gives its local tensor, other tensors ``v.cpu()``, and anything else is given back.
 

@@ -60,7 +60,7 @@ _WITHOUT_COUNTERPART = (
 
 @functools.cache
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """Torch's style for one of Hugging Face's names; the same object each time.
+    """Returns torch's style for one of Hugging Face's names; the same object each time.
 
     Raises:
         ParallelConfigError: (a ValueError) an unknown name, listing the known ones; or one that torch has no means
@@ -107,7 +107,7 @@ class Untouched(ParallelStyle):
 
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """For a while the module computes with plain tensors, of whose gradients each rank has an addend."""
+    """Lets the module compute with plain tensors; each rank then has an addend of their gradients."""
     owners = [(owner, dict(owner._parameters)) for owner in module.modules()]
     for owner, parameters in owners:
         for name, parameter in parameters.items():

@@ -25,7 +25,8 @@ Plan = Mapping[str, ParallelStyle]
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The plan that a Hugging Face model brings, for `fsdp2_strategy_parallelize`, as ``{module: ParallelStyle}``.
+    """Returns the plan that a Hugging Face model brings, for `fsdp2_strategy_parallelize`, as ``{module:
+    ParallelStyle}``.
 
     It is joined from the plans of the model's class, of the instance, and of the model inside it (``model.``), each
     overriding those before. What names no module of this model, as an entry for another of its variants, is left out.
@@ -74,8 +75,8 @@ def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, dev
     weight, the other is cut in the way that fits.
 
     Raises:
-        ParallelConfigError: no plan; or one with an entry that matches no module, or for a module of which torch
-            cannot cut the kind.
+        ParallelConfigError: no plan; or one with an entry that matches no module, or for a kind of module that
+            torch cannot cut.
         WrapError: a plan that cuts a shared weight in two ways.
     """
     if not plan:
@@ -135,7 +136,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Module names with a ``*`` for each number, which says the same of all layers."""
+    """Returns module names with a ``*`` for each number, which stands for all layers."""
     return list(
         dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names if name)
     )
@@ -164,7 +165,7 @@ def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> di
 
 
 def _tie(model: nn.Module, names: list[str]) -> None:
-    """`parallelize_module` cuts each module's own copy: all get the first one's again."""
+    """Gives all modules the first one's copy again: `parallelize_module` cuts each module's own."""
     first, *others = (model.get_parameter(name) for name in names)
     for name, other in zip(names[1:], others, strict=True):
         if _layout(other) != _layout(first):

@@ -14,7 +14,7 @@ _OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64"}
 
 
 def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
-    """The dtype of this name, torch's older names included.
+    """Returns the dtype of this name, torch's older names included.
 
     Raises:
         ConfigError: no such name.

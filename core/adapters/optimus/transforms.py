@@ -48,7 +48,7 @@ class BaseDistributedTransform:
         self.device = torch.device(device)
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """The transformed model."""
+        """Returns the transformed model."""
         raise NotImplementedError(f"{type(self).__name__} has no apply(model)")
 
     def _moved(self, model: nn.Module) -> nn.Module:
@@ -69,16 +69,16 @@ class DDPWrappedModel(Replicas):
     """A model replicated over a group; gradients are in ``param.grad`` after backward."""
 
     def accumulation_context(self, is_last_microbatch: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch; the last one of a step alone communicates."""
+        """Encloses forward and backward of a micro-batch; only the last one of a step communicates."""
         return nullcontext() if is_last_microbatch else self.no_sync()
 
     def make_parameter_groups(self) -> Any:
-        """The model's own, or all of its parameters by name."""
+        """Returns the model's own, or all of its parameters by name."""
         own = getattr(self.module, "make_parameter_groups", None)
         return own() if callable(own) else {"params": self.module.named_parameters()}
 
     def fully_shard(self, **fsdp_kwargs: Any) -> Any:
-        """The model's own way to shard itself.
+        """Returns the model's own way to shard itself.
 
         Raises:
             ParallelConfigError: it has none.
@@ -97,7 +97,7 @@ class DDPTransform(BaseDistributedTransform):
     cfg: DDPTransformConfig
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """The model in a `DDPWrappedModel`, or on one rank itself, with an ``accumulation_context``."""
+        """Returns the model in a `DDPWrappedModel`, or on one rank itself, with an ``accumulation_context``."""
         default = DDPTransformConfig()
         for name, fact in _ALWAYS.items():
             if getattr(self.cfg, name) != getattr(default, name):
@@ -125,7 +125,7 @@ class FullyShardTransform(BaseDistributedTransform):
     cfg: FullyShardTransformConfig
 
     def apply(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        """The same model, sharded, with an ``accumulation_context``."""
+        """Returns the same model, sharded, with an ``accumulation_context``."""
         model = self._moved(model)
         if self.collective.world_size <= 1:
             return _with_accumulation_context(model, lambda is_last_microbatch: nullcontext())

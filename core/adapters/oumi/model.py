@@ -82,7 +82,7 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
 
 
 def model_state_dict(model: nn.Module, params: FSDPParams) -> dict[str, torch.Tensor]:
-    """The model's state, as ``state_dict_type`` says; every rank has to call it.
+    """Returns the model's state, as ``state_dict_type`` says; every rank has to call it.
 
     FULL_STATE_DICT: whole tensors on the CPU, on every rank. SHARDED_STATE_DICT: DTensors of the whole model's
     tensors, which share the model's storage. LOCAL_STATE_DICT: this rank's pieces, sharing it too.

@@ -26,7 +26,7 @@ class ShardingStrategy(str, Enum):
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
 
     def to_torch(self) -> torch_fsdp.ShardingStrategy:
-        """Torch's member of this name."""
+        """Returns torch's member of this name."""
         is_private = self is ShardingStrategy.HYBRID_SHARD_ZERO2
         return torch_fsdp.ShardingStrategy["_HYBRID_SHARD_ZERO2" if is_private else self.value]
 
@@ -49,7 +49,7 @@ class StateDictType(str, Enum):
     LOCAL_STATE_DICT = "LOCAL_STATE_DICT"
 
     def to_torch(self) -> torch_fsdp.StateDictType:
-        """Torch's member of this name."""
+        """Returns torch's member of this name."""
         return torch_fsdp.StateDictType[self.value]
 
 
@@ -61,7 +61,7 @@ class BackwardPrefetch(str, Enum):
     NO_PREFETCH = "NO_PREFETCH"
 
     def to_torch(self) -> torch_fsdp.BackwardPrefetch | None:
-        """Torch's member of this name; none of them for no prefetch."""
+        """Returns torch's member of this name; none of them for no prefetch."""
         return None if self is BackwardPrefetch.NO_PREFETCH else torch_fsdp.BackwardPrefetch[self.value]
 
 
@@ -131,7 +131,7 @@ class FSDPParams:
 
     @classmethod
     def from_dict(cls, block: Mapping[str, Any]) -> FSDPParams:
-        """From the block itself, or from a whole config that has it under ``fsdp``; checked.
+        """Reads the block itself, or a whole config that has it under ``fsdp``; checked.
 
         Raises:
             ConfigError: a field or a value that there is none of.
@@ -147,7 +147,7 @@ class FSDPParams:
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> FSDPParams:
-        """From a YAML file, or from the text of one; see `from_dict`.
+        """Reads a YAML file, or the text of one; see `from_dict`.
 
         Raises:
             ConfigError: text that is no block, or a field or a value that there is none of.

@@ -34,7 +34,7 @@ _LEFT_OVER = re.compile(r"\.iter_\d{7,}\.(tmp|removed|old)")
 
 
 def checkpoint_directory(root: str | os.PathLike[str], iteration: int) -> Path:
-    """``root/iter_0000100`` for iteration 100."""
+    """Returns ``root/iter_0000100`` for iteration 100."""
     return Path(root) / f"iter_{iteration:07d}"
 
 

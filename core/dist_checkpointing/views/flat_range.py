@@ -51,7 +51,7 @@ def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
 
 
 def whole_view(tensor: Tensor) -> Tensor:
-    """The whole model's tensor whose piece a parameter or buffer is; shares storage.
+    """Returns the whole model's tensor whose piece a parameter or buffer is; shares storage.
 
     :func:`~core.dist_checkpointing.global_view`, or `flat_range_view` where a wrapper keeps a range of the parameter.
     """

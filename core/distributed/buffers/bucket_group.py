@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,24 +11,9 @@ from ...comm import collectives
 from ...comm.lane import CommLane, Handle
 from ...errors import GradSyncError, ShardstackError
 from .bucket import Bucket
+from .life_cycle import Phase
 from .pending_parameters import can_be_pending, end_pending, make_pending
 from .reduction import BucketReduction
-
-
-class GradientLender:
-    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
-
-    (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
-    """
-
-    def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:
-        self._group, self._param = group, param
-
-    def __call__(self) -> Tensor | None:
-        return self._group.lend(self._param)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 class BucketGroup:
@@ -37,7 +21,8 @@ class BucketGroup:
 
     Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
     optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
-    `finish_param_sync`). Megatron-LM's class of this name may hold several buckets; here it is always one.
+    `finish_param_sync`). `life_cycle.Phase` lists the phases of that way. Megatron-LM's class of this name may hold
+    several buckets; here it is always one.
 
     Args:
         inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
@@ -47,8 +32,7 @@ class BucketGroup:
         reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
 
     Attributes:
-        has_reduced: whether a gradient has left in this step; until then the bucket's shard holds what an earlier
-            step left there, and counts as zeros.
+        phase: how far the bucket is in the step; changed by the methods of this class alone.
         param_gather_handle: a gather of parameters that is under way, set by `start_param_sync` until
             `finish_param_sync`.
         param_gather_dispatched: whether `start_param_sync` was called since gradients were last reduced.
@@ -75,12 +59,14 @@ class BucketGroup:
         self._ready: set[nn.Parameter] = set()  # whose gradient of the running backward is in
         self._num_awaited = len(bucket.params)  # trainable ones, when the running backward brought its first gradient
         self._may_be_pending = all(map(can_be_pending, bucket.params))
+        # A reduction in the lane: set by `start_grad_sync` in the phase SENT, cleared by `wait_for_grads`.
         self._grad_handle: Handle | None = None
         # A whole gradient that is being reduced, to be given back after it; set where the buffer reuses such memory.
         self._sent: Tensor | None = None
         self.param_gather_handle: Handle | None = None
         self.param_gather_dispatched = False
-        self.has_reduced = False
+        self.phase = Phase.FILLING
+        # The parameter whose gradient came too late, in the phase LATE; set by `add_gradient`, cleared by `reset`.
         self._late: str | None = None
 
     @property
@@ -99,18 +85,24 @@ class BucketGroup:
         return (self._reduction.shard_group or self._reduction.group).size()
 
     @property
-    def has_left(self) -> bool:
-        """Whether there is nothing more to send in this step."""
-        is_open = self._reduces_every_micro_batch and self.bucket.grad_data is not None
-        return self.has_reduced and not is_open
-
-    def lend(self, param: nn.Parameter) -> Tensor | None:
-        """Memory in which a layer may compute the parameter's gradient (`Bucket.lend`), unless that comes too late."""
-        return None if self._is_closed else self.bucket.lend(param)
+    def has_reduced(self) -> bool:
+        """Whether the shard has gradients of this step; else it has what an earlier step left there."""
+        return self.phase.has_reduced
 
     @property
-    def _is_closed(self) -> bool:
-        return self.has_reduced and not self._reduces_every_micro_batch
+    def has_left(self) -> bool:
+        """Whether there is nothing to send at the moment."""
+        return self.phase.has_left
+
+    def begin_backward(self) -> None:
+        """Lets a further micro-batch be reduced into the shard too, where each is reduced by itself."""
+        if self._reduces_every_micro_batch:
+            self.phase = self.phase.begun(reduces_each=True)
+
+    def lend(self, param: nn.Parameter) -> Tensor | None:
+        """Lends memory to compute the parameter's gradient in (`GradSlot.lend`); None if it comes too late."""
+        is_late = self.has_left and not self._reduces_every_micro_batch
+        return None if is_late else self.bucket.slot_of(param).lend()
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> None:
         """Adds a gradient, or with None notes that a layer has added it itself.
@@ -118,14 +110,15 @@ class BucketGroup:
         One that comes after the bucket has left can no longer be reduced with it: it is dropped, and unless
         `clear_grads` comes first, `finish_grad_sync` raises.
         """
-        self.bucket.take_back(param)
-        if self._is_closed:
-            self._late = next(slot.name for slot in self.bucket.slots if slot.param is param)
-            return
-        if gradient is None:
-            self.bucket.note_written_by_layer(param)
+        slot = self.bucket.slot_of(param)
+        slot.take_back()
+        self.phase = self.phase.begun(self._reduces_every_micro_batch)
+        if self.phase is Phase.LATE:
+            self._late = slot.name
+        elif gradient is None:
+            slot.note_written_by_layer()
         else:
-            self.bucket.add_gradient(param, gradient)
+            slot.add(gradient)
 
     def note_grad_ready(self, param: nn.Parameter) -> None:
         """Notes that this backward has finished the parameter's gradient."""
@@ -134,7 +127,9 @@ class BucketGroup:
         self._ready.add(param)
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Megatron-LM's, for code that runs backward without the wrapper's hooks: the last gradient sends the bucket.
+        """Notes a gradient, for code that runs backward without the wrapper's hooks; the last one sends the bucket.
+
+        Megatron-LM's name.
 
         The wrapper itself calls `note_grad_ready`, and lets buckets leave in an order that is equal on all ranks.
 
@@ -166,22 +161,22 @@ class BucketGroup:
         Raises:
             ShardstackError: a gradient of the bucket has been reduced already.
         """
+        slot = self.bucket.slot_of(param)
         if self.has_reduced:
-            name = next(slot.name for slot in self.bucket.slots if slot.param is param)
             raise ShardstackError(
-                f"parameter {name} was given a .grad before finalize_model_grads, when a part of the step's gradients "
-                "had been reduced; set it after finalize_model_grads, or switch overlap_grad_reduce off"
+                f"parameter {slot.name} was given a .grad before finalize_model_grads, when a part of the step's "
+                "gradients had been reduced; set it after finalize_model_grads, or switch overlap_grad_reduce off"
             )
-        self.bucket.replace_gradient(param, gradient)
+        slot.replace(gradient)
 
     def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
         """Lets further gradients be added to reduced ones, but for those of `dropped`, which begin anew."""
         if len(dropped) == len(self.bucket.params):
             self.clear_grads()
             return
-        self.has_reduced = False
+        self.phase = self.phase.restarted()
         for param in dropped:
-            self.bucket.zero_gradient(param)
+            self.bucket.slot_of(param).show().zero_()
 
     def start_grad_sync(self) -> None:
         """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero."""
@@ -199,7 +194,7 @@ class BucketGroup:
         else:
             self._lane.run(run)
             self._give_back()
-        self.has_reduced = True
+        self.phase = self.phase.sent()
         self._ready.clear()
 
     def wait_for_grads(self) -> None:
@@ -215,7 +210,7 @@ class BucketGroup:
             self._sent = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """After it, this rank's shard of the gradient is global; with `force_all_reduce` the whole gradient is.
+        """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient.
 
         Where the bucket leaves during backward, it has to have left: the wrapper's `finish_grad_sync` sends first what
         is incomplete, with zeros for what has not arrived.
@@ -248,8 +243,7 @@ class BucketGroup:
         self.wait_for_grads()
         self._ready.clear()
         self._count_awaited()
-        self.has_reduced = False
-        self._late = None
+        self.phase, self._late = self.phase.restarted(), None
 
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
@@ -282,7 +276,7 @@ class BucketGroup:
                 end_pending(self.bucket.params)
 
     def free_overlap_buffers(self) -> None:
-        """Megatron-LM's, before a checkpoint is saved while training goes on: waits for gathers.
+        """Waits for gathers, before a checkpoint is saved while training goes on. Megatron-LM's name.
 
         No memory is kept for a gather, which writes into the buffer; what a caller has left in a bucket's
         ``layerwise_gather_list`` is dropped.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..plan.layout import BucketLayout
-from .bucket import Bucket, FlatMemory
+from .bucket import Bucket
+from .flat_memory import FlatMemory
 
 
 class ParamAndGradBuffer(FlatMemory):

@@ -21,7 +21,7 @@ _SEEN = "seen_while_pending"
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
-    """Whether the parameter's class is torch's own; a subclass may have a life that this must not touch."""
+    """Returns whether the parameter's class is torch's own; a subclass may have a life that this must not touch."""
     return type(param) is nn.Parameter
 
 
@@ -77,7 +77,7 @@ def _aliases() -> frozenset[Any]:
 
 @functools.cache
 def _without_values() -> frozenset[Any]:
-    """What may be asked of a parameter whose values are not there: its gradient, and what it is."""
+    """Returns what may be asked of a parameter whose values are not there: its gradient, and what it is."""
     names = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_cpu")
     getters = {getattr(Tensor, name).__get__ for name in (*names, "requires_grad", "grad", "grad_fn", "_version")}
     descriptors: list[Any] = [Tensor.grad, Tensor.requires_grad]

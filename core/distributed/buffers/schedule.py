@@ -76,6 +76,8 @@ class ReductionSchedule:
     def _watch(self) -> None:
         if self._watched != current_backward():
             self._watched = current_backward()
+            for group in self._groups:  # all of them, also those that this backward does not reach on this rank
+                group.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:

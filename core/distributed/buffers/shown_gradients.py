@@ -1,4 +1,4 @@
-"""What the user and optimizers see of gradients in ``param.grad``, once they are reduced."""
+"""The gradients that the user and optimizers see in ``param.grad``, once they are reduced."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ShownGradients:
     def take_written(self) -> None:
         """Lets what the user has assigned to a parameter's ``grad`` replace this rank's gradient."""
         for param, group in self._group_of.items():
-            if param.grad is not None and not group.bucket.holds_gradient(param, param.grad):
+            if param.grad is not None and not group.bucket.slot_of(param).is_memory_of(param.grad):
                 group.replace_gradient(param, param.grad)
             param.grad = None
 
     def show(self) -> None:
-        """After gradients were reduced; those of a parameter that is frozen and got none are shown nowhere."""
+        """Shows reduced gradients; a frozen parameter that got none shows none."""
         for param, group in self._group_of.items():
             if self._is_sharded:
-                param.grad = self._unreadable_gradient(param) if group.bucket.has_gradient(param) else None
-            elif not group.bucket.has_gradient(param):
+                param.grad = self._unreadable_gradient(param) if group.bucket.slot_of(param).has_gradient else None
+            elif not group.bucket.slot_of(param).has_gradient:
                 param.grad = param.main_grad = None  # type: ignore[attr-defined]
             elif param.main_grad.dtype == param.dtype:  # type: ignore[attr-defined]
                 param.grad = param.main_grad  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ class ShownGradients:
                 param.grad = None
 
     def find_written(self) -> nn.Parameter | None:
-        """A parameter to whose ``grad`` the user has assigned, where a shard's is read instead."""
+        """Returns a parameter to whose ``grad`` the user has assigned, where a shard's is read instead."""
         if not self._is_sharded:
             return None
         return next((p for p in self._group_of if not (p.grad is None or is_unreadable(p.grad))), None)
@@ -64,6 +64,6 @@ class ShownGradients:
 
 
 def shows_main_grad(param: Any) -> bool:
-    """Whether ``param.grad`` is the memory of ``main_grad``, as after `finish_grad_sync`."""
+    """Returns whether ``param.grad`` is the memory of ``main_grad``, as after `finish_grad_sync`."""
     main_grad = getattr(param, "main_grad", None)
     return param.grad is not None and main_grad is not None and param.grad.data_ptr() == main_grad.data_ptr()

@@ -20,12 +20,12 @@ _MESSAGE = (
 
 
 def make_unreadable_gradient(param: nn.Parameter) -> Tensor:
-    """A tensor without memory that can be assigned to ``param.grad``, and raises whenever it is used."""
+    """Returns a tensor without memory that can be assigned to ``param.grad``, and raises whenever it is used."""
     return _UnreadableGradient(param)
 
 
 def is_unreadable(gradient: Any) -> bool:
-    """Whether `make_unreadable_gradient` made it."""
+    """Returns whether `make_unreadable_gradient` made it."""
     return type(gradient) is _UnreadableGradient
 
 

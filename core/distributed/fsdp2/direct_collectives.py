@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ...comm import collectives, gloo
+from ...comm.call import recorded_collective
 from ...comm.collectives import What
 from ...comm.lane import Handle, comm_lane
-from ...comm.record import recorded_collective
 
 _LEAST_BYTES_ALONE = 64 * 2**10
 """Smaller shards, such as those of norms, share a message: what each costs is then more than a copy."""
@@ -50,7 +50,7 @@ class DirectAllGather(_Allocation, AllGather):
     def gather_each(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> dist.Work:
-        """`gloo.start_all_gather` of several tensors, the small ones in one message."""
+        """Starts to gather several tensors (`gloo.start_all_gather`), the small ones in one message."""
         messages: list[dist.Work] = []
         small: list[int] = []
         for index, (output, input_) in enumerate(zip(outputs, inputs, strict=True)):

@@ -43,7 +43,7 @@ def register_forward_methods(
 def _freeing(
     root: nn.Module, method: Callable[..., Any], prepare: Callable[[], None], free: Callable[[], None]
 ) -> Callable[..., Any]:
-    """With no backward to follow, frees gathered parameters; otherwise the next forward would read stale weights."""
+    """Frees gathered parameters if no backward follows; otherwise the next forward would read stale weights."""
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:

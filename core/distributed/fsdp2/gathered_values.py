@@ -31,7 +31,7 @@ class GatheredValues:
         self._of_gathered: dict[Any, int] = {}
 
     def are_stale(self) -> bool:
-        """Whether a shard was written (an optimizer's step, a load) since the last call."""
+        """Returns whether a shard was written (an optimizer's step, a load) since the last call."""
         before, self._of_shards = self._of_shards, shard_versions(self._root)
         return before != self._of_shards
 

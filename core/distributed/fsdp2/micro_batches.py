@@ -31,7 +31,7 @@ class KeptBetweenMicroBatches:
         self._kept = _as_fsdp(module for unit in kept for module in unit.modules)
 
     def expect(self, *, another_micro_batch: bool) -> None:
-        """To be called before each micro-batch.
+        """Prepares for a micro-batch; called before each.
 
         Args:
             another_micro_batch: the step has one after it, so that kept units are not freed.

@@ -100,14 +100,14 @@ class Prefetcher:
         return last[position + 1 : position + 1 + self._forward_depth]
 
     def _used_before(self, module: nn.Module, position: int) -> list[nn.Module]:
-        """The units that backward reaches after `module`, nearest first."""
+        """Returns the units that backward reaches after `module`, nearest first."""
         gathered = self._gathered_in_backward & self._reached_by_backward - {module}
         before = (unit for unit in reversed(self._order[:position]) if unit in gathered)
         return list(islice(before, self._backward_depth))
 
 
 def _last_index(order: list[nn.Module], module: nn.Module) -> int:
-    """The last index of `module` in `order`; its length where it is absent."""
+    """Returns the last index of `module` in `order`; its length where it is absent."""
     return next((index for index in reversed(range(len(order))) if order[index] is module), len(order))
 
 

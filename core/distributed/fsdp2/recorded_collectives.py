@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ...comm.record import Collective, recorded
+from ...comm.call import Collective
+from ...comm.record import recorded
 from .torch_private import communication_of
 
 
@@ -31,25 +32,25 @@ def record_fsdp_collectives(root: nn.Module) -> None:
         communication = communication_of(module)
         if communication is None:
             continue  # without parameters of its own, or in one unit with a module before it
-        subject = f"unit {name}" if name else "the root unit"
+        unit = f"unit {name}" if name else "the root unit"
         gather, reduce = communication
         if not isinstance(gather, _Recorded):
             with_record = _RecordedGatherOfEach if hasattr(gather, "gather_each") else _RecordedAllGather
-            module.set_custom_all_gather(_recorder(with_record, gather, subject))
+            module.set_custom_all_gather(_recorder(with_record, gather, unit))
         if not isinstance(reduce, _Recorded):
-            module.set_custom_reduce_scatter(_recorder(_RecordedReduceScatter, reduce, subject))
+            module.set_custom_reduce_scatter(_recorder(_RecordedReduceScatter, reduce, unit))
 
 
-def _recorder(kind: type[_Recorded], inner: Any, subject: str) -> Any:
+def _recorder(kind: type[_Recorded], inner: Any, unit: str) -> Any:
     """Makes a recorder of `kind` that is an instance of the type of `inner` too."""
     made: Any = object.__new__(type(f"{kind.__name__}Of{type(inner).__name__}", (kind, type(inner)), {}))
-    vars(made).update(vars(inner), _inner=inner, _subject=subject)
+    vars(made).update(vars(inner), _inner=inner, _unit=unit)
     return made
 
 
 class _Recorded:
     _inner: Any
-    _subject: str
+    _unit: str
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -66,7 +67,7 @@ class _RecordedAllGather(_Recorded, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        call = recorded("all-gather", f"the parameters of {self._subject}", output_tensor, group)
+        call = recorded("all-gather", f"the parameters of {self._unit}", output_tensor, group)
         with call:
             work = self._inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         return work if work is None else _RecordedWork(work, call)
@@ -77,7 +78,7 @@ class _RecordedGatherOfEach(_RecordedAllGather):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> dist.Work:
         num_bytes = sum(output.nbytes for output in outputs)
-        call = recorded("all-gather", f"the parameters of {self._subject}", num_bytes, group)
+        call = recorded("all-gather", f"the parameters of {self._unit}", num_bytes, group)
         with call:
             work: dist.Work = self._inner.gather_each(outputs, inputs, group)
         return _RecordedWork(work, call)
@@ -92,7 +93,7 @@ class _RecordedReduceScatter(_Recorded, ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        call = recorded("reduce-scatter", f"the gradients of {self._subject}", input_tensor, group)
+        call = recorded("reduce-scatter", f"the gradients of {self._unit}", input_tensor, group)
         with call:
             work: dist.Work | None = self._inner(
                 output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op

@@ -78,7 +78,7 @@ def shard_model(plan: FSDP2Plan) -> None:
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
-    """Every module that torch's `fully_shard` has been applied to, the root first."""
+    """Returns every module that torch's `fully_shard` has been applied to, the root first."""
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 

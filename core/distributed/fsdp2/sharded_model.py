@@ -149,7 +149,7 @@ class ShardedModel:
         self.prepare_forward()
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the backwards that follow reduce gradients, or let them add up on each rank."""
+        """Sets whether the backwards that follow reduce gradients, or let them add up on each rank."""
         if enabled:
             complete_accumulated_gradients(self.module)
         if not self.plan.reduces_every_micro_batch:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ...comm.memory import Allocate
 from ...host_memory import passing_memory
-from ..buffers.bucket import Bucket, FlatMemory
+from ..buffers.bucket import Bucket
+from ..buffers.flat_memory import FlatMemory
 from ..plan import BucketPlan, BufferPlan
 
 if TYPE_CHECKING:

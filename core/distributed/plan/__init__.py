@@ -1,6 +1,6 @@
 """The plan of a model: what a wrapper will do to it, decided before anything is touched.
 
-values    the plan itself
+values, fsdp2_plan    the plan itself
 units     which modules FSDP2 gathers together
 layout    where parameters are in flat buffers
 names     what parameters are called
@@ -25,16 +25,15 @@ from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataPara
 from .buffers import plan_buffers
 from .flat_units import plan_flat_units
 from .fsdp2 import plan_fsdp2
+from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
 from .units import UnitChoice
 from .values import (
     BucketPlan,
     BufferPlan,
     FlatPlan,
     FlatUnitPlan,
-    FSDP2Plan,
     FullyShardedPlan,
     GradientReduction,
-    ModuleUnitPlan,
     ParamPlan,
     ShardingPlan,
     UnitPlan,
@@ -61,7 +60,7 @@ __all__ = [
 
 
 def uses_fsdp2(ddp_config: DistributedDataParallelConfig) -> bool:
-    """Whether settings mean PyTorch FSDP2, by their type; others mean flat buffers."""
+    """Returns whether settings mean PyTorch FSDP2, by their type; others mean flat buffers."""
     return isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
 
 

@@ -134,7 +134,7 @@ def full_param_layout(
 def lay_out_params(
     params: Sequence[nn.Parameter], *, dp_size: int | None, separates_shared: bool = True, **options: Any
 ) -> list[BucketLayout]:
-    """`lay_out` of parameters, in reverse order of construction; `options` are its others.
+    """Calls `lay_out` with parameters, in reverse order of construction; `options` are its others.
 
     Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
     outside its module too. Weights of tensor-parallel layers are aligned, since their gradients are computed in place.
@@ -150,12 +150,12 @@ def lay_out_params(
 
 
 def is_expert_parameter(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
+    """Returns whether a parameter has Megatron-LM's mark: its gradient belongs to the experts' data-parallel group."""
     return not getattr(parameter, "allreduce", True)
 
 
 def _by_kind(names: ParameterNames, ddp_config: DistributedDataParallelConfig) -> dict[Any, list[nn.Parameter]]:
-    """Trainable parameters of one buffer each, in reverse order of construction."""
+    """Returns trainable parameters of one buffer each, in reverse order of construction."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in reversed(list(names.of)):
         name = names.of[param][0]
@@ -175,7 +175,7 @@ def kind_of(
     computes_in: torch.dtype | None = None,
     reduces_in: Dtype | None = None,
 ) -> Kind:
-    """What parameters of one buffer have in common: the mark of experts, dtype, dtype of gradients, device.
+    """Returns what parameters of one buffer have in common: the mark of experts, dtype, dtype of gradients, device.
 
     Args:
         computes_in: the dtype that the model sees; None is the parameter's.
@@ -203,7 +203,7 @@ def plan_bucket(
     num_shards: int,
     cut: Cut = "flat",
 ) -> BucketPlan:
-    """The bucket of a layout of these parameters, each of its shards a part of its elements."""
+    """Returns the bucket of a layout of these parameters, each of its shards a part of its elements."""
     length = (layout.end - layout.start) // num_shards
     planned = []
     for index, (start, end) in zip(layout.members, layout.ranges, strict=True):
@@ -220,7 +220,7 @@ def _whole(names: ParameterNames, param: nn.Parameter) -> ParamPlan:
 def accumulated_in_fp32(
     names: Iterable[str], grad_dtype: torch.dtype, ddp_config: DistributedDataParallelConfig
 ) -> frozenset[str]:
-    """Those of the names of a buffer's parameters whose gradients add up in fp32 memory of their own."""
+    """Returns those of the names of a buffer's parameters whose gradients add up in fp32 memory of their own."""
     if torch.promote_types(grad_dtype, torch.float32) == grad_dtype:
         return frozenset()
     patterns = ddp_config.param_name_patterns_for_fp32_local_accumulation

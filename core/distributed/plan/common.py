@@ -51,7 +51,7 @@ def common_plan(
     caller: str,
     given: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The fields of `ShardingPlan`.
+    """Returns the fields of `ShardingPlan`.
 
     Args:
         config: the model's config, any object; absent fields take their defaults.

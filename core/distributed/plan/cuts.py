@@ -38,7 +38,7 @@ def lay_out_unit(
 
 
 def _grain(shape: Shape, cut: ShardCut) -> int:
-    """Elements that stay together."""
+    """Returns elements that stay together."""
     if cut.kind == "rows":
         return max(1, math.prod(shape[1:]))
     return cut.block
@@ -61,7 +61,8 @@ def _by_grains(shapes: Sequence[Shape], num_shards: int, alignment: int, cut: Sh
 
 
 def _by_tensors(shapes: Sequence[Shape], num_shards: int, alignment: int) -> BucketLayout:
-    """Each parameter whole in one shard: the largest first, each to the shard that has least (Graham, 1969)."""
+    """Returns each parameter whole in one shard: the largest first, each to the shard that has least (Graham,
+    1969)."""
     sizes = [math.prod(shape) for shape in shapes]
     filled = [0] * num_shards
     place: dict[int, tuple[int, int]] = {}

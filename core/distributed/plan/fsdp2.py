@@ -18,12 +18,13 @@ from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .common import common_plan, pins_memory, settings_as
+from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .resharding import check_reshard, reshard_of
 from .transforms import choose_transforms
 from .units import Unit, UnitChoice, find_units, own_parameters
-from .values import FSDP2Plan, ModuleUnitPlan, ParamPlan
+from .values import ParamPlan
 
 _BUFFER_FIELDS = (
     "overlap_grad_reduce",
@@ -102,7 +103,7 @@ def plan_fsdp2(
 
 
 def units_at_the_ends(units: Sequence[Unit]) -> list[Unit]:
-    """The units that a micro-batch begins and ends with, and those that no backward gathers.
+    """Returns the units that a micro-batch begins and ends with, and those that no backward gathers.
 
     The first is in memory when a backward ends and a forward begins, the last when a forward ends and a backward
     begins.
@@ -144,7 +145,7 @@ def _reshards(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConf
 
 
 def _params_of_units(module: nn.Module, units: Sequence[Unit], shard_size: int) -> list[tuple[ParamPlan, ...]]:
-    """For each unit, and last for the root, the parameters that no unit before it has."""
+    """Returns for each unit, and last for the root, the parameters that no unit before it has."""
     names = ParameterNames(module)
     return [
         tuple(_cut_by_rows(names, parameter, shard_size) for parameter in own)
@@ -153,7 +154,7 @@ def _params_of_units(module: nn.Module, units: Sequence[Unit], shard_size: int) 
 
 
 def _cut_by_rows(names: ParameterNames, parameter: nn.Parameter, shard_size: int) -> ParamPlan:
-    """As `torch.chunk` cuts the first dimension; the part that tensor parallelism has left of a DTensor."""
+    """Cuts the first dimension as `torch.chunk` does; the part that tensor parallelism has left of a DTensor."""
     local = local_tensor(parameter.detach())
     rows = local.shape[0] if local.ndim else 1
     row_numel = local.numel() // rows if rows else 0
@@ -167,7 +168,7 @@ def _cut_by_rows(names: ParameterNames, parameter: nn.Parameter, shard_size: int
 
 
 def _own_settings(ddp_config: DistributedDataParallelConfig) -> TorchFullyShardedDataParallelConfig:
-    """FSDP2's own settings, or their defaults; raises or warns on what FSDP2 has no counterpart for."""
+    """Returns FSDP2's own settings, or their defaults; raises or warns on what FSDP2 does not have."""
     if ddp_config.sharding_strategy in ("optim", "optim_grads"):
         raise ParallelConfigError(
             f"TorchFullyShardedDataParallel shards parameters too, but the sharding strategy is "

@@ -27,7 +27,7 @@ class BucketLayout:
 
 
 def default_bucket_size(dp_size: int) -> int:
-    """Elements, as in Megatron-LM: messages large enough for the network also when many ranks share them."""
+    """Returns elements, as in Megatron-LM: messages large enough for the network also when many ranks share them."""
     return max(40_000_000, 1_000_000 * dp_size)
 
 

@@ -33,7 +33,7 @@ class ParameterNames:
         self._place = {name: place for place, name in enumerate([*names, *borrowers])}
 
     def plan_of(self, parameter: nn.Parameter, **cut: Any) -> ParamPlan:
-        """Its plan; `cut` are the fields `shape`, `cut` and `bounds`."""
+        """Returns its plan; `cut` are the fields `shape`, `cut` and `bounds`."""
         names = self.of[parameter]
         return ParamPlan(
             names=names,
@@ -44,5 +44,5 @@ class ParameterNames:
         )
 
     def position(self, parameter: nn.Parameter) -> int:
-        """Its place among the model's parameters, which is roughly the order of execution."""
+        """Returns its place among the model's parameters, which is roughly the order of execution."""
         return self._place[self.of[parameter][0]]

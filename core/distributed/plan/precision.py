@@ -16,7 +16,7 @@ from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 def mixed_precision_policy(
     parameters: Iterable[torch.Tensor], compute_dtype: torch.dtype, settings: FullyShardedDataParallelConfig
 ) -> MixedPrecisionPolicy:
-    """In which dtypes a model computes, reduces and answers.
+    """Returns the dtypes in which a model computes, reduces and answers.
 
     Parameters that all arrived in fp32 are cast for the all-gather, and inputs and outputs too, as `Float16Module`
     does for others: the fp32 shard is the master copy. Where some arrived in lower precision, every parameter keeps
@@ -47,7 +47,7 @@ def mixed_precision_policy(
 
 
 def compute_dtype(config: Any) -> torch.dtype:
-    """The dtype that a model's config asks for; any object will do."""
+    """Returns the dtype that a model's config asks for; any object will do."""
     if getattr(config, "bf16", False):
         return torch.bfloat16
     return torch.float16 if getattr(config, "fp16", False) else torch.float32

@@ -42,7 +42,7 @@ UnitChoice = type[nn.Module] | nn.Module
 
 
 def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[Unit]:
-    """The units of a model, children before parents, each parameter in one unit or else left to the root.
+    """Returns the units of a model, children before parents, each parameter in one unit or else left to the root.
 
     A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
     attribute ``_fsdp_modules`` of the root or of any module below it (Megatron-LM's way for a model to name its own
@@ -93,7 +93,7 @@ def _named(modules: tuple[nn.Module, ...], names: dict[nn.Module, str]) -> Unit:
 
 
 def _minority_units(unit: Unit, owners: _Owners, names: dict[nn.Module, str]) -> Iterator[Unit]:
-    """For each dtype of the unit's own trainable parameters but the commonest, the modules that hold those."""
+    """Returns the modules that hold the unit's own trainable parameters of each dtype but the commonest."""
     holders: dict[torch.dtype, list[nn.Module]] = defaultdict(list)
     elements: Counter[torch.dtype] = Counter()
     is_root = not unit.names[0]
@@ -174,7 +174,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _owners_of_parameters(root: nn.Module, chosen: list[nn.Module]) -> _Owners:
-    """For each parameter the chosen modules that hold it most closely; None is the root."""
+    """Returns for each parameter the chosen modules that hold it most closely; None is the root."""
     owners: _Owners = defaultdict(set)
     chosen_set = set(chosen)
 

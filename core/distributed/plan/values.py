@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..distributed_data_parallel_config import shards_parameters
-from ..fully_sharded_data_parallel_config import Reshard
 from ..groups import DataParallelGroups
 from .layout import BucketLayout, FullParamLayout
 
@@ -82,42 +81,6 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleUnitPlan(UnitPlan):
-    """A unit of FSDP2: modules whose parameters are whole while one of them runs."""
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    """Of each module below the model, whose own is empty."""
-    reshard_after_forward: Reshard
-    """What becomes of gathered parameters between forward and backward, as asked; readers take `is_freed`,
-    `stays_gathered` and `kept_among`."""
-    is_needed_in_backward: bool
-    """False where no backward of the unit reads a weight, as in an embedding: it is gathered once only."""
-    precision: MixedPrecisionPolicy
-    is_minority: bool = False
-    """Split off another unit, or the model, for its dtype."""
-    is_kept: bool = False
-    """It stays gathered from one micro-batch of a step to the next."""
-    recomputes: Literal["none", "full", "selective"] = "none"
-    is_compiled: bool = False
-
-    @property
-    def is_freed(self) -> bool:
-        """Between forward and backward each rank has its shard alone."""
-        return self.reshard_after_forward is True
-
-    @property
-    def stays_gathered(self) -> bool:
-        """Between forward and backward each rank has all of it."""
-        return self.reshard_after_forward is False
-
-    @property
-    def kept_among(self) -> int | None:
-        """Neighbouring ranks that have all of it together between forward and backward; None for one, or for all."""
-        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
-
-
-@dataclass(frozen=True, kw_only=True)
 class BucketPlan(UnitPlan):
     """A part of a flat buffer, which one collective reduces, and one gathers."""
 
@@ -127,6 +90,15 @@ class BucketPlan(UnitPlan):
     def elements(self) -> int:
         """Padding included."""
         return self.layout.end - self.layout.start
+
+    def places_in_shard(self, shard: int) -> tuple[tuple[int, int], ...]:
+        """Returns ``[start, end)`` of what a shard holds of each parameter, counted from the shard's beginning."""
+        first = self.elements // (len(self.params[0].bounds) - 1) * shard
+        places = []
+        for param, (begin, _) in zip(self.params, self.layout.ranges, strict=True):
+            start, end = (begin + bound - first for bound in param.bounds[shard : shard + 2])
+            places.append((start, end) if start < end else (0, 0))
+        return tuple(places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,52 +214,6 @@ class FlatUnitPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP2Plan(ShardingPlan):
-    """The plan that `core.distributed.fsdp2` carries out."""
-
-    asked_by: ClassVar[Mapping[str, str]] = {
-        **ShardingPlan.asked_by,
-        "is_freed": "reshard_after_forward=True, keep_gathered_between_micro_batches='none'",
-        "gathers_ahead": "forward_prefetch=0, backward_prefetch=0",
-        "offloads": "cpu_offload=True",
-    }
-
-    units: tuple[ModuleUnitPlan, ...]
-    """Children before parents, without `root`."""
-    root: ModuleUnitPlan
-    """The model, with what is in no unit."""
-    forward_prefetch: int
-    """Units that are gathered ahead in forward."""
-    backward_prefetch: int
-    """The same in backward."""
-    collectives: Literal["auto", "torch"]
-    offloads: bool
-    """Shards are in the host's memory."""
-    pins_memory: bool
-    registers_memory: bool
-    """What collectives read and write is in memory of the backend, where it can allocate."""
-    equalizes: bool
-    """The first rank's values replace those of the others before sharding."""
-    buffer_dtype: torch.dtype | None
-    forward_methods: tuple[str, ...]
-    adds_gradient_rows: bool
-    """Embeddings add gradients row by row, in place."""
-
-    @property
-    def gathers_ahead(self) -> bool:
-        """Some units are gathered before they are reached."""
-        return self.forward_prefetch + self.backward_prefetch > 0
-
-    @property
-    def casts_parameters(self) -> bool:
-        return self.root.precision.param_dtype is not None
-
-    @property
-    def recomputes(self) -> bool:
-        return any(unit.recomputes != "none" for unit in self.units)
-
-
-@dataclass(frozen=True, kw_only=True)
 class UnitTransform:
     """What is done to the forward of a unit's modules before the model is wrapped."""
 
@@ -385,5 +311,5 @@ class FullyShardedPlan(FlatPlan):
         return self.forward_prefetch + self.backward_prefetch > 0
 
     def buckets_of(self, unit: FlatUnitPlan) -> tuple[tuple[BufferPlan, BucketPlan], ...]:
-        """A unit's buckets, each with its buffer."""
+        """Returns a unit's buckets, each with its buffer."""
         return tuple((self.buffers[index], self.buffers[index].buckets[number]) for index, number in unit.buckets)

@@ -23,6 +23,7 @@ from ..common.embeddings.language_model_embedding import LanguageModelEmbedding,
 from ..common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..common.language_module import LanguageModule
 from ..common.language_module.language_module import transposed
+from .checks import check_batch, check_degrees
 
 
 class GPTModel(LanguageModule):
@@ -100,7 +101,7 @@ class GPTModel(LanguageModule):
             vp_stage=(vp_stage, None, "a rank holds one pipeline stage"),
         )
         config.check_sizes_given()
-        _check_degrees(config)
+        check_degrees(config)
         for name, size in (("vocab_size", vocab_size), ("max_sequence_length", max_sequence_length)):
             if size < 1:
                 raise ConfigError(f"{name} is {size}; it takes a positive number")
@@ -218,7 +219,7 @@ class GPTModel(LanguageModule):
             extra_block_kwargs=(extra_block_kwargs, None, "write a layer of your own, as transformer_layer_spec"),
             padding_mask=(padding_mask, None, "give attention_mask, or labels of -100"),
         )
-        self._check_batch(input_ids, position_ids, attention_mask, labels, document_starts)
+        check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         if document_starts is not None:
             pieces = document_pieces(document_starts, rank, size)
@@ -256,61 +257,3 @@ class GPTModel(LanguageModule):
         if self.output_layer is not None and self.output_layer.weight is not None:
             return self.output_layer.weight
         return None if self.embedding is None else self.embedding.word_embeddings.weight
-
-    def _check_batch(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        labels: torch.Tensor | None,
-        document_starts: torch.Tensor | None,
-    ) -> None:
-        if input_ids.dim() != 2:
-            raise DataError(f"input_ids has shape {list(input_ids.shape)}; it takes [batch, sequence]")
-        batch, length = input_ids.shape
-        whole = length * parallel_state.get_context_parallel_world_size()
-        if whole > self.max_sequence_length:
-            raise DataError(
-                f"a sequence of {whole} tokens is longer than the model's max_sequence_length of "
-                f"{self.max_sequence_length}; cut it, or build the model for longer ones"
-            )
-        given = {"position_ids": position_ids, "labels": labels, "document_starts": document_starts}
-        for name, tensor in given.items():
-            if tensor is not None and tensor.shape != input_ids.shape:
-                raise DataError(
-                    f"{name} has shape {list(tensor.shape)}, but input_ids {[batch, length]}; they must agree"
-                )
-        if attention_mask is None:
-            return
-        if attention_mask.shape not in ((batch, 1, length, length), (1, 1, length, length)):
-            raise DataError(
-                f"attention_mask has shape {list(attention_mask.shape)}; for input_ids {[batch, length]} it takes "
-                f"{[batch, 1, length, length]} or {[1, 1, length, length]}"
-            )
-        if attention_mask.dtype != torch.bool:
-            raise DataError(
-                f"attention_mask is {attention_mask.dtype}; it takes torch.bool, True where a token is hidden"
-            )
-
-
-def _check_degrees(config: TransformerConfig) -> None:
-    """Refuses unsupported degrees in the config and in the process groups, and degrees that disagree."""
-    asked, cp = config.context_parallel_size, parallel_state.get_context_parallel_world_size()
-    if asked != cp:
-        raise ParallelConfigError(
-            f"config.context_parallel_size is {asked}, but core.parallel_state has context-parallel groups of {cp}; "
-            "call initialize_model_parallel with the same size first"
-        )
-    found = {
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-    }
-    for name, group_size in found.items():
-        degree = getattr(config, name)
-        if degree > 1:
-            raise ParallelConfigError(f"{name} is {degree}, but GPTModel supports only 1; set it to 1")
-        if group_size > 1:
-            raise ParallelConfigError(
-                f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
-                "initialise it with 1"
-            )

@@ -10,14 +10,8 @@ import torch
 import torch.distributed as dist
 
 from core.comm import collectives
-from core.comm.record import (
-    NUM_CALLS_KEPT,
-    ask_other_ranks,
-    latest_collective,
-    message_tag,
-    record_of,
-    recorded,
-)
+from core.comm.call import message_tag
+from core.comm.record import NUM_CALLS_KEPT, ask_other_ranks, latest_collective, record_of, recorded
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy

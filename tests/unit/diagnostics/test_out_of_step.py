@@ -26,6 +26,8 @@ from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 LIMIT_S = 1.0
 """The time limit of the groups that are used here."""
+BUSY_S = 300.0
+"""How long a busy machine may take to bring a rank to its collective."""
 
 
 def _short_group() -> dist.ProcessGroup:
@@ -43,13 +45,21 @@ def _explained(run: Any) -> str:
 def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
     model = build(kind, toy(tied=False), group=_short_group(), **fields)
     rank = dist.get_rank()
+    store, waits = dist.distributed_c10d._get_default_store(), f"test_out_of_step/{kind} waits"
+    begin = record.CollectiveRecord.collective
+
+    def begin_and_say(self: Any, *call: Any) -> Any:
+        store.set(waits, "yes")
+        return begin(self, *call)
 
     def step() -> None:
         with failures_explained(model):
             if rank == 0:
-                loss_of(model, batches(0)[0]).backward()
-                finalize_model_grads([model])
+                with mock.patch.object(record.CollectiveRecord, "collective", begin_and_say):
+                    loss_of(model, batches(0)[0]).backward()
+                    finalize_model_grads([model])
             else:  # this rank takes its step to be over, and measures its gradients
+                store.wait([waits], timedelta(seconds=BUSY_S))
                 norm = torch.ones(1)
                 with recorded("all-reduce", "the gradient norm", norm, model.process_group):
                     dist.all_reduce(norm, group=model.process_group)

@@ -121,7 +121,7 @@ class DirectExchange:
         return group._all_gather_result is not None or group.is_unsharded or is_for_nothing
 
     def _may_reduce_later(self) -> bool:
-        """Whether torch computes nothing with what a reduction brings before the backward ends."""
+        """Returns whether torch computes nothing with what a reduction brings before the backward ends."""
         group = self._group
         return (
             group.reduce_grads

@@ -63,7 +63,7 @@ def _if_gathered_before(parameter: Any, method: Callable[[], None]) -> None:
 
 
 def whole_gradients(root: nn.Module) -> Iterator[torch.Tensor]:
-    """Gradients that this rank holds whole, until they are reduced."""
+    """Yields gradients that this rank holds whole, until they are reduced."""
     for parameter in fsdp_parameters(root):
         unsharded = getattr(parameter, "_unsharded_param", None)
         for gradient in (parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad):

@@ -13,12 +13,13 @@ from .states import param_groups, state_of
 
 
 def is_in_forward(root: nn.Module) -> bool:
-    """Whether a forward of the sharded model, or of a unit called by itself, is running."""
+    """Returns whether a forward of the sharded model, or of a unit called by itself, is running."""
     return state_of(root)._state_ctx.iter_forward_root is not None
 
 
 def has_failed_in_backward(root: nn.Module) -> bool:
-    """Whether the last backward raised before FSDP2's callback at its end; to be asked outside of any backward."""
+    """Returns whether the last backward raised before FSDP2's callback at its end; to be asked outside of any
+    backward."""
     return bool(state_of(root)._state_ctx.post_backward_final_callback_queued)
 
 

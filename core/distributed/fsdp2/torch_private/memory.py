@@ -39,21 +39,22 @@ def gradient_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def shard_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
-    """This rank's shards, with their padding."""
+    """Yields this rank's shards, with their padding."""
     for group in param_groups(root):
         for parameter in group.fsdp_params:
             yield parameter._sharded_param_data
 
 
 def gathered_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that modules compute with, and autograd gives gradients to; none before the first all-gather."""
+    """Yields the parameters that modules compute with, and autograd gives gradients to; none before the first
+    all-gather."""
     for parameter in fsdp_parameters(root):
         if hasattr(parameter, "_unsharded_param"):
             yield parameter._unsharded_param
 
 
 def _reductions_under_way(comm_ctx: Any) -> list[Any]:
-    """Torch before 2.13 keeps one, later ones a list."""
+    """Returns torch's reductions under way; torch before 2.13 keeps one and later ones a list."""
     states = getattr(comm_ctx, "reduce_scatter_states", None)
     if states is None:
         states = [comm_ctx.reduce_scatter_state]

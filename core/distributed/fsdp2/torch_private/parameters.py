@@ -36,7 +36,7 @@ def _to_sharded(parameter: Any, method: Callable[[], None]) -> None:
 
 
 def shard_versions(root: nn.Module) -> list[int]:
-    """For each parameter a number that grows when its shard is written, as a DTensor or as the local tensor in it."""
+    """Returns for each parameter a number that grows when its shard is written, as a DTensor or its local tensor."""
     return [
         parameter.sharded_param._version + parameter._sharded_param_data._version
         for parameter in fsdp_parameters(root)
@@ -44,7 +44,8 @@ def shard_versions(root: nn.Module) -> list[int]:
 
 
 def gathered_versions(root: nn.Module) -> dict[Any, int]:
-    """The same of the gathered parameters that modules compute with, by torch's object; a gather is no write."""
+    """Returns the same of the gathered parameters that modules compute with, by torch's object; a gather is no
+    write."""
     parameters = (p for p in fsdp_parameters(root) if hasattr(p, "_unsharded_param"))
     return {parameter: parameter._unsharded_param._version for parameter in parameters}
 

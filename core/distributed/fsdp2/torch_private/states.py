@@ -22,7 +22,8 @@ when they are first asked for, because a walk over the modules costs more than m
 
 
 def param_groups(root: nn.Module) -> Sequence[Any]:
-    """The groups of parameters that are gathered together, each once, though all modules of a unit share its state.
+    """Returns the groups of parameters that are gathered together, each once, though all modules of a unit share its
+    state.
 
     Args:
         root: a sharded model; what is sharded in it later is not found.
@@ -47,5 +48,5 @@ def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
 
 
 def name_of_parameter(parameter: Any) -> str:
-    """The name below the root, of torch's object for a sharded parameter."""
+    """Returns the name below the root, of torch's object for a sharded parameter."""
     return str(parameter._param_fqn or parameter._module_info.param_name)

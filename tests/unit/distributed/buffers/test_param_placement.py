@@ -20,9 +20,13 @@ from core.comm import collectives
 from core.distributed import finalize_model_grads
 from core.distributed.buffers import bucket_group
 from core.distributed.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from core.errors import ShardstackError, WrapError
+from core.distributed.buffers.param_placement import ParamPlacement
+from core.errors import OptimizerError, ShardstackError, WrapError
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.optimizer.main_params import MainParam
+from core.optimizer.optimizer import MegatronOptimizer
 from tests.unit._spawn import RankFailure, run_distributed
-from tests.unit.distributed._toys import BUFFERED, batches, build, gradients, loss_of, oracle, toy
+from tests.unit.distributed._toys import BUFFERED, WRAPPERS, batches, build, gradients, loss_of, oracle, toy
 
 GATHERED_LATER = [kind for kind, fields in BUFFERED.items() if "overlap_param_gather" in fields]
 
@@ -174,6 +178,53 @@ def _notices(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2_overlap"])
 def test_a_parameter_that_is_no_longer_what_was_wrapped_is_named_at_the_next_sync(kind):
     run_distributed(_notices, 1, kind)
+
+
+def _train_step(model: nn.Module, optimizer: MegatronOptimizer) -> None:
+    model.zero_grad_buffer()
+    loss_of(model, batches(0)[0]).backward()
+    finalize_model_grads([model])
+    optimizer.step()
+
+
+def _notices_in_a_later_step(kind: str) -> None:
+    for change, message in CHANGES.items():
+        model = build(kind, toy())
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+        _train_step(model, optimizer)
+        model.finish_param_sync()
+        change(model.module)
+        before = {name: value.clone() for name, value in model.module.state_dict().items()}
+        model.zero_grad_buffer()
+        with pytest.raises((WrapError, OptimizerError), match=message):
+            model.finish_grad_sync()
+            optimizer.step()
+        after = model.module.state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1_overlap", "zero2"])
+def test_no_step_updates_parameters_after_one_has_moved(kind):
+    run_distributed(_notices_in_a_later_step, 1, kind)
+
+
+def _checks_once(kind: str) -> tuple[int, int]:
+    model = build(kind, toy())
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1), [model])
+    _train_step(model, optimizer)
+    of_wrapper = mock.patch.object(ParamPlacement, "check", autospec=True, side_effect=ParamPlacement.check)
+    of_optimizer = mock.patch.object(MainParam, "check_storage", autospec=True, side_effect=MainParam.check_storage)
+    with of_wrapper as wrapper, of_optimizer as storage:
+        for _ in range(3):
+            _train_step(model, optimizer)
+    return wrapper.call_count, storage.call_count
+
+
+def test_parameters_are_checked_once_a_step():
+    trained = sum(parameter.requires_grad for parameter in toy().parameters())
+    for kind in WRAPPERS:
+        expected = (0, 3 * trained) if kind == "fsdp2" else (3, 0)
+        assert run_distributed(_checks_once, 2, kind) == [expected] * 2, kind
 
 
 def _refuses_to_wrap_twice() -> None:

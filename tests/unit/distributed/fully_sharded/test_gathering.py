@@ -318,12 +318,13 @@ def _allocations() -> list[int]:
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
     found: list[int] = []
     for _ in range(3):
-        with mock.patch("core.distributed.buffers.bucket.passing_memory") as taken:
-            taken.side_effect = lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
-            model.zero_grad_buffer()
-            model(torch.ones(2, 6)).sum().backward()
-            finalize_model_grads([model])
-            optimizer.step()
+        taken = mock.Mock(side_effect=lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+        for buffer in model._buffers_of_shards:
+            buffer._allocate = taken
+        model.zero_grad_buffer()
+        model(torch.ones(2, 6)).sum().backward()
+        finalize_model_grads([model])
+        optimizer.step()
         found.append(sum(call.args[0] for call in taken.call_args_list))
     return found
 

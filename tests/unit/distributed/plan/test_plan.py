@@ -121,9 +121,12 @@ def _agrees_with_buffers(strategy: str, bucket_size: int | None) -> None:
         bucket = group.bucket
         assert [param.name for param in planned.params] == [slot.name for slot in bucket.slots]
         assert planned.elements == bucket.numel
-        for param, slot in zip(planned.params, bucket.slots, strict=True):
-            start, end = bucket.shard_range_of(slot.param)
-            assert param.bounds[rank + 1] - param.bounds[rank] == end - start
+        length = bucket.numel // plan.num_shards
+        places = planned.places_in_shard(rank)
+        for param, slot, place in zip(planned.params, bucket.slots, places, strict=True):
+            held = [element for element in range(slot.start, slot.end) if element // length == rank]
+            assert param.bounds[rank + 1] - param.bounds[rank] == len(held)
+            assert place == ((held[0] - length * rank, held[-1] + 1 - length * rank) if held else (0, 0))
             assert (param.bounds[0], param.bounds[-1]) == (0, slot.param.numel())
             assert param.cut == ("flat" if plan.num_shards > 1 else "whole")
 

@@ -197,6 +197,7 @@ def test_a_second_signal_ends_ranks_that_do_not_answer_and_a_third_needs_no_wait
     run.wait_for_its_ranks_to_end()
 
 
+@pytest.mark.long  # every module is compiled again
 def test_the_launcher_runs_without_its_docstrings(program):
     command = [sys.executable, "-OO", "-m", "core.training.launch", program("sys.exit(0)")]
     assert subprocess.run(command, timeout=LIMIT_S).returncode == 0

@@ -1,0 +1,198 @@
+"""One parameter's place in a bucket: where its gradient is computed, added up and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch_compat import NO_BACKWARD, current_backward
+from ...errors import ShardstackError
+from .life_cycle import Content
+
+_ALLOCATION_ALIGNMENT = 64
+"""Bytes, of every tensor that torch allocates on the CPU. What is aligned to `PARAM_ALIGNMENT` elements is so too."""
+
+
+@dataclass(eq=False, slots=True)
+class GradSlot:
+    """One parameter's place in a bucket.
+
+    ``param.main_grad`` is a view of it: zeros at first, or None after `clear` until a gradient arrives, which is then
+    copied instead of added to zeros.
+    """
+
+    param: nn.Parameter
+    name: str
+    start: int
+    end: int
+    """Elements ``[start, end)`` of the bucket."""
+
+    grad_dtype: torch.dtype
+    """Of `view`."""
+
+    allocate: Callable[[], None]
+    """Allocates the bucket's whole gradient, after which `view` of each of its places is set."""
+
+    accumulates_in_fp32: bool = False
+    """``param.main_grad`` is `accumulator`; its values are rounded into `view` when the bucket is reduced."""
+
+    accumulator: Tensor | None = None
+    """fp32, of the parameter's shape; allocated when a gradient arrives, freed with the bucket's whole gradients."""
+
+    view: Tensor | None = None
+    """The parameter's part of the bucket's whole gradient, while that is allocated; set by `hold`."""
+
+    content: Content = Content.STALE
+    """What is in memory; changed by the methods of this class alone, to what `Content` says."""
+
+    borrower: int = NO_BACKWARD
+    """The backward that computes the gradient in memory, while the content is LENT."""
+
+    is_written_by_layer: bool = False
+    """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed. Set for good by the
+    first such gradient, or by the wrapper."""
+
+    @property
+    def main_grad_dtype(self) -> torch.dtype:
+        """That of the parameter's ``main_grad``."""
+        return torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether an optimizer has to read a gradient of this parameter.
+
+        One that is trainable now always has one, zeros where no backward reached it; a frozen one has what came
+        before it was frozen.
+        """
+        return self.param.requires_grad or self.content.has_arrived
+
+    # ---- memory
+
+    def hold(self, data: Tensor) -> None:
+        """Takes its part of the bucket's whole gradient `data` `[numel]`."""
+        self.view = data[self.start : self.end].view(self.param.shape)
+        if self.accumulates_in_fp32:
+            self.param.main_grad_copy_in_grad_buffer = self.view  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """Lets go of the memory, whose values were sent."""
+        self.view, self.accumulator, self.content = None, None, self.content.released()
+        self.param.main_grad = None  # type: ignore[attr-defined]
+        if self.accumulates_in_fp32:
+            self.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
+
+    def show(self) -> Tensor:
+        """Makes ``main_grad`` its memory, allocating it where it was released."""
+        memory = self._memory()
+        self.param.main_grad = memory  # type: ignore[attr-defined]
+        return memory
+
+    def _memory(self) -> Tensor:
+        """Returns the memory in which the gradient accumulates."""
+        if not self.accumulates_in_fp32:
+            return self._place()
+        if self.accumulator is None:
+            self.accumulator = torch.zeros(self.param.shape, dtype=torch.float32, device=self.param.device)
+        return self.accumulator
+
+    def _place(self) -> Tensor:
+        if self.view is None:
+            self.allocate()
+        return self.view  # type: ignore[return-value]
+
+    def is_memory_of(self, gradient: Tensor) -> bool:
+        """Returns whether `gradient` is the parameter's place here."""
+        return self.view is not None and not gradient.is_sparse and gradient.data_ptr() == self.view.data_ptr()
+
+    # ---- gradients that come
+
+    def lend(self) -> Tensor | None:
+        """Returns ``main_grad``, for a layer to compute a gradient in, until that gradient is added.
+
+        None where it holds a gradient already, is of another dtype than the layer's, is lent to another use, or is not
+        aligned as memory of its own would be: the last bits of a matrix product depend on that, and would differ
+        from those under a strategy whose parameters lie elsewhere.
+        """
+        is_free = self.content is not Content.LENT and not self.content.counts
+        if not is_free or self.param.dtype != self.main_grad_dtype:
+            return None
+        memory = self._memory()
+        if memory.data_ptr() % _ALLOCATION_ALIGNMENT:
+            return None
+        self.content, self.borrower = self.content.lent(), current_backward()
+        return memory.detach()  # autograd copies a gradient that has other references, so not the view
+
+    def take_back(self) -> None:
+        """Ends what `lend` began, as the gradient of the backward is there to be added.
+
+        Raises:
+            ShardstackError: the backward that borrowed has not ended.
+        """
+        if self.content is Content.LENT and self.borrower != current_backward():
+            raise ShardstackError(
+                f"parameter {self.name} got a gradient while another backward had begun to compute one and has not "
+                "brought it: a checkpoint with use_reentrant=True inside (use False), or a backward that raised (call "
+                "zero_grad_buffer); or set gradient_accumulation_fusion to False"
+            )
+        self.content = self.content.returned()
+
+    def add(self, gradient: Tensor) -> None:
+        """Adds into ``main_grad``. A `gradient` that was computed there is left there; one may be sparse."""
+        memory = self.show()
+        if gradient.is_sparse:
+            if not self.content.counts:
+                memory.zero_()
+            memory.add_(gradient.coalesce())  # each row once, so that it is rounded as if it were dense
+        elif gradient.data_ptr() == memory.data_ptr():
+            pass
+        elif self.content.counts:
+            memory.add_(gradient)
+        else:
+            memory.copy_(gradient)
+        self.content = self.content.added()
+
+    def replace(self, gradient: Tensor) -> None:
+        """Makes `gradient` the parameter's, in place of what has been added."""
+        self.take_back()
+        self.content = self.content.cleared()
+        self.add(gradient)
+
+    def note_written_by_layer(self) -> None:
+        """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
+        self.content, self.is_written_by_layer = self.content.added(), True
+
+    # ---- steps
+
+    def clear(self) -> None:
+        """Makes the gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
+        if self.content.counts:  # else it is None already
+            self.param.main_grad = None  # type: ignore[attr-defined]
+        self.content = self.content.cleared()
+
+    def complete(self) -> None:
+        """Makes zero what has not arrived, and rounds what was added elsewhere into `view`."""
+        memory = self.show()
+        if not self.content.counts:
+            memory.zero_()
+            self.content = self.content.zeroed()
+        if self.accumulator is not None:
+            self._place().copy_(self.accumulator)
+
+    def note_zeros(self) -> None:
+        """Shows its memory, which is zeros: what is written there before a backward counts."""
+        self.show()
+        self.content = self.content.zeroed()
+
+    def prepare_for_layer(self) -> None:
+        """Gives a layer that adds into ``main_grad`` itself the zeros to add to."""
+        if self.is_written_by_layer:
+            self.show().zero_()
+            self.content = self.content.zeroed()
+
+    def take_reduced(self) -> None:
+        """Copies what was reduced into a ``main_grad`` that is no view of the bucket."""
+        if self.accumulator is not None and self.view is not None:
+            self.accumulator.copy_(self.view)
