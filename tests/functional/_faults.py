@@ -220,13 +220,13 @@ def _stale_unit(gather: Any, reached: Reached) -> Any:
         return first[unit]
 
     def gather_flat(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        (shard,) = at_first(self._subject, [input_tensor])
+        (shard,) = at_first(self._unit, [input_tensor])
         return gather(self, output_tensor=output_tensor, input_tensor=shard, **options)
 
     def gather_each(
         self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> Any:
-        return gather(self, outputs, at_first(self._subject, inputs), group)
+        return gather(self, outputs, at_first(self._unit, inputs), group)
 
     return gather_each if gather.__name__ == "gather_each" else gather_flat
 

@@ -11,9 +11,9 @@ from ...comm.memory import Allocate
 from ...host_memory import passing_memory
 from ..groups import subgroup
 from ..plan import FullyShardedPlan
-from .memory import ShardedBuffer, Slot
+from .memory import ShardedBuffer
 from .piece import Piece
-from .unit import Unit
+from .unit import Slot, Unit
 
 
 def build_units(

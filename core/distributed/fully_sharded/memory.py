@@ -1,10 +1,9 @@
-"""Memory of sharded parameters: the shards that a rank keeps, and the slots that units are gathered into."""
+"""The shards that a rank keeps of parameters, and the memory of their gradients."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +13,6 @@ from ...host_memory import passing_memory
 from ..buffers.bucket import Bucket
 from ..buffers.flat_memory import FlatMemory
 from ..plan import BucketPlan, BufferPlan
-
-if TYPE_CHECKING:
-    from .unit import Unit
-
 
 _GRAD_SLOTS = 2
 """Of one size: one that is filled while the other is reduced."""
@@ -100,21 +95,3 @@ class ShardedBuffer(FlatMemory):
         """`[elements / num_shards]`: this rank's shard of a bucket's parameters."""
         start, end = bucket.layout.start, bucket.layout.end
         return self.shards[start // self._num_param_shards : end // self._num_param_shards]
-
-
-class Slot:
-    """Memory that units of one size are gathered into, one at a time.
-
-    Args:
-        sizes: elements, dtype and device of each of its parts.
-        allocate: of their memory.
-
-    Attributes:
-        parts: the whole parameters of a unit, by kind, as long as the model is wrapped.
-        owner: the unit whose values are in it, or on their way. Set when a gather begins; None after the shards were
-            written, before the first gather, and once no unit of it is valid.
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
-        self.parts = [allocate(*size) for size in sizes]
-        self.owner: Unit | None = None

@@ -1,4 +1,4 @@
-"""A unit of sharded parameters: views of a slot, valid while the unit owns it."""
+"""A unit of sharded parameters, and the slot that it is gathered into: its parameters are views of it for good."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed import ProcessGroup
 from ..._torch_compat import NO_BACKWARD
 from ...comm import collectives
 from ...comm.lane import CommLane, Handle
+from ...comm.memory import Allocate
 from ...errors import UnitError
 from ...host_memory import passing_memory
 from ...tensor_parallel.allocation import has_no_memory
 from ..buffers.pending_parameters import can_be_pending, end_pending, make_pending
-from .memory import Slot
 from .piece import Piece
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
@@ -27,6 +27,24 @@ check for hidden ones, by a saved view or in C++, then shows. Each use gathers a
 
 def _poisons() -> bool:
     return os.environ.get(POISONS) == "1"
+
+
+class Slot:
+    """Memory that units of one size are gathered into, one at a time.
+
+    Args:
+        sizes: elements, dtype and device of each of its parts.
+        allocate: of their memory.
+
+    Attributes:
+        parts: the whole parameters of a unit, by kind, as long as the model is wrapped.
+        owner: the unit whose values are in it, or on their way. Set when a gather begins; None after the shards were
+            written, before the first gather, and once no unit of it is valid.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
+        self.parts = [allocate(*size) for size in sizes]
+        self.owner: Unit | None = None
 
 
 class Unit:
