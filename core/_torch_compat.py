@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -114,6 +115,18 @@ def forget_sharding_decisions() -> None:
     for name in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
         if (clear := getattr(debug, name, None)) is not None:
             clear()
+
+
+def group_time_limit(group: dist.ProcessGroup) -> timedelta:
+    """Returns how long a backend lets a collective of a group take; torch's default where it does not say."""
+    for kind in ("cuda", "cpu"):
+        try:
+            limit = group._get_backend(torch.device(kind)).options._timeout
+        except (AttributeError, RuntimeError):  # no backend for such tensors, or one without options
+            continue
+        if isinstance(limit, timedelta):
+            return limit
+    return dist.constants.default_pg_timeout
 
 
 def flight_recorder() -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from .. import device
+
 
 class CallRecord(Protocol):
     """The record of a group's calls (`record.CollectiveRecord`), as one of the calls sees it."""
@@ -15,6 +17,7 @@ class CallRecord(Protocol):
     rank: int
     num_ranks: int
     ranks: list[int]
+    limit_s: float
 
     def count(self, kind: str, what: str) -> tuple[int, int]: ...
 
@@ -41,19 +44,33 @@ class Collective:
         number: calls of any kind in the group so far, this one included.
     """
 
-    __slots__ = ("ended_at", "kind", "num_bytes", "number", "occurrence", "outer", "record", "started_at", "what")
+    __slots__ = (
+        *("ended_at", "event", "kind", "num_bytes", "number", "occurrence"),
+        *("on_device", "outer", "record", "started_at", "what"),
+    )
 
-    def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int) -> None:
+    def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int, on_device: bool = False) -> None:
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
+        self.on_device = on_device
         self.number, self.occurrence = record.count(kind, what)
         self.started_at = time.time()
         self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs
+        # Where the accelerator is through with the call: `ended` records it there. Any thread may query it.
+        self.event: device.Event | None = None
         # The collective that this thread was already in: `__enter__` sets it, and `__exit__` returns to it.
         self.outer: Collective | None = None
 
     def ended(self) -> None:
-        """Records that the result is in memory; on an accelerator, that the call is enqueued."""
+        """Records that the result is in memory; on an accelerator, that the call is enqueued on the current
+        stream."""
+        if self.on_device:
+            self.event = device.record_event()
         self.ended_at = time.time()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the result is in memory, on an accelerator too; waits for nothing."""
+        return self.ended_at is not None and (self.event is None or self.event.query())
 
     def __enter__(self) -> Collective:
         self.outer, _here.collective = getattr(_here, "collective", None), self
@@ -84,7 +101,7 @@ class Collective:
             self.what,
             self.num_bytes,
             self.started_at,
-            self.ended_at,
+            self.ended_at if self.is_over else None,
         ]
 
 
@@ -92,7 +109,7 @@ class _Unrecorded(Collective):
     """Does nothing: what `recorded` returns while recording is off."""
 
     def __init__(self) -> None:
-        self.ended_at = None
+        self.ended_at, self.event, self.on_device = None, None, False
 
     def ended(self) -> None:
         pass

@@ -24,6 +24,10 @@ What = str | Collective
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
+SKIPS_GROUPS_OF_ONE = True
+"""Whether a rank that is alone in its group calls no backend. Tests set it to False, so that what several ranks would
+do is done on one GPU."""
+
 
 def reduce_scatter(
     output: Tensor,
@@ -94,13 +98,13 @@ def all_reduce(
     """
     size = group.size()
     in_two_steps = (
-        gloo.exchanges_directly(group, tensor.device)
+        _exchanges_directly(group, tensor)
         or order is not None
         or (fp32_accumulation and tensor.dtype in _LOW_PRECISION)
     )
     with _recorded("all-reduce", what, tensor, group):
-        if size == 1 or not in_two_steps:
-            if size > 1:
+        if _is_alone(group) or not in_two_steps:
+            if not _is_alone(group):
                 dist.all_reduce(tensor, op, group=group)
             store(tensor, tensor, scale, accumulate=False)
             return
@@ -127,6 +131,14 @@ def all_reduce_by_backend(
     """
     with _recorded("all-reduce", what, tensor, group):
         dist.all_reduce(tensor, op, group=group)
+
+
+def _is_alone(group: ProcessGroup) -> bool:
+    return group.size() == 1 and SKIPS_GROUPS_OF_ONE
+
+
+def _exchanges_directly(group: ProcessGroup, tensor: Tensor) -> bool:
+    return group.size() > 1 and gloo.exchanges_directly(group, tensor.device)
 
 
 def _recorded(kind: str, what: What, payload: Tensor, group: ProcessGroup | None) -> Collective:
@@ -165,9 +177,9 @@ def _reduce_scatter(
     in_fp32 = fp32_accumulation and input_.dtype in _LOW_PRECISION
     if not len(input_):
         return
-    if size == 1:
+    if _is_alone(group):
         store(output, input_, scale, accumulate)
-    elif gloo.exchanges_directly(group, input_.device):
+    elif _exchanges_directly(group, input_):
         scale = scale / size if op == ReduceOp.AVG else scale
         gloo.exchange_and_add(output, input_, group, scale=scale, accumulate=accumulate, in_fp32=in_fp32, order=order)
     elif in_fp32 or order is not None:
@@ -188,7 +200,7 @@ def _reduce_scatter(
 def _all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> None:
     if not len(output):
         return
-    if gloo.exchanges_directly(group, output.device):
+    if _exchanges_directly(group, output):
         gloo.wait_for(gloo.start_all_gather(output, input_, group))
     else:
         all_gather_single(output, input_, group)

@@ -111,7 +111,8 @@ def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
 
 class _StreamLane(CommLane):
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        # Before computation where both could start, as FSDP2's: what is sent early is waited for less.
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     def submit(self, run: Callable[[], None]) -> Handle:
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -18,12 +18,14 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .call import UNRECORDED, Collective
+from .._torch_compat import group_time_limit
+from .call import UNRECORDED, CallRecord, Collective
 
 NUM_CALLS_KEPT = 64
 """Calls that each rank keeps per group."""
@@ -40,6 +42,7 @@ class CollectiveRecord:
         ranks: the members' ranks in the world, in the order of the group.
         calls: the oldest first. `collective` appends; the ring drops the oldest.
         num_calls: all calls so far, those that the ring has dropped included.
+        limit_s: how long the backend lets a call take.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -47,9 +50,13 @@ class CollectiveRecord:
         self.ranks = dist.get_process_group_ranks(group)
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
+        self.limit_s = group_time_limit(group).total_seconds()
+        # The first call that the ring has dropped before an accelerator was through with it. Set by `collective`,
+        # which replaces it once it is over.
+        self._dropped: Collective | None = None
         self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
-        # The last published state: the number of calls and when the last one ended. Only `publish` uses it.
-        self._published: tuple[int, float | None] | None = None
+        # The last published state: the number of calls and how many of the last ones are over. Only `publish` uses it.
+        self._published: tuple[int, int] | None = None
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
         """Counts a new call; returns its number among all calls, and among those of its kind and payload."""
@@ -57,16 +64,23 @@ class CollectiveRecord:
         self._counts[kind, what] += 1
         return self.num_calls, self._counts[kind, what]
 
-    def collective(self, kind: str, what: str, num_bytes: int) -> Collective:
+    def collective(self, kind: str, what: str, num_bytes: int, on_device: bool = False) -> Collective:
         """Records that a collective begins."""
-        call = Collective(self, kind, what, num_bytes)
+        call = Collective(self, kind, what, num_bytes, on_device)
+        if len(self.calls) == NUM_CALLS_KEPT and (self._dropped is None or self._dropped.is_over):
+            self._dropped = None if self.calls[0].is_over else self.calls[0]
         self.calls.append(call)
         return call
+
+    def first_unfinished(self) -> Collective | None:
+        """Returns the first call that is not over, on an accelerator too; None if all are."""
+        calls = [*([] if self._dropped is None else [self._dropped]), *self.calls]
+        return next((call for call in calls if not call.is_over), None)
 
     def publish(self) -> None:
         """Writes the last calls into the store for other ranks, if there are new ones."""
         calls = list(self.calls)[-NUM_CALLS_PUBLISHED:]
-        state = (self.num_calls, calls[-1].ended_at if calls else None)
+        state = (self.num_calls, sum(call.is_over for call in calls))
         if state == self._published:
             return
         text = json.dumps({"num_calls": state[0], "calls": [call.as_json() for call in calls]})
@@ -94,8 +108,10 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
     """
     if not is_recording():
         return UNRECORDED
-    num_bytes = payload if isinstance(payload, int) else payload.numel() * payload.element_size()
-    return record_of(group).collective(kind, what, num_bytes)
+    if isinstance(payload, int):
+        return record_of(group).collective(kind, what, payload)
+    num_bytes = payload.numel() * payload.element_size()
+    return record_of(group).collective(kind, what, num_bytes, on_device=payload.is_cuda)
 
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
@@ -123,6 +139,14 @@ def latest_collective() -> Collective | None:
     return max(latest, key=lambda call: call.started_at, default=None)
 
 
+def first_unfinished(at_least_s: Callable[[CallRecord], float]) -> Collective | None:
+    """Returns the collective that is under way for longest, in any group, if that is `at_least_s` of its record."""
+    now = time.time()
+    calls = [call for record in _live_records() if (call := record.first_unfinished()) is not None]
+    late = [call for call in calls if now - call.started_at > at_least_s(call.record)]
+    return min(late, key=lambda call: call.started_at, default=None)
+
+
 def _live_records() -> list[CollectiveRecord]:
     return [record for reference in list(_every_record) if (record := reference()) is not None]
 
@@ -134,6 +158,20 @@ _every_record: list[weakref.ref[CollectiveRecord]] = []
 
 
 # ---- asking the other ranks
+
+
+MOST_ASKING = 8
+"""Ranks that compare themselves with all others after a failure: each reads a record of each rank in the store."""
+
+
+def may_ask_other_ranks() -> bool:
+    """Returns whether this rank is among the first `MOST_ASKING` that ask, or the world is no larger."""
+    if dist.get_world_size() <= MOST_ASKING:
+        return True
+    try:
+        return int(_store().add(_ASKING, 1)) <= MOST_ASKING
+    except Exception:  # the store may have gone with the rank that held it
+        return True
 
 
 def ask_other_ranks() -> None:
@@ -204,6 +242,7 @@ class _Listener:
 
 _listener = _Listener()
 _QUESTIONS = "shardstack/collectives/questions"
+_ASKING = "shardstack/collectives/asking"
 
 
 def _store() -> Any:

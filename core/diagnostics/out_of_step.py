@@ -1,9 +1,9 @@
 """Explains ranks out of step: compares what a rank that waited in vain and the other ranks have called.
 
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
-operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for, and so
-does NCCL with `TORCH_NCCL_BLOCKING_WAIT=1`. Without it torch's watchdog ends the process, with a message
-of its own.
+operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for. Under
+NCCL the host waits only where it reads a step's result; there `core.comm.host_read` looks at how long collectives have
+been running on the device, and raises before torch's watchdog would end the process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .._torch_compat import flight_recorder
 from ..comm.call import Collective, explain_failures_with
-from ..comm.record import ask_other_ranks, is_recording, latest_collective
+from ..comm.record import MOST_ASKING, ask_other_ranks, is_recording, latest_collective, may_ask_other_ranks
 from ..errors import OutOfStepError, ShardstackError
 from ..text import listed, rank_list, readable_bytes
 from .out_of_memory import is_out_of_memory
@@ -71,6 +71,12 @@ def _message_without_record(error: BaseException) -> str:
 def _message(error: BaseException, call: Collective) -> str:
     record = call.record
     waited = time.time() - call.started_at
+    if not may_ask_other_ranks():
+        return (
+            f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s in vain in "
+            f"{_name(call)}, its call {call.number} in this group; {MOST_ASKING} ranks failed before it, and their "
+            f"messages say where the others are. The backend said: {_first_line(error)}"
+        )
     ask_other_ranks()
     others = [rank for rank in range(record.num_ranks) if rank != record.rank]
     states: dict[str, list[int]] = defaultdict(list)

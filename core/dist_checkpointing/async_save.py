@@ -30,8 +30,7 @@ class AsyncSaver:
     """
 
     def __init__(self) -> None:
-        joined = dist.is_available() and dist.is_initialized()
-        self._group = dist.new_group(backend="gloo", timeout=_GROUP_LIMIT) if joined else None
+        self._group: dist.ProcessGroup | None = None  # the first `save` makes it: each rank connects to each
         self._staging = HostStaging()
         self._thread: threading.Thread | None = None  # `save` starts it, `wait` joins and clears it
         self._error: BaseException | None = None  # set by the thread, raised and cleared by `wait`
@@ -52,6 +51,8 @@ class AsyncSaver:
             CheckpointError: as `wait` does, for the previous checkpoint.
         """
         self.wait()
+        if self._group is None and dist.is_available() and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=_GROUP_LIMIT)
         state = dict(state)  # the caller may change the mapping as soon as this returns, as it may the values
         self._staging.begin(state, self._agree)
         arguments = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +21,11 @@ from .model.broadcast import broadcast_tensors
 from .model.initial_values import start_equal
 from .model.same_model import reject_different_models
 from .model.unfit_models import reject_unfit
+from .model.unit_transforms import transform_modules
 from .plan import plan_buffers
 from .plan.layout import FullParamLayout
+from .plan.units import UnitChoice
+from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 
 
 class DistributedDataParallel(_FlatDataParallel):
@@ -52,6 +55,8 @@ class DistributedDataParallel(_FlatDataParallel):
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
         full_param_layout: from `DistributedOptimizer.compute_full_param_layout`; it has to be what the wrapper
             computes itself.
+        sub_modules_to_wrap: as `TorchFullyShardedDataParallel` takes it; here of the modules that are recomputed or
+            compiled (``activation_checkpointing``, ``compile_units``).
         process_group: the ranks that hold replicas, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism.
         finish_in_backward: finish gradients at the end of each backward outside `no_sync`, as torch's DDP does, and
@@ -72,6 +77,7 @@ class DistributedDataParallel(_FlatDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
         full_param_layout: FullParamLayout | None = None,
         *,
+        sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
         process_group: Ranks | None = None,
         finish_in_backward: bool = False,
     ) -> None:
@@ -80,7 +86,15 @@ class DistributedDataParallel(_FlatDataParallel):
         groups = find_groups(caller, ddp_config.num_distributed_optimizer_instances, process_group, pg_collection)
         model = unwrap_model(module)
         reject_unfit(module)
-        plan = plan_buffers(model, config, ddp_config, groups, caller=caller, disable_bucketing=disable_bucketing)
+        plan = plan_buffers(
+            model,
+            config,
+            ddp_config,
+            groups,
+            caller=caller,
+            unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
+            disable_bucketing=disable_bucketing,
+        )
         if finish_in_backward and plan.strategy != "no_shard":
             raise ParallelConfigError(
                 "finish_in_backward leaves whole gradients in param.grad, and the sharding strategy "
@@ -93,6 +107,8 @@ class DistributedDataParallel(_FlatDataParallel):
             )
         super().__init__(config, module, ddp_config, plan, finish_in_backward=finish_in_backward)
         reject_different_models(module, plan)
+        for transform in plan.transforms:
+            transform_modules(transform.modules, transform.recomputes, transform.is_compiled)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
         self._grad_buffers = self._build_buffers(model)

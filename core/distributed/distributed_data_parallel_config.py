@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import GradSyncError, ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
@@ -60,11 +61,13 @@ class DistributedDataParallelConfig:
     grad_reduce_in_fp32: bool = False
     """Accumulate and reduce gradients of parameters in lower precision in fp32."""
 
-    overlap_grad_reduce: bool = False
-    """Reduce a bucket of gradients while the backward of earlier layers still runs."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce a bucket of gradients while the backward of earlier layers still runs. None: on a GPU, and not on CPU,
+    where computation would have to share its cores."""
 
-    overlap_param_gather: bool = False
-    """Gather parameters while the forward of earlier layers still runs; ignored if they are replicated."""
+    overlap_param_gather: bool | None = None
+    """Gather parameters while the forward of earlier layers still runs. None: on a GPU. Ignored if they are
+    replicated."""
 
     use_distributed_optimizer: bool = False
     """Shard the optimizer state; by itself it means the strategy ``optim``."""
@@ -82,7 +85,8 @@ class DistributedDataParallelConfig:
     """Elements, not bytes, at which a bucket is full; one collective reduces one bucket.
 
     None means ``max(40_000_000, 1_000_000 * dp)`` if buckets are reduced during backward (``overlap_grad_reduce``, or
-    the strategy ``optim_grads``), and else one bucket for each dtype.
+    the strategy ``optim_grads``) or gathered during forward (``overlap_param_gather``), and else one bucket for each
+    dtype.
     """
 
     num_buckets: int | None = None
@@ -119,6 +123,18 @@ class DistributedDataParallelConfig:
     data_parallel_sharding_strategy: str = "no_shard"
     """What is sharded: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
 
+    # ---- what is done to each unit, a layer of the model
+
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Compute activations again in backward: all of a unit from its inputs (``full``), or all but the results of
+    matrix products, every second one of linear layers, and of attention (``selective``)."""
+
+    activation_checkpointing_interval: int = 1
+    """Do so to every n-th unit, the first included."""
+
+    compile_units: bool = False
+    """Compile each unit's forward with `torch.compile`."""
+
     def __post_init__(self) -> None:
         if self.data_parallel_sharding_strategy not in SHARDING_STRATEGIES:
             raise ParallelConfigError(
@@ -135,6 +151,7 @@ class DistributedDataParallelConfig:
             if value is not None and value < 1:
                 raise ParallelConfigError(f"{name} is {value}; it takes a positive number")
         self._reject_contradictions()
+        self._check_units()
 
     def _reject_contradictions(self) -> None:
         strategy = self.sharding_strategy
@@ -165,6 +182,18 @@ class DistributedDataParallelConfig:
             raise ParallelConfigError(
                 f"reduce_every_micro_batch is set with the sharding strategy {strategy!r}, which reduces the sum of "
                 "all micro-batches; drop it, or set data_parallel_sharding_strategy='optim_grads' or beyond"
+            )
+
+    def _check_units(self) -> None:
+        if self.activation_checkpointing not in ("none", "full", "selective"):
+            raise ParallelConfigError(
+                f"activation_checkpointing is {self.activation_checkpointing!r}; it takes none, full or selective"
+            )
+        interval = self.activation_checkpointing_interval
+        if interval < 1 or (interval > 1 and self.activation_checkpointing == "none"):
+            raise ParallelConfigError(
+                f"activation_checkpointing_interval is {interval} with activation_checkpointing "
+                f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
             )
 
     @property

@@ -111,18 +111,6 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
     buffer_dtype: Dtype | None = None
     """Dtype to which the model's floating-point buffers are cast once, at construction. None: they stay."""
 
-    # ---- what is done to each unit
-
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Compute activations again in backward: all of a unit from its inputs (``full``), or all but the results of
-    matrix products, every second one of linear layers, and of attention (``selective``)."""
-
-    activation_checkpointing_interval: int = 1
-    """Do so to every n-th unit, the first included."""
-
-    compile_units: bool = False
-    """Compile each unit's forward with `torch.compile`."""
-
     # ---- memory
 
     cpu_offload: bool = False
@@ -178,7 +166,6 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
             raise ParallelConfigError(
                 f"outer_dp_sharding_strategy is {self.outer_dp_sharding_strategy!r}; it takes no_shard or optim"
             )
-        self._check_units()
         if self.keep_gathered_between_micro_batches not in ("none", "ends", "all"):
             raise ParallelConfigError(
                 f"keep_gathered_between_micro_batches is {self.keep_gathered_between_micro_batches!r}; it takes none, "
@@ -191,18 +178,6 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
                 "keep_gathered_between_micro_batches='all' keeps every unit gathered for a whole step, and "
                 f"reshard_after_forward is {self.reshard_after_forward} with reshard_overrides "
                 f"{list(self.reshard_overrides)}; drop one of the two"
-            )
-
-    def _check_units(self) -> None:
-        if self.activation_checkpointing not in ("none", "full", "selective"):
-            raise ParallelConfigError(
-                f"activation_checkpointing is {self.activation_checkpointing!r}; it takes none, full or selective"
-            )
-        interval = self.activation_checkpointing_interval
-        if interval < 1 or (interval > 1 and self.activation_checkpointing == "none"):
-            raise ParallelConfigError(
-                f"activation_checkpointing_interval is {interval} with activation_checkpointing "
-                f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
             )
 
 

@@ -71,6 +71,15 @@ class GradientState:
         """Records that an optimizer has divided gradients by its loss scale, so that no step may use them again."""
         self.phase = Phase.UNSCALED
 
+    def note_skipped(self, before: Phase) -> None:
+        """Records that the step was skipped, so that gradients were not divided: they are again what they were.
+
+        Args:
+            before: the phase before the step; where gradients have gone on since, it is no longer theirs.
+        """
+        if self.phase is Phase.UNSCALED:
+            self.phase = before
+
     def note_broken(self) -> None:
         """Records that a backward raised, and left gradients of some parameters only."""
         self.phase = Phase.BROKEN

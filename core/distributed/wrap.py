@@ -36,7 +36,7 @@ def wrap_model(
     Args:
         process_group: the ranks, or a mesh of them; as in the wrappers.
         pg_collection: the same in Megatron-LM's form.
-        sub_modules_to_wrap: classes of units, if the wrapper has units.
+        sub_modules_to_wrap: classes of units.
         disable_bucketing: as in the wrappers.
     """
     common: dict[str, Any] = {
@@ -48,4 +48,4 @@ def wrap_model(
         return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
     if shards_parameters(ddp_config.sharding_strategy):
         return FullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
-    return DistributedDataParallel(config, ddp_config, module, **common)
+    return DistributedDataParallel(config, ddp_config, module, sub_modules_to_wrap=sub_modules_to_wrap, **common)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import parallel_state
 from ..comm.collectives import all_reduce_by_backend
+from ..comm.host_read import known_on_host
 from ..device import current_device
 from .exact_squares import (
     CHUNK_ELEMENTS,
@@ -70,14 +71,21 @@ class GradientStatistics:
             if counted and not getattr(p.param, "shared", False):
                 members.append(index)
 
-    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool = False) -> tuple[float, int | None]:
-        """Returns the L2 norm of the gradient in double, and how many of its elements are zero if asked.
+    def measure(self, grads: Sequence[Tensor | None], count_zeros: bool = False) -> Tensor:
+        """Returns the L2 norm of the gradient, and how many of its elements are zero if asked, else 0.
 
-        `grads`: this rank's gradients, in the order of the parameters; None where there is none this step. Every
-        rank has to call it. Waits once for the device.
+        Every rank has to call it. Waits for no device, unless the norm is to be exact.
+
+        Args:
+            grads: this rank's gradients, in the order of the parameters; None where there is none this step.
+
+        Returns:
+            `[2]` in double, on the device of this process.
         """
         if self._is_exact:
-            return self._measure_exactly(grads, count_zeros)
+            return torch.tensor(
+                self._measure_exactly(grads, count_zeros), dtype=torch.float64, device=current_device()
+            )
         device = current_device()
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for key, groups in self._shard_groups.items():
@@ -90,10 +98,10 @@ class GradientStatistics:
             if self._is_first_of_model or key not in self._summed_over_model:
                 total += sums
         self._reduce_over_model(total, "the gradient norm over the model")
-        square, zeros = total.tolist()
-        return math.sqrt(square), int(zeros) if count_zeros else None
+        return torch.stack([total[0].sqrt(), total[1]])
 
-    def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> tuple[float, int | None]:
+    def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> tuple[float, int]:
+        """Returns the same two numbers; the host adds up, and waits for the device."""
         device = current_device()
         largest = torch.zeros((), dtype=torch.float64, device=device)
         for key, groups in self._shard_groups.items():
@@ -116,7 +124,7 @@ class GradientStatistics:
         self._reduce_over_model(total, "the gradient norm over the model")
         *digits, num_zeros = total.tolist()
         norm = math.inf if exponent is None else root_of_digits(digits, exponent)
-        return norm, num_zeros if count_zeros else None
+        return norm, num_zeros
 
     def _counted(self, grads: Sequence[Tensor | None], key: tuple[str, ...]) -> list[Tensor]:
         return [grad for grad in (grads[i] for i in self._members[key]) if grad is not None and grad.numel()]
@@ -134,31 +142,50 @@ def _share_ranks(groups: Sequence[dist.ProcessGroup], model_group: dist.ProcessG
     return any(len(ranks.intersection(dist.get_process_group_ranks(group))) > 1 for group in groups)
 
 
-def round_to_fp32(value: float) -> float:
-    """Returns `value` as fp32 holds it, infinite where it is too large."""
-    return torch.tensor(value, dtype=torch.float64).float().item()
-
-
-def clip_coefficient(norm: float, max_norm: float) -> float:
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Returns the factor that brings gradients of `norm` down to `max_norm`: at most 1, and 1 where `max_norm` is 0.
 
     The small constant is Megatron-LM's and torch's, so that clipped runs agree with theirs.
+
+    Args:
+        norm: 0-dim, in double; so is the result.
     """
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0
+    if max_norm <= 0.0:
+        return torch.ones_like(norm)
+    return (torch.full_like(norm, max_norm) / (norm + 1e-6)).clamp(max=1.0)
+
+
+def multiply_gradients(grads: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies gradients in place by a 0-dim double; where that is known to be one, leaves them alone."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    if known_on_host(factor) == 1.0:
+        return
+    for (device, dtype), same in by_kind.items():  # one kernel of torch for each takes a factor of its own kind
+        torch._foreach_mul_(same, factor.to(device, dtype))
 
 
 def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
-    """Returns ``[sum of squares, number of zeros]`` in double; no tensor is converted to double as a whole."""
-    square = zeros = 0.0
+    """``[sum of squares, number of zeros]`` in double; no tensor is converted to double as a whole."""
+    squares: list[Tensor] = []
+    others: list[Tensor] = []
+    numel = 0
     buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64)
     for grad in grads:
         for chunk in grad.reshape(-1).split(CHUNK_ELEMENTS):
             double = buffer[: chunk.numel()].copy_(chunk)
-            square += torch.dot(double, double).item()
+            squares.append(torch.dot(double, double))
             if count_zeros:  # on CPU three times as fast as `count_nonzero`
                 torch.ne(double, 0.0, out=double)
-                zeros += chunk.numel() - torch.dot(double, double).item()
-    return torch.tensor([square, zeros], dtype=torch.float64)
+                others.append(torch.dot(double, double))
+                numel += len(double)
+    return torch.stack([_sum_in_order(squares), numel - _sum_in_order(others)])
+
+
+def _sum_in_order(addends: list[Tensor]) -> Tensor:
+    """Adds 0-dim doubles one after the other: how many there are does not change how the first are added."""
+    return torch.stack(addends).cumsum(0)[-1] if addends else torch.zeros((), dtype=torch.float64)
 
 
 def _sum_on_device(grads: list[Tensor], count_zeros: bool, device: torch.device) -> Tensor:

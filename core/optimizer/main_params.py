@@ -76,7 +76,7 @@ class MainParam:
 
     def local(self) -> Tensor:
         """Returns what this rank updates of the parameter, sharing its storage."""
-        return local_part(self.param.detach())
+        return local_part(self.param).detach()  # the other order would cost a dispatch
 
     def local_gradient(self) -> Tensor | None:
         """Returns the gradient of what this rank updates, in the same shape; None leaves the parameter out of the
@@ -86,7 +86,7 @@ class MainParam:
             return None
         if isinstance(grad, DTensor) and isinstance(self.param, DTensor) and grad.placements != self.param.placements:
             grad = grad.redistribute(placements=self.param.placements)
-        return local_part(grad).detach()  # of a DTensor the other order would cost a dispatch
+        return local_part(grad).detach()
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Returns the groups over whose ranks together the parameter is updated once.
@@ -130,7 +130,7 @@ class MainParam:
             )
 
     def take_gradient(self) -> Tensor | None:
-        """Returns the step's gradient, in the local shape and `main`'s dtype; a copy only where the dtype differs.
+        """This step's gradient, in the local shape.
 
         Raises:
             OptimizerError: a sparse gradient, or one of another shape.
@@ -147,11 +147,28 @@ class MainParam:
                 f"the gradient of parameter {self.name} has shape {list(grad.shape)} where this rank holds "
                 f"{list(self.main.shape)} of the parameter; finish the gradient synchronisation before the step"
             )
-        return grad.to(self.main.dtype)
+        return grad
 
 
 def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def take_gradients(params: Sequence[MainParam]) -> list[Tensor | None]:
+    """Returns the gradients of a step in the dtypes of the main tensors; copies where that differs, all at once.
+
+    Raises:
+        OptimizerError: as `MainParam.take_gradient`.
+    """
+    grads = [p.take_gradient() for p in params]
+    cast = [i for i, grad in enumerate(grads) if grad is not None and grad.dtype != params[i].main.dtype]
+    if cast:
+        sources = [grad for i in cast if (grad := grads[i]) is not None]
+        copies = [torch.empty_like(grad, dtype=params[i].main.dtype) for i, grad in zip(cast, sources, strict=True)]
+        torch._foreach_copy_(copies, sources)
+        for i, copy in zip(cast, copies, strict=True):
+            grads[i] = copy
+    return grads
 
 
 def refresh_parameters(params: Sequence[MainParam]) -> None:

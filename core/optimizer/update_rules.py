@@ -8,7 +8,6 @@ one padded tensor, and every element meets the vector code.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..apex_kernels import apex_module
 from .optimizer_config import OptimizerConfig
 
 Columns = list[list[Tensor]]
@@ -27,7 +27,14 @@ VECTOR_ELEMENTS = 16
 """At least the elements of a CPU's widest vector register, and what the kernels' threads split by (64 bytes)."""
 
 
-class AdamW(torch.optim.Optimizer):
+class _SkippableRule(torch.optim.Optimizer):
+    """An update that a device can skip by itself: its kernels write nothing where `found_inf` holds 1."""
+
+    found_inf: Tensor | None = None
+    """A 0-dim fp32 tensor, in torch's form; None updates. Set around `step` by its caller."""
+
+
+class AdamW(_SkippableRule):
     """AdamW with torch's semantics: decoupled weight decay, bias correction, a step count for each parameter."""
 
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
@@ -42,10 +49,10 @@ class AdamW(torch.optim.Optimizer):
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             for count, params in _count_steps(self, group["params"]).items():
-                _update(partial(_adamw, group, count), self, params, self.state_names)
+                _update(partial(_adamw, group, count, self.found_inf), self, params, self.state_names)
 
 
-class SGD(torch.optim.Optimizer):
+class SGD(_SkippableRule):
     """SGD with torch's semantics: weight decay added to the gradient, momentum without dampening."""
 
     def __init__(self, params: Iterable[Any], lr: float, momentum: float, weight_decay: float) -> None:
@@ -57,10 +64,10 @@ class SGD(torch.optim.Optimizer):
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             params = [p for batch in _count_steps(self, group["params"]).values() for p in batch]
-            _update(partial(_sgd, group), self, params, self.state_names)
+            _update(partial(_sgd, group, self.found_inf), self, params, self.state_names)
 
 
-def _adamw(group: dict[str, Any], count: int, columns: Columns) -> None:
+def _adamw(group: dict[str, Any], count: int, found_inf: Tensor | None, columns: Columns) -> None:
     params, grads, exp_avgs, exp_avg_sqs = columns
     steps = torch.full((), count, dtype=torch.float32, device=params[0].device)  # a fill does not wait for the device
     torch._fused_adamw_(
@@ -77,10 +84,11 @@ def _adamw(group: dict[str, Any], count: int, columns: Columns) -> None:
         eps=group["eps"],
         amsgrad=False,
         maximize=False,
+        found_inf=_on(params[0].device, found_inf),
     )
 
 
-def _sgd(group: dict[str, Any], columns: Columns) -> None:
+def _sgd(group: dict[str, Any], found_inf: Tensor | None, columns: Columns) -> None:
     params, grads, *buffers = columns
     torch._fused_sgd_(
         params,
@@ -93,19 +101,20 @@ def _sgd(group: dict[str, Any], columns: Columns) -> None:
         nesterov=False,
         maximize=False,
         is_first_step=False,  # zeroed buffers give what a missing one does
+        found_inf=_on(params[0].device, found_inf),
     )
+
+
+def _on(device: torch.device, found_inf: Tensor | None) -> Tensor | None:
+    return None if found_inf is None else found_inf.to(device)  # of offloaded parameters another than found it
 
 
 def build_update_rule(
     config: OptimizerConfig, groups: list[dict[str, Any]], device_type: str
 ) -> torch.optim.Optimizer:
-    """Returns the update that `config` names, over `groups` of main tensors: NVIDIA apex's on CUDA where it is really
-    there.
-
-    (The `apex` of PyPI is another project; it has no `apex.optimizers`.)
-    """
+    """The update that `config` names, over `groups` of main tensors: on CUDA NVIDIA apex's where that is asked for."""
     lr, decay = config.lr, config.weight_decay
-    apex = _apex_optimizers() if device_type == "cuda" else None
+    apex = apex_module("apex.optimizers", "amp_C", "FusedAdam", "FusedSGD") if device_type == "cuda" else None
     rule: torch.optim.Optimizer
     if config.optimizer == "adam":
         make: Any = AdamW if apex is None else apex.FusedAdam  # AdamW by default, both
@@ -149,17 +158,19 @@ def set_step_count(rule: torch.optim.Optimizer, param: Tensor, count: int) -> No
         _group_of(rule, param)["step"] = count
 
 
+def skips_on_device(rule: torch.optim.Optimizer) -> bool:
+    """Returns whether `found_inf` makes the rule skip; apex's kernels do not look at it."""
+    return isinstance(rule, _SkippableRule)
+
+
+def take_back_step(rule: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
+    """Counts a step less for `params`: the device has skipped it."""
+    for p in params:
+        rule.state[p]["step"] -= 1
+
+
 def _group_of(rule: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
     return next(group for group in rule.param_groups if any(p is param for p in group["params"]))
-
-
-def _apex_optimizers() -> Any | None:
-    try:
-        module = importlib.import_module("apex.optimizers")
-        importlib.import_module("amp_C")  # the compiled kernels, without which the classes exist but cannot be made
-    except ImportError:
-        return None
-    return module if hasattr(module, "FusedAdam") and hasattr(module, "FusedSGD") else None
 
 
 def _count_steps(rule: torch.optim.Optimizer, params: list[Tensor]) -> dict[int, list[Tensor]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..comm.host_read import HostRead
 from .main_params import MainParam
 
 
@@ -34,19 +35,29 @@ class WrittenParams:
         """Notes that masters and parameters agree; called after either was written into the other."""
         self._sums = self._sums_of_bits()
 
+    @property
+    def names(self) -> list[str]:
+        """The parameters that are watched."""
+        return [p.name for p in self._params]
+
     def refresh_masters(self) -> None:
         """Takes into the masters what was written into their parameters since; waits for the device once.
 
         An element that still is its master rounded keeps all digits of the master: a checkpoint's weights may be
         loaded after its masters.
         """
-        found = self._sums_of_bits()
-        if found is None or self._sums is None:
+        found = self.find_written()
+        if found is None:
             return
-        for p, is_written in zip(self._params, (found != self._sums).tolist(), strict=True):
+        for p, is_written in zip(self._params, HostRead(found).wait(), strict=True):
             if is_written:
                 local = p.local()
                 p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
+
+    def find_written(self) -> Tensor | None:
+        """Returns which parameters were written since, `[len(names)]` bools on the device; None if there are none."""
+        found = self._sums_of_bits()
+        return None if found is None or self._sums is None else found != self._sums
 
     def _sums_of_bits(self) -> Tensor | None:
         """Returns one int64 for each parameter; None without parameters."""

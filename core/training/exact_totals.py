@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..comm.collectives import all_gather
+from ..comm.host_read import HostRead
 
 
 def exact_totals(rows: Sequence[Tensor], group: ProcessGroup) -> list[float]:
@@ -21,4 +22,5 @@ def exact_totals(rows: Sequence[Tensor], group: ProcessGroup) -> list[float]:
     own = torch.stack(list(rows)).double()
     gathered = own.new_empty(group.size() * own.numel())
     all_gather(gathered, own.flatten(), group, what="the losses of micro-batches")
-    return [math.fsum(column) for column in zip(*gathered.view(-1, own.shape[1]).tolist(), strict=True)]
+    values, num_columns = HostRead(gathered).wait(), own.shape[1]
+    return [math.fsum(values[column::num_columns]) for column in range(num_columns)]

@@ -27,8 +27,8 @@ _SEEDS_OF_A_REPLICA = 10
 def initialize(config: PretrainConfig) -> None:
     """Joins the process group, builds the parallel groups, and seeds every generator.
 
-    A rank computes with one thread unless ``OMP_NUM_THREADS`` is set. Only the first rank shows warnings, which are
-    the same on all ranks, each as one line.
+    A rank computes with one thread unless ``OMP_NUM_THREADS`` is set, or the optimizer runs on the host for a GPU.
+    Only the first rank shows warnings, which are the same on all ranks, each as one line.
 
     Raises:
         ConfigError: settings contradict each other, the number of ranks, or the environment; raised before anything is
@@ -40,12 +40,12 @@ def initialize(config: PretrainConfig) -> None:
     if environment_rank() != 0:
         warnings.filterwarnings("ignore")
     warnings.formatwarning = _one_line_warning
-    torch.set_num_threads(environment_threads())
+    offloads = getattr(config.ddp, "cpu_offload", False)
+    torch.set_num_threads(environment_threads(updates_on_host=offloads and device.device_type() == "cuda"))
+    device.set_fp32_matmul_precision(config.run.fp32_matmul_precision)
     if config.run.deterministic or config.ddp.reproducible_across_ranks:
         device.compute_deterministically()
-    device.init_process_group(
-        config.run.distributed_timeout_minutes, carries_host_tensors=getattr(config.ddp, "cpu_offload", False)
-    )
+    device.init_process_group(config.run.distributed_timeout_minutes, carries_host_tensors=offloads)
     parallel_state.initialize_model_parallel(
         config.model.tensor_model_parallel_size,
         config.model.pipeline_model_parallel_size,
@@ -64,7 +64,7 @@ def check_output_folders(config: PretrainConfig) -> None:
     Raises:
         ConfigError: on the first rank, which is the one that writes.
     """
-    dist.barrier()  # other ranks may still read the folders
+    device.barrier()  # other ranks may still read the folders
     for flag, folder in (("--save", config.checkpoint.folder), ("--tensorboard-dir", config.run.tensorboard_dir)):
         if folder is None or dist.get_rank() != 0:
             continue

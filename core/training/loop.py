@@ -18,6 +18,7 @@ from .log import RunLog, Stopwatch
 from .memory_profile import measure_step
 from .memory_timeline import PICTURE_FILE, write_timeline
 from .micro_batch_seeds import MicroBatchSeeds
+from .running_step import RunningStep
 from .skipped_steps import SkippedSteps
 from .state import TrainingState
 from .stop_request import StopRequest
@@ -44,7 +45,8 @@ class Outcome:
 def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
     """Trains from `state.iteration` to `train_iters`; all ranks call it together.
 
-    SIGTERM and Ctrl-C on any rank end it on all ranks after the current step, with a checkpoint if there is a folder.
+    SIGTERM and Ctrl-C on any rank end it on all ranks after the step that follows the current one, with a checkpoint
+    if there is a folder: the host reads a step's result while the next one is computed.
     When this returns, the last checkpoint is complete, also with `async_save`.
 
     Raises:
@@ -85,10 +87,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
         log.model(state.model, num_microbatches)
         profiled = min(state.iteration + PROFILED_ITERATION, last) if config.run.profile_memory and is_writer else None
-        watch = Stopwatch()
+        reporter = _Reporter(state, log, writer, skipped)
         while state.iteration < last and not stop:
-            lr = max(group["lr"] for group in state.optimizer.param_groups)
-            loss_scale = float(state.optimizer.get_loss_scale())
             step = partial(
                 train_step,
                 state.model,
@@ -100,43 +100,29 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 seeds=None if tree is None else _seeds(state, config),
             )
             if state.iteration + 1 == profiled and folder is not None:
-                result, timeline = measure_step(state.model, state.optimizer, step)
+                running, timeline = measure_step(state.model, state.optimizer, step)
                 log.files.write(folder / PICTURE_FILE, partial(write_timeline, timeline, folder, profiled))
                 log.message(f"iteration {profiled}: drew {folder / PICTURE_FILE}")
             else:
-                result = step()
+                running = step()
             state.iteration += 1
             state.consumed_samples += batch_size
-            num_tokens = batch_size * config.data.seq_length
-            seconds = watch.read()
-            hashed = weights_hash(state) if _is_due(state.iteration, config.run.log_weights_hash) else None
-            log.step(
-                state.iteration,
-                result,
-                lr=lr,
-                loss_scale=loss_scale,
-                num_tokens=num_tokens,
-                seconds=seconds,
-                weights_hash=hashed,
-            )
-            if hashed is not None:
-                watch.read()
-
-            if result.stop:
-                writer.finish()  # raises on all ranks if the failed checkpoint is the reason
-            skipped.note(state.iteration, result.updated)
-            state.skipped_steps = skipped.in_a_row
+            stop = reporter.take(running, batch_size * config.data.seq_length)
+            if _is_due(state.iteration, config.run.log_weights_hash):
+                reporter.note_hash(weights_hash(state))
             is_last = state.iteration == last
-            stop = result.stop and not is_last
-            if data.valid is not None and (
-                is_last or (_is_due(state.iteration, config.run.eval_interval) and not stop)
-            ):
+            validates = data.valid is not None and (is_last or _is_due(state.iteration, config.run.eval_interval))
+            saves = folder is not None and (is_last or _is_due(state.iteration, config.checkpoint.save_interval))
+            if stop or validates or saves or is_last:
+                stop = reporter.finish() or stop
+            stop &= not is_last
+            if data.valid is not None and validates and not stop:
                 validation = validation_batches(data.valid, config)
                 validation_loss = evaluate(state.model, validation, config.run.eval_iters * num_microbatches)
                 log.validation(state.iteration, validation_loss)
-            if folder is not None and (is_last or stop or _is_due(state.iteration, config.checkpoint.save_interval)):
+            if folder is not None and (saves or stop):
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")
-            watch.read()  # exclude the time of validation and saving
+            reporter.restart_watch()  # exclude the time of validation and saving
     return Outcome(
         iteration=state.iteration,
         validation_loss=validation_loss if state.iteration == last else None,
@@ -147,6 +133,57 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
 
 def _seeds(state: TrainingState, config: PretrainConfig) -> MicroBatchSeeds:
     return MicroBatchSeeds(config.run.seed, state.consumed_samples // config.data.micro_batch_size)
+
+
+class _Reporter:
+    """Logs and judges each step when its result is known: while the next one is queued, or when the run needs it.
+
+    So the device always has a step to compute. What follows from a result, which is to stop, or to give up after too
+    many skipped steps, comes one step later than it did.
+    """
+
+    def __init__(self, state: TrainingState, log: RunLog, writer: CheckpointWriter, skipped: SkippedSteps) -> None:
+        self._state, self._log, self._writer, self._skipped = state, log, writer, skipped
+        self._watch = Stopwatch()
+        # The last step, with its iteration, tokens and seconds, until its result is reported.
+        self._waiting: tuple[RunningStep, int, int, float] | None = None
+        # Of the weights after that step: set by `note_hash`, reported with it.
+        self._hash: str | None = None
+
+    def take(self, running: RunningStep, num_tokens: int) -> bool:
+        """Takes the step of the current iteration, and reports the one before it; returns whether that says to
+        stop."""
+        seconds = self._watch.read()
+        stop = self._report(0.0)
+        self._waiting = (running, self._state.iteration, num_tokens, seconds)
+        return stop
+
+    def note_hash(self, weights_hash: str) -> None:
+        """Takes the hash of the weights after the step taken last; computing it is no part of the next step's time."""
+        self._hash = weights_hash
+        self.restart_watch()
+
+    def finish(self) -> bool:
+        """Waits for the last step and reports it; returns whether it says to stop."""
+        if self._waiting is not None:
+            self._waiting[0].result()
+        return self._report(self._watch.read())
+
+    def restart_watch(self) -> None:
+        self._watch.read()
+
+    def _report(self, waited: float) -> bool:
+        if self._waiting is None:
+            return False
+        (running, iteration, num_tokens, seconds), self._waiting = self._waiting, None
+        hashed, self._hash = self._hash, None
+        result = running.result()
+        self._log.step(iteration, result, num_tokens=num_tokens, seconds=seconds + waited, weights_hash=hashed)
+        if result.stop:
+            self._writer.finish()  # raises on all ranks if the failed checkpoint is the reason
+        self._skipped.note(iteration, result.updated)
+        self._state.skipped_steps = self._skipped.in_a_row
+        return result.stop
 
 
 def _is_due(iteration: int, interval: int | None) -> bool:

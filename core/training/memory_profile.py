@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class _Note:
     """Category and bytes of each storage, by address."""
     is_complete: bool
     """Whether it has all tensors of wrapper and optimizer, or only one that changed."""
+    time_ns: int
+    """By this process's clock, which the profiler's follows to a few microseconds."""
 
 
 class _Notes:
@@ -81,7 +84,7 @@ class _Notes:
         with record_function(_MARK):
             held = self._model.held_tensors()
             kinds = [*(held[name] for name in CATEGORIES[:3]), _optimizer_tensors(self._optimizer)]
-            self.taken.append(_Note(_addresses(enumerate(kinds)), is_complete=True))
+            self.taken.append(_Note(_addresses(enumerate(kinds)), is_complete=True, time_ns=time.time_ns()))
 
     def watch(self) -> Iterator[Any]:
         """Installs hooks, which change nothing, on every module and every gradient; removes them on exit."""
@@ -101,7 +104,8 @@ class _Notes:
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             with record_function(_MARK):
-                self.taken.append(_Note(_addresses([(2, [parameter.grad])]), is_complete=False))
+                note = _addresses([(2, [parameter.grad])])
+                self.taken.append(_Note(note, is_complete=False, time_ns=time.time_ns()))
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -144,8 +148,12 @@ class _Piece:
 
 def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: int | None) -> MemoryTimeline:
     marks = sorted((event.start_time_ns, event.end_time_ns) for event in events if event.name == _MARK)
-    noted = [(time, note) for (time, _), note in zip(marks, notes, strict=True)]
-    start, end = marks[0][0], marks[-1][1]
+    if len(marks) == len(notes):
+        noted = [(time_ns, note) for (time_ns, _), note in zip(marks, notes, strict=True)]
+        start, end = marks[0][0], marks[-1][1]
+    else:  # the profiler does not see each thread on which autograd calls the hooks, as a GPU's
+        noted = [(note.time_ns, note) for note in notes]
+        start, end = notes[0].time_ns, notes[-1].time_ns
     changes = sorted(
         (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size, _category_by_origin(event))
         for event in events
@@ -166,10 +174,10 @@ def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: 
         if piece.end < end:
             steps.setdefault(piece.end, [0] * len(CATEGORIES))[piece.category] -= piece.nbytes
     held, series, times = [0] * len(CATEGORIES), [], []
-    for time in sorted(steps):
-        held = [a + b for a, b in zip(held, steps[time], strict=True)]
+    for moment in sorted(steps):
+        held = [a + b for a, b in zip(held, steps[moment], strict=True)]
         series.append(tuple(held))
-        times.append((time - start) / 1e9)
+        times.append((moment - start) / 1e9)
     return MemoryTimeline(kind, (*times, (end - start) / 1e9), (*series, series[-1]))
 
 
@@ -177,25 +185,25 @@ def _pieces(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start
     """Returns all blocks alive during the step. Blocks allocated earlier count from the step's start."""
     alive = {address: _Piece(address, nbytes, start, end, kind) for address, (kind, nbytes) in at_start.held.items()}
     pieces = list(alive.values())
-    for time, address, nbytes, category in changes:
+    for moment, address, nbytes, category in changes:
         if nbytes > 0:
             if address in alive:  # its release was not reported
-                alive[address].end = time
-            alive[address] = _Piece(address, nbytes, time, end, category)
+                alive[address].end = moment
+            alive[address] = _Piece(address, nbytes, moment, end, category)
             pieces.append(alive[address])
         elif (piece := alive.pop(address, None)) is not None:
-            piece.end = time
+            piece.end = moment
         else:
-            pieces.append(_Piece(address, -nbytes, start, time))
+            pieces.append(_Piece(address, -nbytes, start, moment))
     return pieces
 
 
 def _sort_into_categories(pieces: Iterable[_Piece], noted: Iterable[tuple[int, _Note]]) -> None:
     """Gives each block the category of the last record of its address during its life."""
     known: dict[int, list[tuple[int, int]]] = {}
-    for time, note in noted:
+    for moment, note in noted:
         for address, (category, _) in note.held.items():
-            known.setdefault(address, []).append((time, category))
+            known.setdefault(address, []).append((moment, category))
     for piece in pieces:
         times = known.get(piece.address, [])
         last = bisect.bisect_right(times, (piece.end, _REST)) - 1
@@ -218,7 +226,7 @@ def _end_what_is_missed(pieces: Iterable[_Piece], noted: Sequence[tuple[int, _No
     On the CPU torch reports releases only of blocks allocated while the profiler ran, and not from the threads of a
     process group, which may hold the last reference to a tensor that they sent.
     """
-    complete = [(time, note.held) for time, note in noted if note.is_complete]
+    complete = [(moment, note.held) for moment, note in noted if note.is_complete]
     for piece in pieces:
-        gone = (time for time, held in complete if time > piece.start and piece.address not in held)
+        gone = (moment for moment, held in complete if moment > piece.start and piece.address not in held)
         piece.end = min(piece.end, next(gone, piece.end))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,35 +14,16 @@ from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
+from ..transformer.document_masks import document_pieces
 from .exact_totals import exact_totals
 from .micro_batch_seeds import MicroBatchSeeds
+from .running_step import RunningStep
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` if documents are packed.
 
 Context-parallel ranks get the same whole sequences, and each takes its chunks.
 """
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one step, equal on all ranks."""
-
-    loss: float
-    """Mean loss in nats per token: over all tokens with `calculate_per_token_loss`, else the mean over
-    micro-batches."""
-
-    updated: bool
-    """False if gradients overflowed and the step was skipped."""
-
-    grad_norm: float | None
-    """Global norm of the gradient before clipping."""
-
-    num_zeros: int | None
-    """Zeros in the gradient; None if the optimizer does not count them."""
-
-    stop: bool
-    """Whether any rank was asked to stop."""
 
 
 def train_step(
@@ -55,8 +35,11 @@ def train_step(
     *,
     stop_requested: bool = False,
     seeds: MicroBatchSeeds | None = None,
-) -> StepResult:
-    """Makes one optimizer step in Megatron-LM's order; all ranks call it together.
+) -> RunningStep:
+    """Queues one optimizer step in Megatron-LM's order; all ranks call it together.
+
+    The host does not wait for the device, but for the result of the step before. All that is read from the device is
+    in one copy: loss, gradient norm, whether the update was skipped, and whether to stop.
 
     Each micro-batch's loss is divided by `num_microbatches`, and the wrapper averages over ranks. Context-parallel
     ranks divide by the number of tokens in their whole sequences, so that tokens have equal weights on all ranks. With
@@ -96,21 +79,18 @@ def train_step(
             if tree is not None:
                 rows.append(torch.stack([loss.detach().double(), tokens.double()]))
         finalize_model_grads([model], num_tokens if per_token else None)
-        updated, grad_norm, num_zeros = optimizer.step()
-        if updated:
-            scheduler.step(1)
 
+        # Queued before the update: behind it, it would wait for the parameters that ranks exchange after it.
         weight = num_tokens if per_token else torch.ones_like(loss_sum)
         totals = torch.stack([loss_sum, weight, torch.full_like(loss_sum, float(stop_requested))])
         _sum_over_replicas(totals)
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
             all_reduce_by_backend(totals[2:], what="the wish to stop", op=dist.ReduceOp.MAX)
-        exact = None if tree is None else exact_totals(rows, group)
-    total_loss, total_weight, stops = totals.tolist()
-    if exact is not None:
-        total_loss, total_weight = exact[0], exact[1] if per_token else 1.0
-    return StepResult(total_loss / max(total_weight, 1.0), updated, grad_norm, num_zeros, stops > 0)
+        if tree is not None:
+            exact = exact_totals(rows, group)
+            totals[:2] = totals.new_tensor([exact[0], exact[1] if per_token else 1.0])
+        return RunningStep(optimizer, scheduler, totals)
 
 
 @torch.no_grad()
@@ -142,7 +122,10 @@ def _tokens_a_rank(batch: Batch) -> torch.Tensor:
 
 def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of unmasked losses and their number; both 0-dim, on the device."""
-    packed = {"document_starts": batch["document_starts"]} if "document_starts" in batch else {}
+    packed = {}
+    if "document_starts" in batch:  # read here: FSDP2 would move it to the device
+        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        packed["pieces"] = document_pieces(batch["document_starts"], rank, size)
     losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **packed)  # [b, s / cp]
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum(), mask.sum()
@@ -152,4 +135,6 @@ def _to_device(batch: Batch) -> Batch:
     """Returns this rank's chunks on the device, and `document_starts`, which the host reads, on the CPU."""
     here, host = device.current_device(), torch.device("cpu")
     places = {name: host if name == "document_starts" else here for name in batch}
-    return {name: own_chunks(tensor).to(places[name], non_blocking=True) for name, tensor in batch.items()}
+    # In this order: what is cut on the host is no longer pinned, and its copy would be waited for.
+    moved = {name: tensor.to(places[name], non_blocking=True) for name, tensor in batch.items()}
+    return {name: own_chunks(tensor) for name, tensor in moved.items()}

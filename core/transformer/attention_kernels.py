@@ -101,7 +101,7 @@ def attend_backward(
         )
     else:
         key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
-        padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP))
+        padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP), value=math.inf)  # of no weight
         found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(grad, query, key, value, None, output, padded, *attended.random),
             *(dropout, [True, True, True, False], causal),
@@ -109,6 +109,40 @@ def attend_backward(
         )
     grad_query, grad_key, grad_value = (tensor[..., :channels] for tensor in found[:3])
     return grad_query, _summed(grad_key, groups), _summed(grad_value, groups)
+
+
+def has_kernel_for_documents(query: torch.Tensor) -> bool:
+    """Returns whether one call attends within each of many documents: on CUDA, in half precision."""
+    return query.is_cuda and query.dtype in _LOW_PRECISION and query.shape[-1] <= 256
+
+
+def attend_within_documents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: int,
+    *,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Computes the causal attention of each document to itself, in one call of a kernel; differentiable.
+
+    Args:
+        query: `[s, b, n, d]`; keys and values may have fewer heads.
+        bounds: where documents begin in the rows of the batch, one behind the other, and last where the last ends;
+            `[documents + 1]` in int32, on the device.
+        longest: tokens of the longest document.
+
+    Returns:
+        `[s, b, n, d]`.
+    """
+    length, rows, _, channels = query.shape
+    flat = [_aligned(tensor.transpose(0, 1).flatten(0, 1)) for tensor in (query, key, value)]  # [b * s, n, d]
+    found: Any = torch.ops.aten._flash_attention_forward(
+        *flat, bounds, bounds, longest, longest, dropout, True, False, scale=1.0 / math.sqrt(channels)
+    )
+    output: torch.Tensor = found[0][..., :channels].unflatten(0, (rows, length))
+    return output.transpose(0, 1)
 
 
 def combine(first: Attended, second: Attended) -> Attended:

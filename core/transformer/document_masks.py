@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import overload
 
+import numpy as np
 import torch
 
 from ..errors import DataError
@@ -47,7 +50,46 @@ def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[Piece]:
     return [Piece(slice(None), queries, slice(0, start)) for queries, start in _chunks(length, rank, size)]
 
 
-def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> list[Piece]:
+class DocumentPieces(Sequence[Piece]):
+    """The pieces of packed documents, and where documents begin, as a kernel for all of them at once takes it.
+
+    Not a list, so that what moves a model's inputs to its device (FSDP2) passes it on as it is.
+
+    Args:
+        pieces: by row, in each row in the order of its tokens.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = tuple(pieces)
+        self._bounds: dict[torch.device, torch.Tensor] = {}  # by device, once `bounds` was asked for it
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
+    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
+        return self._pieces[index]
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest piece."""
+        return max(_length(piece) for piece in self._pieces)
+
+    def bounds(self, device: torch.device) -> torch.Tensor:
+        """Returns where pieces begin, and last where the last ends, `[pieces + 1]` in int32, in the order of rows."""
+        if device not in self._bounds:
+            lengths = [_length(piece) for piece in self._pieces]
+            bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
+            if device.type == "cuda":
+                bounds = bounds.pin_memory()
+            self._bounds[device] = bounds.to(device, non_blocking=True)
+        return self._bounds[device]
+
+
+def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> Sequence[Piece]:
     """Returns the pieces of a rank's queries if no query sees another document.
 
     Args:
@@ -58,26 +100,26 @@ def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1)
         DataError: a length as in `causal_pieces`, or a document that begins after one of its tokens.
     """
     rows, length = document_starts.shape
-    if not document_starts.any():
+    starts = document_starts.numpy() if document_starts.device.type == "cpu" else document_starts.cpu().numpy()
+    if not starts.any():
         return causal_pieces(length, rank, size)
     pieces = []
     for queries, start in _chunks(length, rank, size):
-        of_chunk = document_starts[:, queries].cpu()
-        late = of_chunk > torch.arange(start, start + of_chunk.shape[1])
+        of_chunk = starts[:, queries]
+        late = of_chunk > np.arange(start, start + of_chunk.shape[1])
         if late.any():
-            row, column = (int(index) for index in late.nonzero()[0])
+            row, column = np.argwhere(late)[0]
             raise DataError(
                 f"document_starts says that the token at position {start + column} of row {row} belongs to a document "
-                f"that begins behind it, at {int(of_chunk[row, column])}; give positions in the whole sequence"
+                f"that begins behind it, at {of_chunk[row, column]}; give positions in the whole sequence"
             )
         for row in range(rows):
-            begins, lengths = torch.unique_consecutive(of_chunk[row], return_counts=True)
-            first = queries.start
-            for begin, count in zip(begins.tolist(), lengths.tolist(), strict=True):
-                before = slice(begin, max(begin, start))
-                pieces.append(Piece(slice(row, row + 1), slice(first, first + count), before))
-                first += count
-    return pieces
+            changes = np.flatnonzero(np.diff(of_chunk[row])) + 1
+            for first, last in pairwise([0, *changes.tolist(), of_chunk.shape[1]]):
+                begin = int(of_chunk[row, first])
+                own = slice(queries.start + first, queries.start + last)
+                pieces.append(Piece(slice(row, row + 1), own, slice(begin, max(begin, start))))
+    return DocumentPieces(pieces)
 
 
 def visible_keys(pieces: Sequence[Piece], positions: torch.Tensor, rows: int, length: int) -> torch.Tensor:
@@ -91,6 +133,10 @@ def visible_keys(pieces: Sequence[Piece], positions: torch.Tensor, rows: int, le
     for piece in pieces:
         begins[piece.rows, piece.queries] = piece.before.start
     return ((keys >= begins[..., None]) & (keys <= positions[:, None])).unsqueeze(1)
+
+
+def _length(piece: Piece) -> int:
+    return int(piece.queries.stop - piece.queries.start)
 
 
 def _chunks(length: int, rank: int, size: int) -> Sequence[tuple[slice, int]]:

@@ -12,10 +12,11 @@ from .. import parallel_state
 from ..errors import ConfigError
 from ..foreign_arguments import ignore, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
+from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
-from .attention_kernels import has_kernel
+from .attention_kernels import attend_within_documents, has_kernel, has_kernel_for_documents
 from .context_parallel import attend_in_pieces, gather_sequence, own_positions
-from .document_masks import Piece, causal_pieces, visible_keys
+from .document_masks import DocumentPieces, Piece, causal_pieces, visible_keys
 from .enums import AttnMaskType
 from .module import MegatronModule
 from .transformer_config import TransformerConfig
@@ -123,6 +124,9 @@ class DotProductAttention(MegatronModule):
             rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
             pieces = causal_pieces(query.shape[0], rank, size)
         with get_rng_tracker().fork() if dropout > 0.0 else nullcontext():
+            if isinstance(pieces, DocumentPieces) and group_size(group) == 1 and has_kernel_for_documents(query):
+                bounds, longest = pieces.bounds(query.device), pieces.longest
+                return attend_within_documents(query, key, value, bounds, longest, dropout=dropout).flatten(2)
             if has_kernel(query, dropout):
                 return attend_in_pieces(query, key, value, pieces, dropout, group).flatten(2)
             # Quadratic memory, as without context parallelism on such a device.

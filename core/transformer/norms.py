@@ -1,39 +1,25 @@
-"""LayerNorm and RMSNorm, with NVIDIA apex's fused kernels if they are installed, else with torch's."""
+"""LayerNorm and RMSNorm, with torch's fused kernels, or on GPUs with NVIDIA apex's if they are asked for."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..apex_kernels import apex_module
 from ..tensor_parallel.initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .initializers import init_ones, init_zeros
 from .transformer_config import TransformerConfig
-
-
-@functools.cache
-def apex_kernels() -> Any | None:
-    """Returns apex's module of fused norms; None without it or its kernels. PyPI's `apex` is another project."""
-    try:
-        importlib.import_module(
-            "fused_layer_norm_cuda"
-        )  # the compiled part, which apex itself loads at the first call
-        module = importlib.import_module("apex.normalization.fused_layer_norm")
-    except ImportError:
-        return None
-    functions = ("fused_layer_norm_affine", "fused_rms_norm_affine")
-    return module if all(hasattr(module, name) for name in functions) else None
 
 
 class _Norm(ParameterOwner):
     """The base of both norms: a weight of ones and, if the formula has one, a bias of zeros."""
 
     initial_values: ClassVar[Mapping[str, Initializer]]
+    apex_function: ClassVar[str]
     weight: nn.Parameter
 
     def __init__(
@@ -50,6 +36,9 @@ class _Norm(ParameterOwner):
         for name, initializer in self.initial_values.items():
             self.add_parameter(name, self.size, initializer, dtype=config.params_dtype, sequence_parallel=partial)
         initialize_unless_deferred(self, config)
+        # Looked for here, because a compiled forward could not import.
+        apex = apex_module("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda", self.apex_function)
+        self._apex: Callable[..., torch.Tensor] | None = getattr(apex, self.apex_function, None)
 
 
 class LayerNorm(_Norm):
@@ -64,14 +53,13 @@ class LayerNorm(_Norm):
     """
 
     initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": init_ones, "bias": init_zeros}
+    apex_function = "fused_layer_norm_affine"
     bias: nn.Parameter
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """`[..., h]` to `[..., h]`."""
-        kernels = apex_kernels() if input_.is_cuda else None
-        if kernels is not None:
-            output: torch.Tensor = kernels.fused_layer_norm_affine(input_, self.weight, self.bias, self.size, self.eps)
-            return output
+        if self._apex is not None and input_.is_cuda:
+            return self._apex(input_, self.weight, self.bias, self.size, self.eps)
         return F.layer_norm(input_, self.size, self.weight, self.bias, self.eps)
 
 
@@ -79,13 +67,12 @@ class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) x weight over the last dim (Zhang and Sennrich, 2019). Arguments as `LayerNorm`."""
 
     initial_values: ClassVar[Mapping[str, Initializer]] = {"weight": init_ones}
+    apex_function = "fused_rms_norm_affine"
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """`[..., h]` to `[..., h]`."""
-        kernels = apex_kernels() if input_.is_cuda else None
-        if kernels is not None:
-            output: torch.Tensor = kernels.fused_rms_norm_affine(input_, self.weight, self.size, self.eps)
-            return output
+        if self._apex is not None and input_.is_cuda:
+            return self._apex(input_, self.weight, self.size, self.eps)
         return F.rms_norm(input_, self.size, self.weight, self.eps)
 
 

@@ -23,7 +23,7 @@ from sampling import SamplingConfig, generate_tokens, stream_text
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.prepare import prepare, standard_library_sources
 from core.datasets.tokenizer import Tokenizer
-from core.device import current_device
+from core.device import barrier, current_device
 from core.dist_checkpointing import latest_checkpoint
 from core.dist_checkpointing.format.folders import complete_checkpoints
 from core.distributed import wrap_model
@@ -126,8 +126,9 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
     add_lora(model, config.gpt.lora_rank, config.gpt.lora_alpha, config.gpt.lora_targets)
     if is_cut:
         return model
-    model = model.to(current_device())
-    return Float16Module(config.model, model) if config.model.fp16 or config.model.bf16 else model
+    if config.model.fp16 or config.model.bf16:
+        model = Float16Module(config.model, model)  # on the host: a GPU never holds the whole model in fp32
+    return model.to(current_device())
 
 
 def name_run_folder(config: PretrainConfig) -> PretrainConfig:
@@ -182,7 +183,7 @@ def standard_library_corpus(folder: Path = Path("data")) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         sources = standard_library_sources()
         prepare(sources, prefix, tokenizer="bpe", vocab_size=STANDARD_LIBRARY_VOCABULARY, progress=True)
-    dist.barrier()
+    barrier()
     return prefix
 
 

@@ -5,15 +5,16 @@ On the CPU ranks are forked, where a launch would take ten seconds of imports; o
 
 from __future__ import annotations
 
+import fcntl
 import functools
-import importlib.util
+import json
 import random
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,9 +32,6 @@ COMMON = (
     "--log-num-zeros-in-grad",
 )
 """Flags of every case: of two ranks each takes four micro-batches, and a case's own flags come in their place."""
-
-NEEDED = ("yaml", "cyclopts", "tqdm", "tokenizers", "matplotlib")
-"""What the example needs in addition to torch, and what reads the case files."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +79,6 @@ def gpu_target() -> Target | None:
     return Target(name, torch.cuda.device_count())
 
 
-def missing_packages() -> list[str]:
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
-
-
 def write_corpus(folder: Path) -> Path:
     """Returns the prefix of a corpus that is the same everywhere: counting, in documents of very different lengths."""
     draw = random.Random(8)
@@ -99,16 +93,31 @@ def write_corpus(folder: Path) -> Path:
 
 
 class CaseRunner:
-    """Runs cases on one corpus, each once a session, however many others are compared with it."""
+    """Runs cases on one corpus, each once a session, however many others are compared with it.
 
-    def __init__(self, folder: Path, target: Target) -> None:
+    Args:
+        shared: a folder in which processes that share out the cases leave their curves for each other.
+    """
+
+    def __init__(self, folder: Path, target: Target, shared: Path | None = None) -> None:
         self.target = target
-        self._folder = folder
+        self._folder, self._shared = folder, shared
         self._corpus = write_corpus(folder)
         self.curve = functools.lru_cache(maxsize=None)(self._curve)
 
     def _curve(self, case: Case) -> tuple[Golden, Golden]:
         """Returns the whole curve of a case, put together from its legs; and that of the first leg, had it gone on."""
+        if self._shared is None:
+            return self._run(case)
+        with (self._shared / f"{case.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a process that wants the same curve waits for it
+            path = self._shared / f"{case.name}.json"
+            if not path.exists():
+                path.write_text(json.dumps([asdict(curve) for curve in self._run(case)]))
+            first, second = (Golden(**curve) for curve in json.loads(path.read_text()))
+            return first, second
+
+    def _run(self, case: Case) -> tuple[Golden, Golden]:
         run = self._folder / case.name
         legs = self.target.legs(case)
         lines: list[dict] = []

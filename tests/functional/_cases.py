@@ -50,6 +50,8 @@ class OnGpu:
     """GPUs without which there is nothing to run; more are used in multiples of it."""
     equal_to: str | None = None
     tolerance: float = 0.0
+    is_needed: bool = False
+    """The case is too large for a CPU, and does not run there."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,12 @@ def read_case(folder: Path) -> Case:
             min_ranks=gpu.take("min_ranks", int, 1),
             equal_to=gpu.take("equal_to", str, None),
             tolerance=float(gpu.take("tolerance", (int, float), 0.0)),
+            is_needed=gpu.take("needed", bool, False),
         ),
     )
     gpu.end()
     content.end()
-    if kind == "equality" and case.equal_to is None:
+    if kind == "equality" and case.equal_to is None and case.gpu.equal_to is None:
         raise CaseError(f"{where}: kind is equality and there is no equal_to; name the case that it equals")
     return case
 

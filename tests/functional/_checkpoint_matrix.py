@@ -204,7 +204,7 @@ class _Run:
         state = self.state
         for _ in range(steps):
             batches = _samples(state.iteration, parallel_state.get_data_parallel_rank(), self.site.dp)
-            result = train_step(state.model, state.optimizer, state.scheduler, batches, 1)
+            result = train_step(state.model, state.optimizer, state.scheduler, batches, 1).result()
             state.iteration += 1
             state.consumed_samples += GLOBAL_BATCH
             if outcome is not None:

@@ -29,7 +29,8 @@ from tests.functional._cases import (
 )
 from tests.functional._wrapper_cases import wrapper_cases
 
-CASES = read_cases(others=wrapper_cases())
+ALL = read_cases(others=wrapper_cases())
+CASES = [case for case in ALL if not case.gpu.is_needed]
 CLOSE = 1e-4
 """Within which curves count as equal where nothing else is said."""
 

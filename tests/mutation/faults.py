@@ -322,14 +322,14 @@ MUTATIONS = (
     Mutation(
         "the clip coefficient may raise a gradient",
         "core.optimizer.clip_grads.clip_coefficient",
-        r"min\(1\.0, (.*?)\) if",
-        r"\1 if",
+        r"\.clamp\(max=1\.0\)",
+        "",
         (_NORM, _OPTIMIZER),
     ),
     Mutation(
         "the loss scale is not taken out of gradients",
-        "core.optimizer.optimizer.MegatronOptimizer.step",
-        "(factor = .*) / scale",
+        "core.optimizer.optimizer.MegatronOptimizer.start_step",
+        r"(factor = clip_coefficient\(.*?\)) / torch\.full_like\(norm, scale\)",
         r"\1",
         (_OPTIMIZER,),
     ),
@@ -342,9 +342,16 @@ MUTATIONS = (
     ),
     Mutation(
         "an overflow does not skip the step",
-        "core.optimizer.optimizer.MegatronOptimizer.step",
-        r"not math\.isfinite\(norm\)",
-        "False",
+        "core.optimizer.optimizer.MegatronOptimizer.start_step",
+        r"is_finite\.logical_not\(\)",
+        "is_finite.new_zeros(())",
+        (_OPTIMIZER,),
+    ),
+    Mutation(
+        "a step that the device has skipped is counted",
+        "core.optimizer.update_rules.take_back_step",
+        "-= 1",
+        "-= 0",
         (_OPTIMIZER,),
     ),
     Mutation(
@@ -377,10 +384,17 @@ MUTATIONS = (
     ),
     Mutation(
         "the schedule moves on in a step that was skipped",
-        "core.training.train_step.train_step",
-        "if updated:",
+        "core.training.running_step.RunningStep._conclude",
+        r"if outcome\.updated:",
         "if True:",
         ("tests/unit/training/test_train_step.py",),
+    ),
+    Mutation(
+        "a collective that is enqueued counts as over",
+        "core.comm.call.Collective.is_over",
+        r"self\.event\.query\(\)",
+        "True",
+        ("tests/unit/comm/test_host_read.py",),
     ),
     # ---- layers
     Mutation(

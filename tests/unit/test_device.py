@@ -121,6 +121,35 @@ def test_ranks_of_a_machine_with_several_gpus_need_their_local_rank(monkeypatch:
     assert device._local_rank() == 0
 
 
+def test_more_ranks_than_gpus_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK is 1, and torch sees 1 GPU on this .*SHARDSTACK_DEVICE=cpu"):
+        device._local_rank()
+
+
+@pytest.mark.parametrize(
+    "setting", [("SLURM_GPUS_PER_TASK", "1"), ("SLURM_TRES_PER_TASK", "cpu=4,gres/gpu=1"), ("SLURM_GPU_BIND", "x")]
+)
+def test_one_visible_gpu_for_each_task_is_taken(monkeypatch: pytest.MonkeyPatch, setting: tuple[str, str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv(*setting)
+    assert device._local_rank() == 0
+
+
+def test_a_barrier_names_the_gpu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(dist, "barrier", lambda device_ids=None: given.append(device_ids))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(device, "device_type", lambda kind=kind: kind)
+        device.barrier()
+    assert given == [None, [3]]
+
+
 @pytest.fixture
 def _settings_as_before(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")

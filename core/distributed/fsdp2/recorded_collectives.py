@@ -1,4 +1,8 @@
-"""Records FSDP2's collectives under the names of their units, whichever implementation carries them."""
+"""Records FSDP2's collectives under the names of their units, whichever implementation carries them.
+
+A recorder is an instance of what it records: torch lets its own implementations be exchanged for those on buffers of
+NCCL or on symmetric memory, and refuses that for any other.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +22,35 @@ from .torch_private import communication_of
 
 
 def record_fsdp_collectives(root: nn.Module) -> None:
-    """Puts a record around what each FSDP module of a model gathers and reduces with; once all of that is set."""
+    """Puts a record around what each FSDP module of a model gathers and reduces with; leaves alone what has one.
+
+    To be called again after an implementation was exchanged.
+    """
     for name, module in root.named_modules():
         if not isinstance(module, FSDPModule):
             continue
         communication = communication_of(module)
-        if communication is None or isinstance(communication[0], _RecordedAllGather):
+        if communication is None:
             continue  # without parameters of its own, or in one unit with a module before it
         unit = f"unit {name}" if name else "the root unit"
         gather, reduce = communication
-        with_record = _RecordedGatherOfEach if hasattr(gather, "gather_each") else _RecordedAllGather
-        module.set_custom_all_gather(with_record(gather, unit))
-        module.set_custom_reduce_scatter(_RecordedReduceScatter(reduce, unit))
+        if not isinstance(gather, _Recorded):
+            with_record = _RecordedGatherOfEach if hasattr(gather, "gather_each") else _RecordedAllGather
+            module.set_custom_all_gather(_recorder(with_record, gather, unit))
+        if not isinstance(reduce, _Recorded):
+            module.set_custom_reduce_scatter(_recorder(_RecordedReduceScatter, reduce, unit))
+
+
+def _recorder(kind: type[_Recorded], inner: Any, unit: str) -> Any:
+    """Makes a recorder of `kind` that is an instance of the type of `inner` too."""
+    made: Any = object.__new__(type(f"{kind.__name__}Of{type(inner).__name__}", (kind, type(inner)), {}))
+    vars(made).update(vars(inner), _inner=inner, _unit=unit)
+    return made
 
 
 class _Recorded:
-    def __init__(self, inner: Any, unit: str) -> None:
-        self._inner, self._unit = inner, unit
+    _inner: Any
+    _unit: str
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device

@@ -136,6 +136,7 @@ class ShardedModel:
         self._end_failed_backward()
         if not self._has_allocated:
             self._has_allocated = True
+            record_fsdp_collectives(self.module)  # what the user has set since the model was sharded too
             if torch.is_inference_mode_enabled():
                 allocate_gathered_parameters(self.module)
         if self._values.are_stale():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from ...comm.host_read import HostRead
 from ...errors import ShardstackError
 
 LARGE_FACTOR = 10.0
@@ -29,7 +31,7 @@ class GradientChecks:
         self._seen: dict[str, int] = {}  # recorded steps by parameter; grows up to `OBSERVED_STEPS`
 
     def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:
-        """Checks this rank's gradients of step `step`, counted from 0, by name.
+        """Checks this rank's gradients of step `step`, counted from 0, by name; waits once for the device.
 
         Args:
             are_reduced: gradients are reduced over ranks already, so that another rank may be at fault.
@@ -39,16 +41,17 @@ class GradientChecks:
         """
         if not (self._for_nan or self._for_large):
             return
-        for name, gradient in gradients:
-            if self._for_nan and not torch.isfinite(gradient).all():
+        named = [(name, gradient) for name, gradient in gradients if gradient.numel()]
+        # A norm in double overflows for no gradient in fp32; one of those in double is looked at again.
+        norms = HostRead(_norms([gradient for _, gradient in named])).wait() if named else []
+        for (name, gradient), norm in zip(named, norms, strict=True):
+            if self._for_nan and not math.isfinite(norm) and not torch.isfinite(gradient).all():
                 raise ShardstackError(
                     f"{_place(name, step, are_reduced)} is not finite; lower the learning rate, look at the batch, or "
                     "drop check_for_nan_in_grad to go on"
                 )
-            if self._for_large and gradient.numel():
-                self._check_norm(
-                    name, torch.linalg.vector_norm(gradient, dtype=torch.float64).item(), step, are_reduced
-                )
+            if self._for_large:
+                self._check_norm(name, norm, step, are_reduced)
 
     def _check_norm(self, name: str, norm: float, step: int, is_reduced: bool) -> None:
         largest, seen = self._largest.get(name, 0.0), self._seen.get(name, 0)
@@ -60,6 +63,19 @@ class GradientChecks:
                 f"of its first {OBSERVED_STEPS} steps, {largest:.3g}; look at the batch, or drop check_for_large_grads"
                 " to go on"
             )
+
+
+def _norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns L2 norms in double, `[n]`, by one kernel for each dtype and device."""
+    found: list[torch.Tensor] = [torch.empty(0)] * len(gradients)
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        kinds.setdefault((gradient.dtype, gradient.device), []).append(index)
+    for indices in kinds.values():
+        norms = torch._foreach_norm([gradients[i].detach() for i in indices], 2, dtype=torch.float64)
+        for index, norm in zip(indices, norms, strict=True):
+            found[index] = norm
+    return torch.stack([norm.to(found[0].device) for norm in found])
 
 
 def _place(name: str, step: int, is_reduced: bool) -> str:

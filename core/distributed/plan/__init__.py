@@ -4,6 +4,7 @@ values, fsdp2_plan    the plan itself
 units     which modules FSDP2 gathers together
 layout    where parameters are in flat buffers
 names     what parameters are called
+transforms    which units are recomputed, and which compiled
 resharding    what becomes of a unit's gathered parameters until backward
 precision in which dtypes FSDP2 computes
 fsdp2, buffers, flat_units    the plan of each wrapper; only here, and in `common`, the wrapper's settings are read
@@ -86,4 +87,4 @@ def plan_model(
         return plan_fsdp2(module, config, ddp_config, groups, unit_classes, caller="plan_model")
     if shards_parameters(ddp_config.sharding_strategy):
         return plan_flat_units(module, config, ddp_config, groups, unit_classes, caller="plan_model")
-    return plan_buffers(module, config, ddp_config, groups, caller="plan_model")
+    return plan_buffers(module, config, ddp_config, groups, caller="plan_model", unit_classes=unit_classes)

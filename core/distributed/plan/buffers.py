@@ -19,6 +19,8 @@ from ..groups import DataParallelGroups
 from .common import common_plan
 from .layout import BucketLayout, FullParamLayout, default_bucket_size, lay_out
 from .names import ParameterNames
+from .transforms import plan_transforms
+from .units import UnitChoice
 from .values import BucketPlan, BufferPlan, Cut, FlatPlan, ParamPlan
 
 
@@ -29,11 +31,13 @@ def plan_buffers(
     groups: DataParallelGroups,
     *,
     caller: str,
+    unit_classes: Iterable[UnitChoice] = (),
     disable_bucketing: bool = False,
 ) -> FlatPlan:
     """Plans a model on flat buffers; see `plan_model`.
 
     Args:
+        unit_classes: of modules that are recomputed or compiled, where that is asked for.
         disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
     """
     strategy = ddp_config.sharding_strategy
@@ -45,9 +49,15 @@ def plan_buffers(
     check_reduction(config, ddp_config)
     check_precision(config, module)
     is_sharded = strategy != "no_shard"
-    reduces_during_backward = ddp_config.overlap_grad_reduce or strategy == "optim_grads"
+    overlaps_grads = _overlaps(ddp_config.overlap_grad_reduce)
+    overlaps_params = _overlaps(ddp_config.overlap_param_gather, by_default=is_sharded)
+    reduces_during_backward = overlaps_grads or strategy == "optim_grads"
     bucket_size = ddp_config.bucket_size
-    if bucket_size is None and ddp_config.num_buckets is None and reduces_during_backward:
+    if (
+        bucket_size is None
+        and ddp_config.num_buckets is None
+        and (reduces_during_backward or (overlaps_params and is_sharded))
+    ):
         bucket_size = default_bucket_size(groups.whole.size())
     names = ParameterNames(module)
     num_shards = groups.shard.size() if is_sharded else 1
@@ -77,15 +87,20 @@ def plan_buffers(
     common["reduces_every_micro_batch"] &= groups.shard.size() > 1
     return FlatPlan(
         **common,
+        transforms=plan_transforms(module, ddp_config, unit_classes),
         frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
         buffers=tuple(buffers),
         leaves=order_of_leaving(buffers),
         reduces_during_backward=reduces_during_backward,
-        overlaps_grads=ddp_config.overlap_grad_reduce,
-        overlaps_params=ddp_config.overlap_param_gather,
+        overlaps_grads=overlaps_grads,
+        overlaps_params=overlaps_params,
         averages_in_collective=ddp_config.average_in_collective,
         adds_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
     )
+
+
+def _overlaps(asked: bool | None, by_default: bool = True) -> bool:
+    return by_default and device.device_type() == "cuda" if asked is None else asked
 
 
 def full_param_layout(

@@ -1,4 +1,4 @@
-"""Which units are recomputed in backward, and which are compiled."""
+"""Which units of a model are recomputed in backward, and which are compiled, under any wrapper."""
 
 from __future__ import annotations
 
@@ -8,14 +8,36 @@ from torch import nn
 
 from ...errors import ParallelConfigError
 from ...tensor_parallel.initialization import ParameterOwner
-from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
-from .units import Unit
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from .units import Unit, UnitChoice, find_units
+from .values import UnitTransform
 
 
-def choose_transforms(
-    units: Sequence[Unit], settings: FullyShardedDataParallelConfig
-) -> tuple[list[Unit], list[Unit]]:
-    """Returns the units whose activations are computed again in backward, and those that are compiled.
+def plan_transforms(
+    module: nn.Module, settings: DistributedDataParallelConfig, unit_classes: Iterable[UnitChoice]
+) -> tuple[UnitTransform, ...]:
+    """Returns what is done to the units of a model whose wrapper gathers nothing by unit.
+
+    Raises:
+        WrapError, ParallelConfigError: as `find_units` and `choose_transforms`.
+    """
+    if settings.activation_checkpointing == "none" and not settings.compile_units:
+        return ()
+    units = find_units(module, unit_classes, splits_dtypes=False)
+    recomputed, compiled = choose_transforms(units, settings)
+    return tuple(
+        UnitTransform(
+            modules=unit.modules,
+            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
+            is_compiled=unit in compiled,
+        )
+        for unit in units
+        if unit in recomputed or unit in compiled
+    )
+
+
+def choose_transforms(units: Sequence[Unit], settings: DistributedDataParallelConfig) -> tuple[list[Unit], list[Unit]]:
+    """The units whose activations are computed again in backward, and those that are compiled.
 
     Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
     one operation again would save nothing. So are units inside units, which are part of what is done to these.

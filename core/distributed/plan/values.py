@@ -133,7 +133,7 @@ class ShardingPlan:
     """The part of a plan that every engine needs."""
 
     asked_by: ClassVar[Mapping[str, str]] = {
-        "recomputes": "recompute_granularity='full'",
+        "recomputes": "activation_checkpointing='full'",
         "reduces_every_micro_batch": "reduce_every_micro_batch=True",
     }
     """Properties of a plan or a unit, with the settings by which people ask for them; for advice."""
@@ -239,9 +239,19 @@ class FlatUnitPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnitTransform:
+    """What is done to the forward of a unit's modules before the model is wrapped."""
+
+    modules: tuple[nn.Module, ...]
+    recomputes: Literal["none", "full", "selective"]
+    is_compiled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class FlatPlan(ShardingPlan):
     """The plan that `core.distributed.buffers` carries out."""
 
+    transforms: tuple[UnitTransform, ...] = ()
     buffers: tuple[BufferPlan, ...]
     leaves: tuple[tuple[int, int], ...]
     """Buffer and bucket, in the order in which buckets are reduced, equal on all ranks."""
@@ -254,6 +264,10 @@ class FlatPlan(ShardingPlan):
     averages_in_collective: bool
     adds_in_fp32: bool
     """Gradients travel in their own precision and are added in fp32."""
+
+    @property
+    def recomputes(self) -> bool:
+        return any(transform.recomputes != "none" for transform in self.transforms)
 
     @property
     def trained(self) -> dict[str, ParamPlan]:
@@ -273,7 +287,6 @@ class FullyShardedPlan(FlatPlan):
 
     asked_by: ClassVar[Mapping[str, str]] = {
         **ShardingPlan.asked_by,
-        "recomputes": "activation_checkpointing='full'",
         "is_freed": "reshard_after_forward=True",
         "gathers_ahead": "forward_prefetch=0, backward_prefetch=0",
         "offloads": "cpu_offload=True",

@@ -278,6 +278,10 @@ class RunConfig:
     """Compute the same bits in every run, on the CPU and on one GPU: choose deterministic operations and refuse those
     that have none. Several GPUs also need a fixed algorithm of NCCL's (the variable NCCL_ALGO)."""
 
+    fp32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """How matrices in fp32 are multiplied: in fp32; in TF32, several times as fast on a GPU that has it; or in bf16.
+    Runs in bf16 or fp16 multiply in that."""
+
     distributed_timeout_minutes: float = 10.0
     """Minutes after which a collective that not all ranks joined is an error."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ... import parallel_state
+from ...device import barrier
 from ...errors import MemoryLimitError, OutOfStepError, ShardstackError
 
 USER_ERROR_STATUS = 2
@@ -55,7 +56,7 @@ def one_line(error: BaseException) -> str:
 def _shut_down() -> None:
     """Destroys the process group once every rank is done."""
     if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+        barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

@@ -29,9 +29,18 @@ def environment_restart_count() -> int:
     return environment_int("TORCHELASTIC_RESTART_COUNT", 0)
 
 
-def environment_threads() -> int:
-    """Returns the number of threads that a rank computes with: OMP_NUM_THREADS, or 1."""
-    return environment_int("OMP_NUM_THREADS", 1, least=1)
+def environment_threads(*, updates_on_host: bool = False) -> int:
+    """Returns the number of threads that a rank computes with: OMP_NUM_THREADS, or 1.
+
+    Args:
+        updates_on_host: offloaded parameters are updated on the host while a GPU waits: the ranks of a machine share
+            its cores unless OMP_NUM_THREADS is set. A 1 may be a launcher's, ours or ``torchrun``, and does not count.
+    """
+    asked = environment_int("OMP_NUM_THREADS", 1, least=1)
+    if not updates_on_host or asked > 1:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // environment_int("LOCAL_WORLD_SIZE", 1, least=1), 1)
 
 
 def check_launcher() -> None:

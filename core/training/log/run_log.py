@@ -18,7 +18,7 @@ from ...distributed import _BaseDataParallel
 from ...durable import make_folders, write_durably
 from ...errors import CheckpointError, MissingExtraError
 from ..config import PretrainConfig
-from ..train_step import StepResult
+from ..running_step import StepResult
 from .log_file import LOG_FILE, drop_lines_after
 from .loss_curve import draw_loss_curve, figure_class
 from .measures import peak_memory_bytes
@@ -80,15 +80,7 @@ class RunLog:
             self._tensorboard = _tensorboard_writer(self._tensorboard_dir, iteration)
 
     def step(
-        self,
-        iteration: int,
-        result: StepResult,
-        *,
-        lr: float,
-        loss_scale: float,
-        num_tokens: int,
-        seconds: float,
-        weights_hash: str | None = None,
+        self, iteration: int, result: StepResult, *, num_tokens: int, seconds: float, weights_hash: str | None = None
     ) -> None:
         """Records one iteration of `num_tokens` tokens over all ranks; writes a line if one is due.
 
@@ -102,7 +94,7 @@ class RunLog:
         self._seconds += seconds
         self._skipped += not result.updated
         memory = peak_memory_bytes()
-        self._show(result, lr, num_tokens / seconds, memory)
+        self._show(result, num_tokens / seconds, memory)
         hashed = {} if weights_hash is None else {"weights_hash": weights_hash}
         if hashed:
             self.message(f"iteration {iteration}: weights {weights_hash}")
@@ -114,11 +106,11 @@ class RunLog:
             {
                 "step": iteration,
                 "loss": sum(self._losses) / len(self._losses),
-                "lr": lr,
+                "lr": result.lr,
                 "grad_norm": result.grad_norm,
                 "tokens_per_s": self._num_tokens / self._seconds,
                 "num_zeros": result.num_zeros,
-                "loss_scale": loss_scale,
+                "loss_scale": result.loss_scale,
                 "skipped": self._skipped,
                 "memory_bytes": memory,
                 **hashed,
@@ -169,9 +161,9 @@ class RunLog:
         if self.files.waiting:
             self.message(f"warning: not written: {', '.join(map(str, self.files.waiting))}")
 
-    def _show(self, result: StepResult, lr: float, tokens_per_s: float, memory: int) -> None:
+    def _show(self, result: StepResult, tokens_per_s: float, memory: int) -> None:
         norm = f"{result.grad_norm:.2f}" if result.updated and result.grad_norm is not None else "skipped"
-        shown = {"loss": f"{result.loss:.3f}", "lr": f"{lr:.2e}", "grad": norm}
+        shown = {"loss": f"{result.loss:.3f}", "lr": f"{result.lr:.2e}", "grad": norm}
         shown |= {"tok/s": f"{tokens_per_s:,.0f}", "mem": f"{memory / 2**20:,.0f}M"}
         with suppress(OSError):
             self._bar.set_postfix(shown, refresh=False)

@@ -16,10 +16,11 @@ from torch import nn
 
 from core.comm import record
 from core.comm.record import recorded
-from core.diagnostics import failures_explained
+from core.diagnostics import failures_explained, out_of_step
 from core.diagnostics.out_of_step import is_failure_of_backend
 from core.distributed import finalize_model_grads
 from core.errors import OutOfStepError
+from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
@@ -212,3 +213,18 @@ def test_only_failures_of_a_backend_are_taken_for_ranks_out_of_step():
     assert not is_failure_of_backend(RuntimeError("DataLoader timed out after 5 seconds"))
     assert not is_failure_of_backend(TimeoutError("timed out"))
     assert not is_failure_of_backend(OutOfStepError("timed out"))
+
+
+def test_in_a_large_world_the_first_ranks_alone_compare_themselves_with_all():
+    store = dist.HashStore()  # torch's fake one counts nothing
+    with fake_world(rank=3, world_size=2 * record.MOST_ASKING), mock.patch.object(record, "_store", lambda: store):
+        messages = []
+        for _ in range(record.MOST_ASKING + 1):
+            with mock.patch.object(out_of_step, "ask_other_ranks") as asked:
+                call = recorded("all-reduce", "the loss", 16)
+                with pytest.raises(OutOfStepError) as caught:
+                    call.explain(dist.DistBackendError("timed out"))
+                messages.append((asked.called, str(caught.value)))
+        assert [asked for asked, _ in messages] == [True] * record.MOST_ASKING + [False]
+        assert f"all-reduce {record.MOST_ASKING + 1} of the loss (16 B)" in messages[-1][1]
+        assert "8 ranks failed before it, and their messages say where the others are" in messages[-1][1]

@@ -124,7 +124,9 @@ def build(
     """Returns a wrapper of the given kind over the default group."""
     config, group = config or SimpleNamespace(), group or dist.group.WORLD
     if kind in BUFFERED:
-        return DistributedDataParallel(config, settings(kind, **fields), module, process_group=group)
+        return DistributedDataParallel(
+            config, settings(kind, **fields), module, sub_modules_to_wrap=unit_classes, process_group=group
+        )
     os.environ[POISONS] = "1"  # what reads a slot that is idle shows; compositions and equality cases have it off too
     sharded = FullyShardedDataParallel if kind == "zero3" else TorchFullyShardedDataParallel
     return sharded(config, settings(kind, **fields), module, unit_classes, process_group=group)

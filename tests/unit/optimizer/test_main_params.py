@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core.errors import OptimizerError
-from core.optimizer.main_params import MainParam, refresh_masters, refresh_parameters
+from core.optimizer.main_params import MainParam, refresh_masters, refresh_parameters, take_gradients
 
 
 def _main_param(module: nn.Module, attribute: str = "weight") -> MainParam:
@@ -47,8 +47,12 @@ def test_main_grad_comes_before_grad_parameter_by_parameter():
 def test_low_precision_gradients_are_converted():
     layer = nn.Linear(3, 2, dtype=torch.bfloat16)
     layer.weight.grad = torch.full((2, 3), 0.5, dtype=torch.bfloat16)
-    taken = _main_param(layer).take_gradient()
+    whole = nn.Linear(3, 2)
+    whole.weight.grad = torch.ones(2, 3)
+    params = [_main_param(whole), _main_param(layer), _main_param(layer, "bias")]
+    kept, taken, missing = take_gradients(params)
     assert taken is not None and taken.dtype == torch.float32 and torch.equal(taken, torch.full((2, 3), 0.5))
+    assert kept is not None and kept.data_ptr() == whole.weight.grad.data_ptr() and missing is None
 
 
 def test_gradients_that_do_not_fit_are_refused_by_name():

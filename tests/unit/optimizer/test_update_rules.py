@@ -9,8 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from core.errors import ConfigError
 from core.optimizer import OptimizerConfig
-from core.optimizer.update_rules import SGD, AdamW, build_update_rule, ensure_state, get_step_count, set_step_count
+from core.optimizer.update_rules import (
+    SGD,
+    AdamW,
+    build_update_rule,
+    ensure_state,
+    get_step_count,
+    set_step_count,
+    skips_on_device,
+)
+from core.warn import warn_once
 
 RULES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adam": lambda params: AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
@@ -111,6 +121,7 @@ class _FusedSGD(torch.optim.Optimizer):
 
 
 def _install_apex(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    monkeypatch.setenv("SHARDSTACK_APEX", "1")
     optimizers = ModuleType("apex.optimizers")
     optimizers.FusedAdam, optimizers.FusedSGD = _FusedAdam, _FusedSGD  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
@@ -124,11 +135,13 @@ def _groups() -> list[dict]:
 
 
 @pytest.mark.parametrize(("optimizer", "wanted"), [("adam", _FusedAdam), ("sgd", _FusedSGD)])
-def test_nvidias_apex_is_used_on_cuda_where_it_is_really_there(monkeypatch, optimizer: str, wanted: type):
+def test_nvidias_apex_is_used_on_cuda_where_it_is_asked_for(monkeypatch, optimizer: str, wanted: type):
     _install_apex(monkeypatch, compiled=True)
     config = OptimizerConfig(optimizer=optimizer, lr=1e-3)
-    rule = build_update_rule(config, _groups(), "cuda")
-    assert type(rule) is wanted
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="SHARDSTACK_APEX: apex.optimizers in place of torch's kernels"):
+        rule = build_update_rule(config, _groups(), "cuda")
+    assert type(rule) is wanted and not skips_on_device(rule)
     assert (rule.param_groups[0]["lr"], rule.param_groups[0]["weight_decay"]) == (0.5, 0.25)
     param = rule.param_groups[0]["params"][0]
     set_step_count(rule, param, 7)
@@ -136,10 +149,17 @@ def test_nvidias_apex_is_used_on_cuda_where_it_is_really_there(monkeypatch, opti
     assert isinstance(build_update_rule(config, _groups(), "cpu"), (AdamW, SGD))
 
 
-def test_another_apex_or_one_without_its_kernels_is_not_used(monkeypatch):
+def test_another_apex_or_one_without_its_kernels_is_refused(monkeypatch):
     config = OptimizerConfig(lr=1e-3)
     _install_apex(monkeypatch, compiled=False)
-    assert isinstance(build_update_rule(config, _groups(), "cuda"), AdamW)
+    with pytest.raises(ConfigError, match=r"SHARDSTACK_APEX is 1, but .*amp_C"):
+        build_update_rule(config, _groups(), "cuda")
     monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
     monkeypatch.setitem(sys.modules, "apex.optimizers", ModuleType("apex.optimizers"))
+    with pytest.raises(ConfigError, match=r"apex\.optimizers has no FusedAdam, FusedSGD"):
+        build_update_rule(config, _groups(), "cuda")
+    monkeypatch.setenv("SHARDSTACK_APEX", "yes")
+    with pytest.raises(ConfigError, match="SHARDSTACK_APEX is 'yes'; it takes 1 or 0"):
+        build_update_rule(config, _groups(), "cuda")
+    monkeypatch.delenv("SHARDSTACK_APEX")  # a machine that has it changes nothing
     assert isinstance(build_update_rule(config, _groups(), "cuda"), AdamW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from contextlib import nullcontext
 from unittest import mock
 
@@ -21,6 +22,7 @@ from core.errors import ConfigError, ParallelConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
 from core.training.initialize import check_model_fits, initialize
+from core.training.launch.environment import environment_threads
 from core.transformer.dropout import hidden_dropout
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import full
@@ -86,3 +88,14 @@ def test_a_model_fits_if_its_shards_do_under_every_wrapper_that_shards_parameter
             check_model_fits(config, vocab_size=400)
         with pytest.raises(ConfigError, match="GiB of weights on each rank"):
             check_model_fits(small_config(), vocab_size=400)
+
+
+def test_the_ranks_of_a_machine_share_its_cores_where_the_optimizer_runs_on_them(monkeypatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(18)), raising=False)
+    assert (environment_threads(), environment_threads(updates_on_host=True)) == (1, 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as launchers set it
+    assert (environment_threads(), environment_threads(updates_on_host=True)) == (1, 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert environment_threads(updates_on_host=True) == 2

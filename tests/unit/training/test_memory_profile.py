@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from core.distributed import finalize_model_grads
 from core.errors import ConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.training import memory_profile
 from core.training.loop import train
 from core.training.memory_profile import measure_step
 from core.training.memory_timeline import CATEGORIES, MemoryTimeline
@@ -117,3 +120,24 @@ def _refuses_to_write_nowhere() -> None:
 
 def test_a_run_without_a_folder_is_refused_at_its_start():
     run_distributed(_refuses_to_write_nowhere, 1)
+
+
+def _peaks_with_and_without_marks() -> list[int]:
+    model, optimizer = _model("ddp")
+    peaks, flat = [], memory_profile._flat
+    for seen in (True, False):
+        events = partial(_without_marks, flat) if not seen else flat
+        with mock.patch.object(memory_profile, "_flat", events):
+            _step(model, optimizer)
+            _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
+        peaks.append(timeline.peak_bytes)
+    return peaks
+
+
+def _without_marks(flat: Any, tree: Any) -> list[Any]:
+    return [event for event in flat(tree) if event.name != memory_profile._MARK]
+
+
+def test_records_that_the_profiler_did_not_see_are_placed_by_the_clock():
+    with_marks, without = run_distributed(_peaks_with_and_without_marks, 1)[0]
+    assert with_marks == pytest.approx(without, rel=0.1) and without > 0

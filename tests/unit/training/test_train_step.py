@@ -13,8 +13,9 @@ from core.distributed import wrap_model
 from core.errors import MemoryLimitError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
+from core.training.running_step import StepResult
 from core.training.state import build_scheduler
-from core.training.train_step import Batch, StepResult, evaluate, train_step
+from core.training.train_step import Batch, evaluate, train_step
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 
@@ -65,7 +66,8 @@ def step_on_ranks(
     scheduler = build_scheduler(config, optimizer)
     mine = batches(parallel_state.get_data_parallel_rank(), 2, packed)
     before = evaluate(model, iter(mine), 2)
-    result = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
+    running = train_step(model, optimizer, scheduler, iter(mine), 2, stop_requested=dist.get_rank() == stopping_rank)
+    result = running.result()
     assert scheduler.num_steps == 1
     whole = {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
@@ -158,7 +160,7 @@ def step_that_overflows() -> tuple[bool, int, float]:
     scheduler = build_scheduler(config, optimizer)
     with torch.no_grad():
         next(model.parameters()).fill_(torch.inf)
-    result = train_step(model, optimizer, scheduler, iter(batches(0, 1)), 1)
+    result = train_step(model, optimizer, scheduler, iter(batches(0, 1)), 1).result()
     return result.updated, scheduler.num_steps, optimizer.param_groups[0]["lr"]
 
 

@@ -1,12 +1,23 @@
 """Attention to two sets of keys, put together, against torch's attention to both at once."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from core.transformer.attention_kernels import Attended, attend, attend_backward, combine, has_kernel
+from core.transformer.attention_kernels import (
+    Attended,
+    attend,
+    attend_backward,
+    attend_within_documents,
+    combine,
+    has_kernel,
+)
+from core.transformer.context_parallel import attend_in_pieces
+from core.transformer.document_masks import document_pieces
+from tests.unit._on_gpu import ON_GPU
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 BATCH, HEADS, GROUPS, LENGTH, BEFORE, CHANNELS = 2, 4, 2, 9, 14, 6
 
 
@@ -78,3 +89,47 @@ def test_the_backward_drops_what_the_forward_dropped(dtype: torch.dtype):
 def test_dropout_has_no_kernel_on_cpu():
     query = torch.zeros(1, 1, 1, 8)
     assert has_kernel(query, 0.0) and not has_kernel(query, 0.1)
+
+
+STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 7, 7], [0, 1, 1, 1, 1, 5, 5, 5, 8]])
+"""Where documents begin, `[b, s]`."""
+
+
+def _flash_by_hand(query, key, value, bounds, bounds_k, longest, longest_k, dropout, causal, debug, *, scale):
+    """Torch's kernel for documents, one behind the other, `[tokens, heads, d]`, on any device; without its rest."""
+    assert (bounds.dtype, bounds_k, longest_k) == (torch.int32, bounds, longest) and causal and not debug
+    assert all(tensor.shape[-1] % 8 == 0 for tensor in (query, key, value))
+    ends = bounds.tolist()
+    assert ends[-1] == len(query) and max(b - a for a, b in pairwise(ends)) == longest
+    parts = []
+    for begin, end in pairwise(ends):
+        own = [tensor[begin:end].transpose(0, 1) for tensor in (query, key, value)]
+        parts.append(F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True, scale=scale))
+    return (torch.cat(parts, 1).transpose(0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [
+        ("cpu", torch.float64, 1e-12),
+        pytest.param("cuda", torch.bfloat16, 2e-2, marks=ON_GPU),
+        pytest.param("cuda", torch.float16, 2e-3, marks=ON_GPU),
+    ],
+)
+def test_one_call_for_all_documents_is_one_call_for_each(device, dtype, tolerance, monkeypatch):
+    if device == "cpu":  # which has no such kernel
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", _flash_by_hand)
+    pieces = document_pieces(STARTS)
+    # Queries, keys and values have lengths of the file's other tests: here all are as long as the queries.
+    query, key, value, grad = (t.permute(2, 0, 1, 3)[-LENGTH:] for t in _tensors(device, dtype))
+    found, expected = [], []
+    for results, attention in (
+        (found, lambda *leaves: attend_within_documents(*leaves, pieces.bounds(leaves[0].device), pieces.longest)),
+        (expected, lambda *leaves: attend_in_pieces(*leaves, pieces)),
+    ):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
+        output = attention(*leaves)
+        output.backward(grad)
+        results += [output.detach(), *(leaf.grad for leaf in leaves)]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

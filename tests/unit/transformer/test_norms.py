@@ -6,17 +6,11 @@ import types
 import pytest
 import torch
 
-from core.transformer import TransformerConfig, norms
-from core.transformer.norms import LayerNorm, RMSNorm, apex_kernels, build_norm
+from core.errors import ConfigError
+from core.transformer import TransformerConfig
+from core.transformer.norms import LayerNorm, RMSNorm, build_norm
 
 SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_search():
-    apex_kernels.cache_clear()
-    yield
-    apex_kernels.cache_clear()
 
 
 def test_the_config_names_the_norm():
@@ -71,13 +65,12 @@ def _install(monkeypatch, name, **attributes):
     return module
 
 
-def test_the_apex_of_pypi_is_not_taken(monkeypatch):
+def test_the_apex_of_pypi_is_refused_and_one_that_nobody_asked_for_not_looked_at(monkeypatch):
     _install(monkeypatch, "apex")
-    assert apex_kernels() is None
-    apex_kernels.cache_clear()
-    _install(monkeypatch, "apex.normalization")  # NVIDIA's, but built without its kernels
-    _install(monkeypatch, "apex.normalization.fused_layer_norm", fused_layer_norm_affine=1, fused_rms_norm_affine=1)
-    assert apex_kernels() is None
+    assert build_norm(TransformerConfig(**SIZES), 8)._apex is None
+    monkeypatch.setenv("SHARDSTACK_APEX", "1")
+    with pytest.raises(ConfigError, match="SHARDSTACK_APEX is 1, but No module named 'fused_layer_norm_cuda'"):
+        build_norm(TransformerConfig(**SIZES), 8)
 
 
 def test_nvidias_kernels_are_taken_for_gpu_tensors_only(monkeypatch):
@@ -93,13 +86,13 @@ def test_nvidias_kernels_are_taken_for_gpu_tensors_only(monkeypatch):
 
     for name in ("fused_layer_norm_cuda", "apex", "apex.normalization"):
         _install(monkeypatch, name)
-    fused = _install(
+    _install(
         monkeypatch,
         "apex.normalization.fused_layer_norm",
         fused_layer_norm_affine=layer_norm,
         fused_rms_norm_affine=rms_norm,
     )
-    assert apex_kernels() is fused
+    monkeypatch.setenv("SHARDSTACK_APEX", "1")
     config = TransformerConfig(**SIZES)
     for kind in (LayerNorm, RMSNorm):
         kind(config, 8)(torch.randn(2, 8))
@@ -111,4 +104,3 @@ def test_nvidias_kernels_are_taken_for_gpu_tensors_only(monkeypatch):
     for kind in (LayerNorm, RMSNorm):
         kind(config, 8)(torch.randn(2, 8).as_subclass(_OnGPU))
     assert calls == [("layer", (8,), 1e-5), ("rms", (8,), 1e-5)]
-    assert norms.apex_kernels() is fused

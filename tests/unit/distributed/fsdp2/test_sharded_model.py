@@ -9,16 +9,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+)
 from torch.distributed.tensor import DTensor
 
+from core.comm.record import record_of
 from core.distributed import TorchFullyShardedDataParallelConfig
 from core.distributed.fsdp2.sharded_model import ShardedModel
+from core.distributed.fsdp2.torch_private import communication_of
 from core.distributed.groups import DataParallelGroups
 from core.distributed.plan import plan_fsdp2
 from core.errors import WrapError
 from core.warn import warn_once
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import UNITS, batches, full, loss_of, oracle, toy
+from tests.unit.distributed._toys import UNITS, batches, build, full, gradients, loss_of, oracle, toy
 
 
 def _sharded(seed: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **settings: object) -> torch.nn.Module:
@@ -106,3 +114,28 @@ def _offloads() -> None:
 
 def test_without_an_accelerator_memory_is_not_pinned_which_is_said_once():
     run_distributed(_offloads, 2)
+
+
+def _steps_on_memory_of(exchanges: bool) -> list[torch.Tensor]:
+    model = build("fsdp2", toy(), collectives="torch")
+    gather, reduce = communication_of(model.module)
+    assert isinstance(gather, DefaultAllGather) and isinstance(reduce, DefaultReduceScatter)
+    if exchanges:
+        model.module.set_allocate_memory_from_process_group_for_comm(True)
+        assert type(communication_of(model.module)[0]) is ProcessGroupAllocAllGather
+    loss_of(model, batches(dist.get_rank())[0]).backward()
+    model.finish_grad_sync()
+    if exchanges:
+        gather, reduce = communication_of(model.module)
+        assert isinstance(gather, ProcessGroupAllocAllGather) and isinstance(reduce, ProcessGroupAllocReduceScatter)
+    calls = [(call.kind, call.what) for call in record_of(dist.group.WORLD).calls]
+    assert ("all-gather", "the parameters of the root unit") in calls
+    return [gradient for _, gradient in sorted(gradients(model).items())]
+
+
+def _exchanged_and_not() -> bool:
+    return all(map(torch.equal, _steps_on_memory_of(False), _steps_on_memory_of(True)))
+
+
+def test_torchs_collectives_stay_exchangeable_for_those_on_memory_of_the_backend():
+    assert run_distributed(_exchanged_and_not, 2) == [True, True]

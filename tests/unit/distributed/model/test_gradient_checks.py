@@ -43,3 +43,18 @@ def test_a_gradient_that_was_always_zero_is_not_large():
     checks = gradient_checks.GradientChecks(for_nan=False, for_large=True)
     for step in range(gradient_checks.OBSERVED_STEPS + 2):
         checks.check([("a", torch.zeros(3)), ("empty", torch.zeros(0))], step)
+
+
+def test_all_gradients_of_a_call_are_read_at_once():
+    checks = gradient_checks.GradientChecks(for_nan=True, for_large=True)
+    named = [(str(i), torch.full((3,), float(i))) for i in range(5)] + [("double", torch.ones(2).double())]
+    with mock.patch.object(gradient_checks, "HostRead", wraps=gradient_checks.HostRead) as read:
+        checks.check(iter(named), 0)
+        assert read.call_count == 1
+        checks.check([("large", torch.full((2,), 1e300, dtype=torch.float64))], 0)  # finite, though its norm is not
+        named[3][1][1] = torch.nan
+        with (
+            mock.patch.object(gradient_checks.dist, "get_rank", lambda: 0),
+            pytest.raises(ShardstackError, match=r"gradient of 3 is not finite"),
+        ):
+            checks.check(iter(named), 1)

@@ -9,18 +9,18 @@ import pytest
 
 from core.errors import CheckpointError
 from core.training.log import RunLog, Stopwatch, read_log
-from core.training.train_step import StepResult
+from core.training.running_step import StepResult
 from tests.unit.training._configs import small_config
 
 
 def result(loss: float, updated: bool = True) -> StepResult:
     norm = 0.5 if updated else None
-    return StepResult(loss=loss, updated=updated, grad_norm=norm, num_zeros=None, stop=False)
+    return StepResult(loss=loss, updated=updated, grad_norm=norm, num_zeros=None, stop=False, lr=0.1, loss_scale=1.0)
 
 
 def write(log: RunLog, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        log.step(step, result(float(step), step != 2), lr=0.1, loss_scale=1.0, num_tokens=100, seconds=0.5)
+        log.step(step, result(float(step), step != 2), num_tokens=100, seconds=0.5)
 
 
 def test_a_line_holds_what_came_since_the_last(tmp_path):

@@ -1,0 +1,93 @@
+"""Reads a few numbers from the device without stopping it: the copy is queued now, and waited for when they are used.
+
+A host that reads a result of the device (``item``, ``tolist``, ``bool``) waits until the device has done all that is
+queued, and queues nothing meanwhile. A `HostRead` waits only for what was queued before it was made: one that
+is waited for a step later costs nothing. Where a collective before it does not end, because a rank did not join it,
+the wait ends before the backend's time limit, which would end the process, and says which collective it is.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import device
+from .call import CallRecord
+from .record import first_unfinished, is_recording
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 1e-3
+_LOOKS_FOR_LATE_S = 1.0
+"""Seconds between two looks for a collective that takes too long."""
+
+
+class HostRead:
+    """Numbers on their way to the host.
+
+    Args:
+        values: `[n]`, on any device; may change as soon as the constructor returns.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: device.Event | None = None
+        if values.is_cuda:
+            self._numbers = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._numbers.copy_(values, non_blocking=True)
+            self._event = device.record_event()
+        else:
+            self._numbers = values.clone()
+
+    def wait(self) -> list[float]:
+        """Returns the numbers, once they are there; may be called again.
+
+        Raises:
+            OutOfStepError: a collective before it did not end: not all ranks joined it.
+        """
+        if self._event is not None:
+            wait_for(self._event)
+            self._event = None
+        return _to_list(self._numbers)
+
+
+def known_on_host(value: Tensor) -> float | None:
+    """Returns a 0-dim tensor's number where the host has it already; None where it would have to wait for a device."""
+    return _to_list(value.view(1))[0] if value.device.type == "cpu" else None
+
+
+def wait_for(event: device.Event) -> None:
+    """Waits on the host for a point in the device's work.
+
+    Raises:
+        OutOfStepError: a collective before it did not end: not all ranks joined it.
+    """
+    pause, looked_at = _SHORTEST_PAUSE_S, time.monotonic()
+    while not event.query():
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if time.monotonic() - looked_at > _LOOKS_FOR_LATE_S and is_recording():
+            _raise_if_late()
+            looked_at = time.monotonic()
+
+
+def _raise_if_late() -> None:
+    call = first_unfinished(_longest_s)
+    if call is None:
+        return
+    error = dist.DistBackendError(
+        f"timed out waiting {1000 * _longest_s(call.record):.0f}ms for the device to end {call.kind} {call.number}"
+    )
+    call.explain(error)
+    raise error
+
+
+def _longest_s(record: CallRecord) -> float:
+    """How long a collective may take, in seconds: less than the backend's limit, at which NCCL ends the process."""
+    return record.limit_s - min(30.0, record.limit_s / 10)
+
+
+def _to_list(numbers: Tensor) -> list[float]:
+    """The one place of a step that reads numbers on the host; `tests/unit/training/test_host_reads.py` counts it."""
+    found: list[float] = numbers.tolist()
+    return found

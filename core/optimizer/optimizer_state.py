@@ -1,0 +1,150 @@
+"""The state of an optimizer: what checkpoints hold of it, and how a run continues from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..absent_names import absent_method
+from ..errors import CheckpointError
+from .grad_scaler import GradScaler
+from .main_params import MainParam, refresh_masters
+from .optimizer_config import OptimizerConfig
+from .update_rules import ensure_state, get_step_count, set_step_count, state_names
+from .written_params import WrittenParams
+
+
+class OptimizerState(ABC):
+    """What is updated, with moments, masters and the loss scale, under the names that checkpoints use."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        params: Sequence[MainParam],
+        rule: torch.optim.Optimizer,
+        grad_scaler: GradScaler | None,
+    ) -> None:
+        self.config = config
+        self.optimizer = rule
+        self.grad_scaler = grad_scaler
+        self._params = params
+        self._state_names = state_names(config)
+        # Sums of parameters in low precision as of the last agreement with their masters; see there.
+        self._written_params = WrittenParams(params)
+
+    @abstractmethod
+    def finish_step(self) -> None:
+        """After it the host knows all that the last step has changed."""
+
+    @abstractmethod
+    def _publish_parameters(self) -> None:
+        """Brings what was updated, or loaded, into the model's parameters."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The update's groups, which :func:`~core.optimizer.param_groups.build_param_groups` describes."""
+        return self.optimizer.param_groups
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Takes the model's parameters into the fp32 masters, after something else has written the parameters."""
+        refresh_masters(self._params)
+        self._written_params.note_agreement()
+
+    def gradient_tensors(self) -> dict[str, Tensor]:
+        """Returns the gradients that the next :meth:`step` reads, by parameter name: zeros where there is none.
+
+        Each is the tensor of the whole model, as those of :meth:`state_tensors`, and shares this rank's storage.
+        """
+        gradients = {p: p.local_gradient() for p in self._params}
+        return {p.name: p.whole(torch.zeros_like(p.main) if g is None else g) for p, g in gradients.items()}
+
+    @torch.no_grad()
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
+
+        Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is the tensor of the
+        whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage:
+        load into it, then call :meth:`load_state_scalars`. Masters contain what something else has written into
+        parameters in low precision since the last step: a checkpoint keeps the master in the parameter's place.
+        """
+        self.finish_step()
+        self._written_params.refresh_masters()
+        tensors: dict[str, Tensor] = {}
+        for p in self._params:
+            state = ensure_state(self.optimizer, p.main, self._state_names)
+            tensors |= {f"{kind}.{p.name}": p.whole(state[kind]) for kind in self._state_names}
+            if p.is_low_precision:
+                tensors[f"master.{p.name}"] = p.whole(p.main)
+        return tensors
+
+    sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
+
+    def state_scalars(self) -> dict[str, Any]:
+        """The rest of the state as plain JSON: the step count, the parameters that deviate from it, the loss scale."""
+        self.finish_step()
+        counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
+        step = Counter(counts.values()).most_common(1)[0][0]
+        return {
+            "step": step,
+            "step_of": {name: count for name, count in counts.items() if count != step},
+            "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler is not None else {},
+        }
+
+    @torch.no_grad()
+    def load_state_scalars(self, scalars: dict[str, Any]) -> None:
+        """Continues from :meth:`state_scalars`, once the tensors are loaded: masters are written into the parameters.
+
+        Raises:
+            CheckpointError: step counts for parameters that this model does not have.
+        """
+        self.finish_step()
+        unknown = sorted(set(scalars["step_of"]) - {p.name for p in self._params})
+        if unknown:
+            raise CheckpointError(
+                f"the optimizer state names parameters that this model does not have: {', '.join(unknown[:5])}; "
+                "load the checkpoint of this model"
+            )
+        for p in self._params:
+            set_step_count(self.optimizer, p.main, int(scalars["step_of"].get(p.name, scalars["step"])))
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(scalars["grad_scaler"])
+        self._publish_parameters()
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state in torch's layout, with masters and loss scale: for the same model, cut the same way."""
+        self.finish_step()
+        self._written_params.refresh_masters()
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": {p.name: p.main for p in self._params if p.is_low_precision},
+            "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler is not None else {},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from :meth:`state_dict`; masters are written into the model's parameters.
+
+        Raises:
+            CheckpointError: masters of other parameters than this model has in low precision.
+        """
+        self.finish_step()
+        masters = {p.name: p.main for p in self._params if p.is_low_precision}
+        if state_dict["masters"].keys() != masters.keys():
+            differing = sorted(state_dict["masters"].keys() ^ masters.keys())
+            raise CheckpointError(
+                f"fp32 masters are on one side only for {', '.join(differing[:5])}; load the state of the same model "
+                "in the same precision"
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        for name, main in masters.items():
+            main.copy_(state_dict["masters"][name])
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        self._publish_parameters()

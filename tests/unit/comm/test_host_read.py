@@ -1,0 +1,117 @@
+"""Reads of a device's numbers, and what is said of a device that does not get there; events stand in for a GPU's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core import device
+from core.comm import collectives, host_read
+from core.comm.host_read import HostRead, wait_for
+from core.comm.record import NUM_CALLS_KEPT, record_of
+from core.diagnostics.out_of_step import _state_of
+from core.errors import OutOfStepError
+from tests.unit._ranks import fake_world
+from tests.unit._spawn import run_distributed
+
+
+class _Event:
+    """A point that the device has reached once `done` is set."""
+
+    def __init__(self, done: bool = False) -> None:
+        self.done = done
+
+    def query(self) -> bool:
+        return self.done
+
+
+def _enqueue(what: str, event: _Event, group: Any = None) -> None:
+    """Records a collective as on a GPU: it returns when it is enqueued."""
+    with (
+        mock.patch.object(device, "record_event", lambda: event),
+        record_of(group).collective("all-reduce", what, 4, on_device=True),
+    ):
+        pass
+
+
+def test_numbers_are_those_of_the_moment_of_the_read() -> None:
+    values = torch.tensor([1.0, 2.5], dtype=torch.float64)
+    read = HostRead(values)
+    values.zero_()
+    assert read.wait() == read.wait() == [1.0, 2.5]
+
+
+def test_a_collective_that_is_enqueued_is_not_over() -> None:
+    with fake_world(rank=0, world_size=2):
+        events = [_Event(done=True), _Event(), _Event()]
+        for number, event in enumerate(events):
+            _enqueue(f"bucket {number}", event)
+        record = record_of()
+        assert [call.is_over for call in record.calls] == [True, False, False]
+        assert record.first_unfinished() is record.calls[1]
+        assert [call.as_json()[-1] is None for call in record.calls] == [False, True, True]
+        events[1].done = events[2].done = True
+        assert record.first_unfinished() is None and record.calls[2].as_json()[-1] is not None
+
+
+def test_the_first_unfinished_call_is_remembered_when_the_ring_has_dropped_it() -> None:
+    with fake_world(rank=0, world_size=2):
+        late = _Event()
+        _enqueue("the late one", late)
+        for _ in range(2 * NUM_CALLS_KEPT):
+            _enqueue("others", _Event(done=True))
+        found = record_of().first_unfinished()
+        assert found is not None and found.what == "the late one"
+        late.done = True
+        _enqueue("others", _Event(done=True))
+        assert record_of().first_unfinished() is None
+
+
+def test_a_tensor_on_the_device_is_recorded_with_an_event() -> None:
+    class _OnGPU(torch.Tensor):
+        is_cuda = True
+
+    with fake_world(rank=0, world_size=2), mock.patch.object(device, "record_event", _Event):
+        with mock.patch.object(dist, "all_reduce"):
+            collectives.all_reduce_by_backend(torch.ones(2).as_subclass(_OnGPU), what="the loss")
+            collectives.all_reduce_by_backend(torch.ones(2), what="the loss")
+        assert [call.event is None for call in record_of().calls] == [False, True]
+
+
+def _waits_for_a_rank_that_never_came() -> str:
+    group = dist.new_group()
+    record = record_of(group)
+    record.limit_s = 3.0
+    _enqueue("the loss", _Event(done=True), group)
+    if dist.get_rank() == 1:
+        _enqueue("the gradient norm", _Event(), group)
+        time.sleep(6.0)
+        return str(_state_of(record_of(group).read(0), record.calls[-1]))
+    _enqueue("the gradients of bucket a", _Event(), group)
+    _enqueue("the gradient norm", _Event(), group)
+    with mock.patch.object(host_read, "_LOOKS_FOR_LATE_S", 0.1), pytest.raises(OutOfStepError) as caught:
+        wait_for(_Event())
+    return str(caught.value)
+
+
+def test_a_device_that_waits_for_another_rank_is_explained_before_the_backends_limit() -> None:
+    (message, _) = run_distributed(_waits_for_a_rank_that_never_came, 2)
+    assert message.startswith("rank 0 of 2 waited ")
+    assert "s in vain in all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
+    assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call 2" in message
+    waited = float(message.split("waited ")[1].split(" s")[0])
+    assert waited <= 3.0  # of three seconds less a tenth
+
+
+def test_without_a_late_collective_the_host_waits_on() -> None:
+    event = _Event()
+    with fake_world(rank=0, world_size=2), mock.patch.object(host_read, "_LOOKS_FOR_LATE_S", 0.0):
+        _enqueue("the loss", _Event())
+        looks = iter(range(50))
+        with mock.patch.object(event, "query", lambda: next(looks, None) is None):
+            wait_for(event)

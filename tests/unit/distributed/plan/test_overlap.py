@@ -1,0 +1,42 @@
+"""What overlaps by default, and that what overlaps is in several pieces."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from core.distributed import DistributedDataParallelConfig
+from core.distributed.groups import find_groups
+from core.distributed.plan import FlatPlan, buffers, plan_buffers
+from tests.unit._ranks import fake_world
+from tests.unit.distributed._toys import toy
+
+
+def _plan(device: str, **fields: Any) -> FlatPlan:
+    with (
+        fake_world(rank=0, world_size=2),
+        mock.patch.object(buffers, "default_bucket_size", lambda ranks: 50),
+        mock.patch.object(buffers.device, "device_type", lambda: device),
+    ):
+        groups = find_groups("test", 1, dist.group.WORLD, None)
+        return plan_buffers(toy(), SimpleNamespace(), DistributedDataParallelConfig(**fields), groups, caller="test")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_on_a_gpu_all_overlaps_unless_it_is_switched_off(sharded: bool) -> None:
+    fields = {"use_distributed_optimizer": sharded}
+    for device, overlaps in (("cuda", True), ("cpu", False)):
+        plan = _plan(device, **fields)
+        assert (plan.overlaps_grads, plan.overlaps_params) == (overlaps, overlaps and sharded)
+        assert (len(plan.leaves) > 1) == overlaps
+    off = _plan("cuda", **fields, overlap_grad_reduce=False, overlap_param_gather=False)
+    assert not off.overlaps_grads and not off.overlaps_params and len(off.leaves) == 1
+
+
+def test_parameters_that_are_gathered_during_forward_are_in_several_buckets() -> None:
+    plan = _plan("cpu", use_distributed_optimizer=True, overlap_param_gather=True)
+    assert not plan.reduces_during_backward and len(plan.leaves) > 1
