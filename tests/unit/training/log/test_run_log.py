@@ -44,7 +44,7 @@ def test_a_hash_of_weights_has_a_line_when_no_other_is_due(tmp_path, capsys):
     folders = {"tensorboard_dir": tmp_path / "tb"}
     with RunLog(small_config(log_interval=2, train_iters=4, **folders), tmp_path, 0, enabled=True) as log:
         for step, hashed in ((1, "0a1b"), (2, "2c3d"), (3, None), (4, None)):
-            log.step(step, result(1.0), lr=0.1, loss_scale=1.0, num_tokens=1, seconds=1.0, weights_hash=hashed)
+            log.step(step, result(1.0), num_tokens=1, seconds=1.0, weights_hash=hashed)
     lines = read_log(tmp_path / "log.jsonl")
     assert lines[0] == {"step": 1, "weights_hash": "0a1b"}
     assert [(line["step"], line.get("weights_hash")) for line in lines[1:]] == [(2, "2c3d"), (4, None)]
