@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
 from .errors import ConfigError, ParallelConfigError
-from .foreign_arguments import ForeignFields, takes_foreign_fields
+from .foreign_arguments import ForeignFields, ignore, takes_foreign_fields
 from .ranges import check_range
+
+CrossEntropyFusion = Literal["native", "te", "linear"]
 
 _NO_STAGES = "models here have one pipeline stage"
 _NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"
@@ -34,8 +37,6 @@ _FOREIGN = ForeignFields(
         "pipeline_model_parallel_comm_backend": None,
         "pipeline_dtype": None,
         "use_te_rng_tracker": False,
-        "cross_entropy_loss_fusion": False,
-        "cross_entropy_fusion_impl": "native",
         "overlap_moe_expert_parallel_comm": False,
         "overlap_dispatch_backward_with_experts_wgrad": False,
         "ep_overlap_early_attn_memory_release": False,
@@ -117,7 +118,20 @@ class ModelParallelConfig:
     rows of an embedding's gradient that are not zero: faster, with less memory, and bitwise equal. No effect without
     gradient buffers (FSDP2)."""
 
+    cross_entropy_loss_fusion: bool = False
+    """Fuse the loss as `cross_entropy_fusion_impl` says."""
+
+    cross_entropy_fusion_impl: CrossEntropyFusion = "native"
+    """With `cross_entropy_loss_fusion`: "linear" computes the projection to the vocabulary and its loss together, a
+    part of the vocabulary at a time, so that logits never exist whole; backward computes them again. "native" changes
+    nothing: the loss is one operation in any case. "te" is Transformer Engine's kernel, which is not used."""
+
+    cross_entropy_fusion_vocab_chunk_size: int | None = None
+    """Columns of the logits that exist at a time with "linear", on each tensor-parallel rank. None: as many as make
+    2^20 elements on a CPU, where they stay in the cache, and 2^26 on a GPU."""
+
     def __post_init__(self) -> None:
+        self._check_cross_entropy()
         degrees = ("tensor_model", "pipeline_model", "context", "expert_model")
         check_range(self, *(f"{name}_parallel_size" for name in degrees), least=1, error=ParallelConfigError)
         if self.fp16 and self.bf16:
@@ -126,6 +140,28 @@ class ModelParallelConfig:
             raise ParallelConfigError(
                 "sequence_parallel is set with tensor_model_parallel_size 1; raise the latter to 2 or more, or drop it"
             )
+
+    def _check_cross_entropy(self) -> None:
+        check_range(self, "cross_entropy_fusion_vocab_chunk_size", least=1)
+        impl = self.cross_entropy_fusion_impl
+        if impl not in get_args(CrossEntropyFusion):
+            raise ConfigError(f'cross_entropy_fusion_impl is {impl!r}; it takes "native", "te" or "linear"')
+        if impl == "linear" and not self.cross_entropy_loss_fusion:
+            raise ConfigError(
+                'cross_entropy_fusion_impl is "linear" without cross_entropy_loss_fusion, which turns it on; set both'
+            )
+        if self.cross_entropy_fusion_vocab_chunk_size is not None and not self.fuses_linear_cross_entropy:
+            raise ConfigError(
+                "cross_entropy_fusion_vocab_chunk_size is given, but only a fused projection has parts; set "
+                'cross_entropy_loss_fusion and cross_entropy_fusion_impl "linear", or leave it out'
+            )
+        if impl == "te":
+            ignore(type(self).__name__, "the loss has torch's kernels", cross_entropy_fusion_impl=(impl, "native"))
+
+    @property
+    def fuses_linear_cross_entropy(self) -> bool:
+        """Whether logits never exist whole."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -80,9 +80,13 @@ class Adapter(nn.Module):
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """`[s, b, k]` to `[s, b, n]`, each split like the layer's input and output."""
-        reduced = self.linear_in(input_)[0]  # [s, b, rank]
-        update: torch.Tensor = self.linear_out(reduced * self.scale)[0]
+        update: torch.Tensor = self.linear_out(self.reduced(input_))[0]
         return update
+
+    def reduced(self, input_: torch.Tensor) -> torch.Tensor:
+        """`[s, b, k]` to the scaled input of `linear_out`, `[s, b, rank]`."""
+        features: torch.Tensor = self.linear_in(input_)[0]
+        return features * self.scale
 
     def merge_into(self, layer: nn.Module) -> None:
         """Adds `alpha / rank x B A` to this rank's part of the layer's weight, and removes itself from the layer."""
@@ -91,7 +95,11 @@ class Adapter(nn.Module):
         self.hook.remove()
         del layer.adapter
 
-    def _add_to_output(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Output) -> Output:
+    def _add_to_output(
+        self, layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: Output | torch.Tensor
+    ) -> Output | torch.Tensor:
+        if isinstance(output, torch.Tensor):  # losses, from a layer that has added the update itself
+            return output
         return output[0] + self(inputs[0]), output[1]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ... import parallel_state
-from ...errors import DataError, ParallelConfigError
+from ...errors import ConfigError, DataError, ParallelConfigError
 from ...transformer.transformer_config import TransformerConfig
+from ..common.language_module import LanguageModule
 
 
 def check_degrees(config: TransformerConfig) -> None:
@@ -34,6 +35,21 @@ def check_degrees(config: TransformerConfig) -> None:
                 f"core.parallel_state was initialised with {name} {group_size}, but GPTModel supports only 1; "
                 "initialise it with 1"
             )
+
+
+def check_fused_loss(model: LanguageModule) -> None:
+    """Refuses a loss of the model's own class if the loss is fused with the projection.
+
+    Raises:
+        ConfigError: names the class.
+    """
+    kind = type(model)
+    replaced = kind.compute_language_model_loss is not LanguageModule.compute_language_model_loss
+    if model.config.fuses_linear_cross_entropy and replaced:
+        raise ConfigError(
+            f'cross_entropy_fusion_impl is "linear", but {kind.__name__} has a compute_language_model_loss of its own, '
+            "which takes whole logits; drop one of them"
+        )
 
 
 def check_batch(

@@ -16,6 +16,7 @@ from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
 from ...transformer.document_masks import Piece, document_pieces
+from ...transformer.linear_cross_entropy import LinearCrossEntropyModule
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from ...transformer.transformer_config import TransformerConfig
@@ -23,7 +24,7 @@ from ..common.embeddings.language_model_embedding import LanguageModelEmbedding,
 from ..common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..common.language_module import LanguageModule
 from ..common.language_module.language_module import transposed
-from .checks import check_batch, check_degrees
+from .checks import check_batch, check_degrees, check_fused_loss
 
 
 class GPTModel(LanguageModule):
@@ -121,6 +122,8 @@ class GPTModel(LanguageModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type: PositionEmbeddingType = position_embedding_type
         self.parallel_output = parallel_output
+        self.fuse_linear_cross_entropy = config.fuses_linear_cross_entropy
+        check_fused_loss(self)
         with deferred_initialization():
             self.embedding = None
             if pre_process:
@@ -139,7 +142,8 @@ class GPTModel(LanguageModule):
             )
             self.output_layer = None
             if post_process:
-                self.output_layer = ColumnParallelLinear(
+                head = LinearCrossEntropyModule if self.fuse_linear_cross_entropy else ColumnParallelLinear
+                self.output_layer = head(
                     config.hidden_size,
                     vocab_size,
                     config=config,
@@ -242,6 +246,11 @@ class GPTModel(LanguageModule):
         if self.output_layer is None:
             return output
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if labels is not None and self.fuse_linear_cross_entropy:
+            losses: torch.Tensor = self.output_layer(
+                output, weight=weight, output_cross_entropy_loss=True, labels=labels
+            )
+            return losses
         logits: torch.Tensor = self.output_layer(output, weight=weight)[0]  # [s, b, v / tp]
         if labels is not None:
             return self.compute_language_model_loss(labels, logits)

@@ -1,0 +1,211 @@
+"""Projection to the vocabulary and cross entropy in one, a part of the vocabulary at a time: logits never exist whole.
+
+A part is a range of columns of the logits for all tokens, rather than all columns for a range of tokens. The gradient
+of the weight's rows of a part is then one matrix product, as without parts: it is written once, where the data-parallel
+wrapper keeps it (`weight_gradients`), and is not rounded between parts in low precision. What adds up over parts is
+the gradient of the input, in fp32, and the log-sum-exp, which is merged as over tensor-parallel ranks.
+
+Backward computes a part's logits again, because the caller weighs tokens after the forward: one product more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .cross_entropy import IGNORE_INDEX
+from .first_dim import gather_first_dim, reduce_scatter_first_dim
+from .groups import Group, group_rank, group_size, resolve_group
+from .vocab import check_ids
+from .weight_gradients import borrow_gradient_memory, lender_of
+
+# Elements of the logits at a time: on a CPU few enough for its cache, on a GPU enough for products of full speed.
+_PART_ELEMENTS = 2**20
+_GPU_PART_ELEMENTS = 2**26
+_LEAST_COLUMNS = 64
+
+
+def linear_cross_entropy(
+    input_: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    vocab_chunk_size: int | None = None,
+    sequence_parallel: bool = False,
+    tp_group: Group = None,
+) -> torch.Tensor:
+    """Returns the loss of each token, `[s, b]` in fp32, from `[s, b, h]` and this rank's rows of the projection.
+
+    Equals `vocab_parallel_cross_entropy` of a column-parallel product, but for the order of additions over the
+    vocabulary. In backward, tensor-parallel ranks sum the input's gradient after the products.
+
+    Args:
+        input_: `[s, b, h]`, the same on every rank; with `sequence_parallel` this rank's `[s / tp, b, h]`.
+        weight: `[v / tp, h]`.
+        target: `[s, b]`, tokens or -100, whose loss is zero; the same on every rank.
+        low_rank: an update of the projection (LoRA): activations `[s, b, r]`, split as the input is, and a weight
+            `[v / tp, r]`; their product is added to the logits.
+        vocab_chunk_size: columns of a part. None: 2^20 elements a part on a CPU, 2^26 on a GPU.
+
+    Raises:
+        DataError: a target is neither a token nor -100; on a CPU alone, as `vocab_parallel_cross_entropy` checks it.
+    """
+    group = resolve_group(tp_group)
+    check_ids(target, weight.shape[0] * group_size(group), "target", allowed=IGNORE_INDEX)
+    pair = (None, None) if low_rank is None else low_rank
+    kind = input_.device.type
+    if torch.is_autocast_enabled(kind):  # backward runs outside autocast: cast here, where autograd sees it
+        dtype = torch.get_autocast_dtype(kind)
+        input_, weight = input_.to(dtype), weight.to(dtype)
+        pair = (None, None) if low_rank is None else (low_rank[0].to(dtype), low_rank[1].to(dtype))
+    columns = vocab_chunk_size or _columns(target.numel(), input_.is_cuda)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(
+        target.reshape(-1), columns, group, sequence_parallel, input_, *pair, weight
+    )
+    return loss.view_as(target)
+
+
+def _columns(tokens: int, is_cuda: bool) -> int:
+    elements = _GPU_PART_ELEMENTS if is_cuda else _PART_ELEMENTS
+    return max(_LEAST_COLUMNS, elements // max(1, tokens) // _LEAST_COLUMNS * _LEAST_COLUMNS)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Forward: gather the sequence (if it is split); each part's logits, their log-sum-exp, the targets' logits; merge
+    over parts and ranks.
+
+    Backward: gather again; each part's logits, their gradient, its products; sum the input's gradient over ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        target: torch.Tensor,
+        columns: int,
+        group: Group,
+        sequence_parallel: bool,
+        input_: torch.Tensor,
+        low: torch.Tensor | None,
+        low_weight: torch.Tensor | None,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.columns, ctx.group, ctx.sequence_parallel, ctx.lender = columns, group, sequence_parallel, lender_of(weight)
+        pairs = _pairs(input_, low, low_weight, weight, group if sequence_parallel else None)
+        vocab, tokens = weight.shape[0], len(target)
+        local = target - group_rank(group) * vocab  # [n], this rank's column where it has one
+        of_parts = []
+        mine = torch.zeros(1, 2, tokens, dtype=torch.float32, device=input_.device)
+        for part in _parts(vocab, columns):
+            logits = _logits(pairs, part)
+            of_parts.append(torch.logsumexp(logits.float(), dim=1))  # [n]
+            column, here = _column(local, part)
+            mine[0, 1] += logits.gather(1, column).squeeze(1).float().masked_fill_(~here, 0.0)
+        mine[0, 0] = torch.logsumexp(torch.stack(of_parts), dim=0)
+        everyone = mine if group is None or group_size(group) == 1 else gather_first_dim(mine, group)[0]  # [tp, 2, n]
+        log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
+        ctx.save_for_backward(input_, low, low_weight, weight, log_sum_exp, target)
+        return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill_(target == IGNORE_INDEX, 0.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input_, low, low_weight, weight, log_sum_exp, target = ctx.saved_tensors
+        *_, needs_input, needs_low, needs_low_weight, needs_weight = ctx.needs_input_grad
+        pairs = _pairs(input_, low, low_weight, weight, ctx.group if ctx.sequence_parallel else None)
+        vocab, dtype = weight.shape[0], weight.dtype
+        local = target - group_rank(ctx.group) * vocab
+        scale = grad.masked_fill(target == IGNORE_INDEX, 0.0).unsqueeze(1)  # [n, 1]
+        # One each a pair: the gradient that adds up over parts, and the one whose rows each part computes.
+        sums = [
+            torch.zeros_like(whole, dtype=_wide(dtype)) if needs else None
+            for (whole, _), needs in zip(pairs, (needs_input, needs_low), strict=False)
+        ]
+        rows = [
+            _memory(matrix, borrow_gradient_memory(ctx, ctx.lender) if matrix is weight else None) if needs else None
+            for (_, matrix), needs in zip(pairs, (needs_weight, needs_low_weight), strict=False)
+        ]
+        for part in _parts(vocab, ctx.columns):
+            of_logits = _logits(pairs, part).to(_wide(dtype)).sub_(log_sum_exp.unsqueeze(1)).exp_()
+            column, here = _column(local, part)
+            of_logits.scatter_add_(1, column, -here.to(of_logits.dtype).unsqueeze(1))
+            of_logits = of_logits.mul_(scale).to(dtype)  # (softmax - target) * grad
+            for (whole, matrix), total, gradient in zip(pairs, sums, rows, strict=True):
+                if total is not None:
+                    _add_product(total, of_logits, matrix[part])
+                if gradient is not None:
+                    torch.mm(of_logits.t(), whole, out=gradient[part])
+        of_inputs = [
+            None if total is None else _over_ranks(total.to(dtype), given.shape, ctx)
+            for total, given in zip(sums, (input_, low), strict=False)
+        ]
+        grad_input, grad_low = (*of_inputs, None)[:2]
+        grad_weight, grad_low_weight = (*rows, None)[:2]
+        return None, None, None, None, grad_input, grad_low, grad_low_weight, grad_weight
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Activations `[n, k]` of whole sequences, and a weight `[v / tp, k]`; logits are the sum of the pairs' products."""
+
+
+def _pairs(
+    input_: torch.Tensor,
+    low: torch.Tensor | None,
+    low_weight: torch.Tensor | None,
+    weight: torch.Tensor,
+    gathers_over: Group,
+) -> list[Pair]:
+    found = []
+    for activations, matrix in ((input_, weight), (low, low_weight)):
+        if activations is not None and matrix is not None:
+            whole = activations if gathers_over is None else gather_first_dim(activations, gathers_over)[0]
+            found.append((whole.reshape(-1, whole.shape[-1]), matrix))
+    return found
+
+
+def _parts(vocab: int, columns: int) -> Iterator[slice]:
+    for start in range(0, vocab, columns):
+        yield slice(start, min(start + columns, vocab))
+
+
+def _logits(pairs: list[Pair], part: slice) -> torch.Tensor:
+    """Returns the logits of a part, `[n, c]`, rounded as those of layers are."""
+    first, *others = (whole.mm(matrix[part].t()) for whole, matrix in pairs)
+    for other in others:
+        first += other
+    return first
+
+
+def _column(local: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each token's column in a part `[n, 1]`, 0 where it has none, and whether it has one `[n]`."""
+    here = (local >= part.start) & (local < part.stop)
+    return (local - part.start).masked_fill_(~here, 0).unsqueeze(1), here
+
+
+def _memory(weight: torch.Tensor, lent: torch.Tensor | None) -> torch.Tensor:
+    return weight.new_empty(weight.shape) if lent is None else lent
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype is left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left.mm(right)
+
+
+def _over_ranks(grad: torch.Tensor, shape: torch.Size, ctx: Any) -> torch.Tensor:
+    """Sums a gradient `[n, k]` over tensor-parallel ranks; with a split sequence keeps this rank's part."""
+    if group_size(ctx.group) == 1:
+        return grad.view(shape)
+    if not ctx.sequence_parallel:
+        dist.all_reduce(grad, group=ctx.group)
+        return grad.view(shape)
+    whole = grad.view(shape[0] * group_size(ctx.group), *shape[1:])
+    return reduce_scatter_first_dim(whole, ctx.group)[0]

@@ -1,0 +1,199 @@
+"""A GPT without whole logits compared with the same GPT with them: under every wrapper, tied, adapted, in parts.
+
+In fp32 parts of the vocabulary change the order of additions alone: 1e-7 of a loss, some 1e-6 of a gradient after it
+has passed the layers; 1e-5 is allowed. In low precision the input's gradient is rounded at other places: 2^-8 of its
+size in bf16 (2^-11 in fp16), and each layer below rounds again; four times that is allowed after two steps.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core import parallel_state
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
+from core.errors import ConfigError
+from core.models.gpt import GPTModel
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.transformer import TransformerConfig
+from core.transformer.lora import add_lora
+from core.transformer.module import Float16Module
+from tests.unit._spawn import run_distributed
+from tests.unit.models._cases import CASES, batch, build, relative_error
+from tests.unit.models.gpt.test_tensor_parallel import _train
+
+FUSED = {
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "linear",
+    "cross_entropy_fusion_vocab_chunk_size": 7,
+}
+TIED, UNTIED = "gelu-learned-tied", "swiglu-gqa-rope-rms"
+WRAPPERS: dict[str, Any] = {
+    "ddp": lambda: DistributedDataParallelConfig(overlap_grad_reduce=True),
+    "zero1": lambda: DistributedDataParallelConfig(data_parallel_sharding_strategy="optim", overlap_grad_reduce=True),
+    "zero2": lambda: DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads"),
+    "fsdp2": TorchFullyShardedDataParallelConfig,
+    "zero3": FullyShardedDataParallelConfig,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _loss(model: Any, seed: int) -> torch.Tensor:
+    """Of one micro-batch: some labels are ignored, and the caller weighs the others."""
+    ids, labels = batch(seed)
+    labels[0, 3:5] = -100
+    mask = torch.ones_like(labels, dtype=torch.float32)
+    mask[1, -2:] = 0.0
+    return (model(ids, labels=labels).float() * mask).sum()
+
+
+class _Gathers(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def _steps(case: str, wrapper: str, **fields: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[str]]:
+    """Losses, weights after two steps of two micro-batches, and names of the collectives of the last."""
+    frozen, adapts = fields.pop("frozen", ""), fields.pop("adapts", False)
+    model: Any = build(CASES[case], **fields)
+    if adapts:
+        add_lora(model, 2, targets=["output_layer", "linear_qkv"])
+        for name, parameter in model.named_parameters():
+            if "linear_out" in name:
+                parameter.data.normal_(0, 0.3)
+    for name, parameter in model.named_parameters():
+        if frozen and frozen in name:
+            parameter.requires_grad_(False)
+    settings = WRAPPERS[wrapper]()
+    if (model.config.bf16 or model.config.fp16) and wrapper not in ("fsdp2", "zero3"):
+        model = Float16Module(model.config, model)
+    wrapped = wrap_model(model, model.config, settings)
+    config = OptimizerConfig(
+        optimizer="sgd", lr=0.05, bf16=model.config.bf16, fp16=model.config.fp16, initial_loss_scale=2.0**8
+    )
+    optimizer = get_megatron_optimizer(config, [wrapped])
+    per_token = model.config.calculate_per_token_loss
+    losses = []
+    with _Gathers() as gathers:
+        for step in range(2):
+            gathers.names.clear()
+            wrapped.zero_grad_buffer()
+            for index in range(2):
+                with wrapped.no_sync() if index == 0 else nullcontext():
+                    loss = _loss(wrapped, 10 * step + 2 * index + dist.get_rank())
+                    optimizer.scale_loss(loss if per_token else loss / 40).backward()
+                losses.append(loss.detach())
+            finalize_model_grads([wrapped], 40 if per_token else None)
+            assert optimizer.step()[0]
+    wrapped.finish_param_sync() if hasattr(wrapped, "finish_param_sync") else None
+    with wrapped.whole_parameters():
+        weights = {
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().float().clone()
+            for name, p in wrapped.module.named_parameters()
+        }
+    return losses, weights, list(gathers.names)
+
+
+def _equals(case: str, wrapper: str, tolerance: float, fields: dict[str, Any]) -> None:
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    losses, weights, collectives = _steps(case, wrapper, **fields, **FUSED)
+    torch.manual_seed(0)
+    expected_losses, expected_weights, expected_collectives = _steps(case, wrapper, **fields)
+    for found, expected in zip(losses, expected_losses, strict=True):
+        assert relative_error(found, expected) <= tolerance
+    assert weights.keys() == expected_weights.keys()
+    for name, expected in expected_weights.items():
+        assert relative_error(weights[name], expected) <= tolerance, name
+    assert sorted(collectives) == sorted(expected_collectives)  # the head is gathered no more often
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("case", [TIED, UNTIED])
+def test_steps_under_every_wrapper_are_those_of_whole_logits(case, wrapper):
+    run_distributed(_equals, 2, case, wrapper, 1e-5, {})
+
+
+SOFT = {
+    "per token": (UNTIED, 1e-5, {"calculate_per_token_loss": True}),
+    "recomputed": (TIED, 1e-5, FULL),
+    "frozen head": (UNTIED, 1e-5, {"frozen": "output_layer"}),
+    "frozen below": (UNTIED, 1e-5, {"frozen": "decoder"}),
+    "adapted head": (UNTIED, 1e-5, {"adapts": True}),
+    "bf16": (UNTIED, 2**-6, {"bf16": True}),
+    "fp16": (TIED, 2**-9, {"fp16": True}),
+}
+
+
+@pytest.mark.parametrize("wrapper", ["zero1", "fsdp2", "zero3"])
+@pytest.mark.parametrize("soft", SOFT)
+def test_settings_that_touch_the_head_compose(soft, wrapper):
+    case, tolerance, fields = SOFT[soft]
+    run_distributed(_equals, 2, case, wrapper, tolerance, fields)
+
+
+def _train_on_two(case: str, sequence_parallel: bool) -> Any:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = build(CASES[case], tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, **FUSED)
+    return _train(model)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
+@pytest.mark.parametrize("case", [TIED, UNTIED])
+def test_two_ranks_that_share_the_vocabulary_train_as_one_with_whole_logits(case, sequence_parallel):
+    losses, gradients, weights = _train(build(CASES[case]))
+    for rank in run_distributed(_train_on_two, 2, case, sequence_parallel):
+        for found, expected in zip(rank[0], losses, strict=True):
+            assert relative_error(found, expected) < 1e-6
+        for found, expected in ((rank[1], gradients), (rank[2], weights)):
+            for name, tensor in expected.items():
+                assert relative_error(found[name], tensor) < 1e-5, name
+
+
+def test_logits_without_labels_are_whole_and_the_same():
+    ids, _ = batch(0)
+    assert torch.equal(build(CASES[UNTIED], **FUSED)(ids), build(CASES[UNTIED])(ids))
+    assert torch.equal(build(CASES[TIED], **FUSED)(ids), build(CASES[TIED])(ids))
+
+
+class _OwnLoss(GPTModel):
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.float().mean(-1)
+
+
+def test_what_cannot_be_fused_is_refused_in_one_line():
+    small = CASES[UNTIED].config
+    with pytest.raises(ConfigError, match="set both"):
+        TransformerConfig(**small, cross_entropy_fusion_impl="linear")
+    with pytest.raises(ConfigError, match="it takes"):
+        TransformerConfig(**small, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="liger")
+    with pytest.raises(ConfigError, match="leave it out"):
+        TransformerConfig(**small, cross_entropy_fusion_vocab_chunk_size=64)
+    with pytest.raises(ConfigError, match="positive number"):
+        TransformerConfig(**small, **FUSED | {"cross_entropy_fusion_vocab_chunk_size": 0})
+    with pytest.raises(ConfigError, match="_OwnLoss has a compute_language_model_loss of its own"):
+        _OwnLoss(TransformerConfig(**small, **FUSED), vocab_size=32, max_sequence_length=8)
+    head: Any = build(CASES[TIED], **FUSED).output_layer
+    with pytest.raises(ConfigError, match="need labels"):
+        head(torch.zeros(1, 1, 16), torch.zeros(32, 16), output_cross_entropy_loss=True)
+    with pytest.raises(ConfigError, match="reduction"):
+        head(torch.zeros(1, 1, 16), output_cross_entropy_loss=True, reduction="mean")

@@ -1,0 +1,194 @@
+"""Projection and loss in parts of the vocabulary compared with whole logits: values, gradients, memory, refusals.
+
+Tolerances: the parts change the order of additions. In fp32 a sum of n terms in another order moves by at most
+n x 2^-24 of the terms' size: of 32 or 48 terms here, under 1e-5. In bf16 both forms round logits and their gradients
+at the same places; the input's gradient is the sum of parts that are rounded to bf16 once each, 2^-8 of its largest
+element in sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from core.errors import DataError
+from core.tensor_parallel import vocab_parallel_cross_entropy
+from core.tensor_parallel.column_linear import column_parallel_linear
+from core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from tests.unit._spawn import run_distributed
+from tests.unit.tensor_parallel._layers import own
+from tests.unit.tensor_parallel.test_weight_gradients import Memory
+
+S, B, H, R, V = 6, 3, 32, 4, 48
+NAMES = ("loss", "input", "low", "low weight", "weight")
+
+
+def _numbers(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def _target() -> torch.Tensor:
+    target = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(4))
+    target[0, 0], target[1, 1], target[2, 0] = 0, V - 1, -100
+    return target
+
+
+def _weights() -> torch.Tensor:
+    """Of the losses, as a caller weighs them; some are zero."""
+    return torch.rand(S, B, generator=torch.Generator().manual_seed(6)).mul_(torch.arange(S).remainder(3).view(S, 1))
+
+
+class Case:
+    """Leaves of one projection, this rank's part of each."""
+
+    def __init__(self, dtype: torch.dtype, group: Any = None, splits_sequence: bool = False) -> None:
+        self.group, self.splits_sequence = group, splits_sequence
+        cut = (lambda t: own(t, 0)) if group is not None else (lambda t: t)
+        cut_input = cut if splits_sequence else lambda t: t
+        self.input_ = cut_input(_numbers(S, B, H, seed=1, dtype=dtype)).clone().requires_grad_()
+        self.low = cut_input(_numbers(S, B, R, seed=2, dtype=dtype)).clone().requires_grad_()
+        self.low_weight = nn.Parameter(cut(_numbers(V, R, seed=3, dtype=dtype, scale=0.5)).clone())
+        self.weight = nn.Parameter(cut(_numbers(V, H, seed=5, dtype=dtype, scale=0.5)).clone())
+
+    def fused(self, adapts: bool = True, **options: Any) -> torch.Tensor:
+        return linear_cross_entropy(
+            self.input_,
+            self.weight,
+            _target(),
+            low_rank=(self.low, self.low_weight) if adapts else None,
+            sequence_parallel=self.splits_sequence,
+            tp_group=self.group,
+            **options,
+        )
+
+    def plain(self, adapts: bool = True) -> torch.Tensor:
+        logits = column_parallel_linear(self.input_, self.weight, None, self.group, self.splits_sequence)
+        if adapts:
+            logits = logits + column_parallel_linear(
+                self.low, self.low_weight, None, self.group, self.splits_sequence
+            )
+        return vocab_parallel_cross_entropy(logits, _target(), tp_group=self.group)
+
+    def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        (loss * _weights()).sum().backward()
+        leaves = (self.input_, self.low, self.low_weight, self.weight)
+        return dict(zip(NAMES, (loss.detach(), *(leaf.grad for leaf in leaves)), strict=True))
+
+
+def _close(found: torch.Tensor | None, expected: torch.Tensor | None, tolerance: float, name: str) -> None:
+    if expected is None:
+        assert found is None, name
+        return
+    assert found is not None and found.dtype is expected.dtype and found.shape == expected.shape, name
+    error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error <= tolerance, f"{name}: {error}"
+
+
+def _equals_the_plain_form(dtype: torch.dtype, chunk: int | None, adapts: bool, splits_sequence: bool = False) -> None:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    fused, plain = (Case(dtype, group, splits_sequence) for _ in range(2))
+    found = fused.gradients(fused.fused(adapts, vocab_chunk_size=chunk))
+    expected = plain.gradients(plain.plain(adapts))
+    assert found["loss"].dtype is torch.float32 and found["loss"][2, 0] == 0
+    for name in NAMES:
+        exact = dtype is torch.float32 or name == "loss"
+        _close(found[name], expected[name], 1e-5 if exact else 2**-7, name)
+
+
+@pytest.mark.parametrize("adapts", [False, True], ids=["", "low rank"])
+@pytest.mark.parametrize("chunk", [None, 1, 13, V])  # 13: an uneven part at the end
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_losses_and_gradients_are_those_of_whole_logits(dtype, chunk, adapts):
+    _equals_the_plain_form(dtype, chunk, adapts)
+
+
+@pytest.mark.parametrize("splits_sequence", [False, True], ids=["tp", "tp-sp"])
+@pytest.mark.parametrize("adapts", [False, True], ids=["", "low rank"])
+def test_two_ranks_share_the_vocabulary(adapts, splits_sequence):
+    for dtype in (torch.float32, torch.bfloat16):
+        run_distributed(_equals_the_plain_form, 2, dtype, 7, adapts, splits_sequence)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_loss():
+    case, plain = Case(torch.float32), Case(torch.float32)
+    for one in (case, plain):
+        one.input_.data *= 1e4
+    found, expected = case.fused(vocab_chunk_size=7), plain.plain()
+    assert found.isfinite().all()
+    _close(found.detach(), expected.detach(), 1e-5, "loss")
+
+
+@pytest.mark.parametrize("trained", ["input_", "weight", "low_weight"])
+def test_what_is_frozen_gets_no_gradient_and_changes_none(trained):
+    fused, plain = Case(torch.float32), Case(torch.float32)
+    for case in (fused, plain):
+        for name in ("input_", "low", "low_weight", "weight"):
+            getattr(case, name).requires_grad_(name == trained)
+    found, expected = fused.gradients(fused.fused(vocab_chunk_size=7)), plain.gradients(plain.plain())
+    assert sum(value is not None for value in found.values()) == 2
+    for name in NAMES:
+        _close(found[name], expected[name], 1e-5, name)
+
+
+def test_the_gradient_of_the_weight_is_computed_in_lent_memory():
+    case, other = Case(torch.float32), Case(torch.float32)
+    memory = Memory(case.weight)
+    found, expected = case.gradients(case.fused(vocab_chunk_size=7)), other.gradients(other.fused(vocab_chunk_size=7))
+    assert memory.times == 1 and case.weight.grad.data_ptr() == memory.memory.data_ptr()
+    assert all(torch.equal(found[name], expected[name]) for name in NAMES)
+    asked = Case(torch.float32)
+    memory = Memory(asked.weight)
+    (gradient,) = torch.autograd.grad((asked.fused(vocab_chunk_size=7) * _weights()).sum(), asked.weight)
+    assert memory.times == 0 and torch.equal(gradient, expected["weight"])
+
+
+def test_a_second_backward_finds_what_the_first_needed():
+    case = Case(torch.bfloat16)
+    loss = case.fused(vocab_chunk_size=7)
+    (loss * _weights()).sum().backward(retain_graph=True)
+    first = case.weight.grad.clone()
+    case.weight.grad = None
+    (loss * _weights()).sum().backward()
+    assert torch.equal(case.weight.grad, first)
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.most = max(self.most, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def test_logits_never_exist_whole():
+    tokens, vocab = 64, 640
+    x, weight = torch.randn(tokens, 1, 8, requires_grad=True), nn.Parameter(torch.randn(vocab, 8))
+    with _Largest() as seen:
+        loss = linear_cross_entropy(x, weight, torch.arange(tokens).view(-1, 1), vocab_chunk_size=64)
+        loss.sum().backward()
+    assert seen.most == max(tokens * 64, vocab * 8)
+
+
+def test_autocast_computes_in_its_dtype_in_both_directions():
+    found, expected = Case(torch.float32), Case(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused, plain = found.fused(vocab_chunk_size=7), expected.plain()
+    ours, theirs = found.gradients(fused), expected.gradients(plain)
+    for name in NAMES:
+        _close(ours[name], theirs[name], 2**-7, name)
+
+
+def test_a_target_outside_the_vocabulary_is_named():
+    x, weight = torch.zeros(2, 1, 4), torch.zeros(5, 4)
+    with pytest.raises(DataError, match="target id 5 is outside the vocabulary of 5"):
+        linear_cross_entropy(x, weight, torch.tensor([[0], [5]]))
