@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,14 +12,19 @@ LAYERS, WIDTH, HEADS, VOCABULARY = 8, 512, 8, 32_768
 MICRO_BATCHES = 4
 
 
-def build_model(max_sequence: int = 256, vocabulary: int = VOCABULARY) -> nn.Module:
-    """Returns a GPT with the same weights wherever it is built."""
+def build_model(max_sequence: int = 256, vocabulary: int = VOCABULARY, **fields: Any) -> nn.Module:
+    """Returns a GPT with the same weights wherever it is built; `fields` are of its config."""
     from core.models.gpt import GPTModel
     from core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(1)
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **fields,
     )
     return GPTModel(config, vocab_size=vocabulary, max_sequence_length=max_sequence, position_embedding_type="rope")
 

@@ -1,9 +1,9 @@
 """Projection to the vocabulary and cross entropy in one, a part of the vocabulary at a time: logits never exist whole.
 
 A part is a range of columns of the logits for all tokens, rather than all columns for a range of tokens. The gradient
-of the weight's rows of a part is then one matrix product, as without parts: it is written once, where the data-parallel
-wrapper keeps it (`weight_gradients`), and is not rounded between parts in low precision. What adds up over parts is
-the gradient of the input, in fp32, and the log-sum-exp, which is merged as over tensor-parallel ranks.
+of the weight's rows of a part is then one matrix product, as without parts: it is written once, where the
+data-parallel wrapper keeps it (`weight_gradients`), and is not rounded between parts in low precision. What adds up
+over parts is the gradient of the input, in fp32, and the log-sum-exp, which is merged as over tensor-parallel ranks.
 
 Backward computes a part's logits again, because the caller weighs tokens after the forward: one product more.
 """
@@ -93,7 +93,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         low_weight: torch.Tensor | None,
         weight: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.columns, ctx.group, ctx.sequence_parallel, ctx.lender = columns, group, sequence_parallel, lender_of(weight)
+        ctx.columns, ctx.group, ctx.sequence_parallel, ctx.lender = (
+            columns,
+            group,
+            sequence_parallel,
+            lender_of(weight),
+        )
         pairs = _pairs(input_, low, low_weight, weight, group if sequence_parallel else None)
         vocab, tokens = weight.shape[0], len(target)
         local = target - group_rank(group) * vocab  # [n], this rank's column where it has one

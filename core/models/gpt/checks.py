@@ -47,8 +47,8 @@ def check_fused_loss(model: LanguageModule) -> None:
     replaced = kind.compute_language_model_loss is not LanguageModule.compute_language_model_loss
     if model.config.fuses_linear_cross_entropy and replaced:
         raise ConfigError(
-            f'cross_entropy_fusion_impl is "linear", but {kind.__name__} has a compute_language_model_loss of its own, '
-            "which takes whole logits; drop one of them"
+            f'cross_entropy_fusion_impl is "linear", but {kind.__name__} has a compute_language_model_loss of its '
+            "own, which takes whole logits; drop one of them"
         )
 
 

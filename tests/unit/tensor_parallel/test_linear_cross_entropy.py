@@ -69,9 +69,7 @@ class Case:
     def plain(self, adapts: bool = True) -> torch.Tensor:
         logits = column_parallel_linear(self.input_, self.weight, None, self.group, self.splits_sequence)
         if adapts:
-            logits = logits + column_parallel_linear(
-                self.low, self.low_weight, None, self.group, self.splits_sequence
-            )
+            logits = logits + column_parallel_linear(self.low, self.low_weight, None, self.group, self.splits_sequence)
         return vocab_parallel_cross_entropy(logits, _target(), tp_group=self.group)
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
