@@ -2,9 +2,9 @@
 
     python benchmarks/chunked_loss.py [ROW ...] [--only time|memory] [--rounds 15] [--launches 5]
 
-Time and peak memory of one optimizer step of a GPT of 58.7 M parameters and 32k tokens of vocabulary, on two gloo ranks
-of one thread each, with a fused AdamW without clipping. Both candidates take turns in the same processes for the time;
-each has processes of its own for the peak. Without names all rows run. Exits with 1 when a limit is exceeded.
+Time and peak memory of one optimizer step of a GPT of 58.7 M parameters and 32k tokens of vocabulary, on two gloo
+ranks of one thread each, with a fused AdamW without clipping. Both candidates take turns in the same processes for the
+time; each has processes of its own for the peak. Without names all rows run. Exits with 1 when a limit is exceeded.
 """
 
 from __future__ import annotations

@@ -104,11 +104,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         local = target - group_rank(group) * vocab  # [n], this rank's column where it has one
         of_parts = []
         mine = torch.zeros(1, 2, tokens, dtype=torch.float32, device=input_.device)
+        scratch = input_.new_empty(tokens * min(columns, vocab), dtype=weight.dtype)
         for part in _parts(vocab, columns):
-            logits = _logits(pairs, part)
-            of_parts.append(torch.logsumexp(logits.float(), dim=1))  # [n]
+            logits = _logits(pairs, part, scratch).to(_wide(weight.dtype))
             column, here = _column(local, part)
-            mine[0, 1] += logits.gather(1, column).squeeze(1).float().masked_fill_(~here, 0.0)
+            mine[0, 1] += logits.gather(1, column).squeeze(1).masked_fill_(~here, 0.0)
+            largest = logits.amax(dim=1)  # [n]
+            of_parts.append(logits.sub_(largest.unsqueeze(1)).exp_().sum(dim=1).log_().add_(largest))
         mine[0, 0] = torch.logsumexp(torch.stack(of_parts), dim=0)
         everyone = mine if group is None or group_size(group) == 1 else gather_first_dim(mine, group)[0]  # [tp, 2, n]
         log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
@@ -133,8 +135,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _memory(matrix, borrow_gradient_memory(ctx, ctx.lender) if matrix is weight else None) if needs else None
             for (_, matrix), needs in zip(pairs, (needs_weight, needs_low_weight), strict=False)
         ]
+        scratch = input_.new_empty(len(target) * min(ctx.columns, vocab), dtype=dtype)
         for part in _parts(vocab, ctx.columns):
-            of_logits = _logits(pairs, part).to(_wide(dtype)).sub_(log_sum_exp.unsqueeze(1)).exp_()
+            of_logits = _logits(pairs, part, scratch).to(_wide(dtype)).sub_(log_sum_exp.unsqueeze(1)).exp_()
             column, here = _column(local, part)
             of_logits.scatter_add_(1, column, -here.to(of_logits.dtype).unsqueeze(1))
             of_logits = of_logits.mul_(scale).to(dtype)  # (softmax - target) * grad
@@ -176,12 +179,14 @@ def _parts(vocab: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + columns, vocab))
 
 
-def _logits(pairs: list[Pair], part: slice) -> torch.Tensor:
-    """Returns the logits of a part, `[n, c]`, rounded as those of layers are."""
-    first, *others = (whole.mm(matrix[part].t()) for whole, matrix in pairs)
-    for other in others:
-        first += other
-    return first
+def _logits(pairs: list[Pair], part: slice, scratch: torch.Tensor) -> torch.Tensor:
+    """Computes the logits of a part in the scratch, `[n, c]`, rounded as those of layers are."""
+    (whole, matrix), *others = pairs
+    tokens, columns = len(whole), part.stop - part.start
+    logits = torch.mm(whole, matrix[part].t(), out=scratch[: tokens * columns].view(tokens, columns))
+    for low, low_matrix in others:
+        logits += low.mm(low_matrix[part].t())
+    return logits
 
 
 def _column(local: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
