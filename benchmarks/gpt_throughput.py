@@ -146,21 +146,22 @@ def measure(preset: Preset, techniques: list[Technique], steps: int, matmul: flo
 def write_profile(training: Training, folder: Path) -> None:
     """Profiles one step: `trace.json` for a trace viewer, and the page `step.svg`."""
     folder.mkdir(parents=True, exist_ok=True)
-    update = training.optimizer.step
+    name = "start_step" if hasattr(training.optimizer, "start_step") else "step"
+    update = getattr(training.optimizer, name)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (training.device.type == "cuda")
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         with record_function("update"):
             return update(*args, **kwargs)
 
-    training.optimizer.step = marked  # type: ignore[method-assign]
+    setattr(training.optimizer, name, marked)
     try:
         with profile(activities=activities) as profiler, record_function("training step"):
             training.step()
             if training.device.type == "cuda":
                 torch.cuda.synchronize()
     finally:
-        del training.optimizer.step
+        delattr(training.optimizer, name)
     profiler.export_chrome_trace(str(folder / "trace.json"))
     times = from_profile(profiler, "training step", "update")
     title = (
