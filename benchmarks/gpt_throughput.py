@@ -53,7 +53,7 @@ LADDER = (
     Technique("selective recomputation", {}, {"activation_checkpointing": "selective"}),
     Technique("full recomputation", {}, {"activation_checkpointing": "full"}),
 )
-"""Each row has the techniques above it too; the last replaces the one before."""
+"""Each row has the techniques above it too, but for those that set the same."""
 
 DEFAULT = ("compiled layers", "loss in parts")
 """The techniques of a run without a ladder."""
@@ -192,7 +192,14 @@ def rungs(is_ladder: bool) -> list[list[Technique]]:
             print(f"  without {one.name}: the wrapper has no {', '.join(one.wrapper.keys() - known)}")
     if not is_ladder:
         return [[one for one in usable if one.name in DEFAULT]]
-    return [usable[: end + 1] for end in range(len(usable))]
+    return [
+        [
+            one
+            for index, one in enumerate(row)
+            if index == len(row) - 1 or one.wrapper.keys().isdisjoint(row[-1].wrapper)
+        ]
+        for row in (usable[: end + 1] for end in range(len(usable)))
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
