@@ -125,5 +125,5 @@ class Training:
         self.last = train_step(self.model, self.optimizer, self.scheduler, self.batches, 1)
 
     def loss(self) -> float:
-        result = self.last.result() if hasattr(self.last, "result") else self.last
-        return float(result.loss)
+        """Returns the loss of the last step, after waiting for the device."""
+        return float(self.last.result().loss)

@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,22 +146,21 @@ def measure(preset: Preset, techniques: list[Technique], steps: int, matmul: flo
 def write_profile(training: Training, folder: Path) -> None:
     """Profiles one step: `trace.json` for a trace viewer, and the page `step.svg`."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = "start_step" if hasattr(training.optimizer, "start_step") else "step"
-    update = getattr(training.optimizer, name)
+    update = training.optimizer.start_step
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (training.device.type == "cuda")
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         with record_function("update"):
             return update(*args, **kwargs)
 
-    setattr(training.optimizer, name, marked)
+    training.optimizer.start_step = marked  # type: ignore[method-assign]
     try:
         with profile(activities=activities) as profiler, record_function("training step"):
             training.step()
             if training.device.type == "cuda":
                 torch.cuda.synchronize()
     finally:
-        delattr(training.optimizer, name)
+        del training.optimizer.start_step
     profiler.export_chrome_trace(str(folder / "trace.json"))
     times = from_profile(profiler, "training step", "update")
     title = (
@@ -180,26 +179,14 @@ def _datasheet(device: torch.device) -> float | None:
 
 
 def rungs(is_ladder: bool) -> list[list[Technique]]:
-    """Returns the techniques of each row; those that the installed wrapper has no setting for are left out, aloud."""
-    from core.distributed import DistributedDataParallelConfig
-
-    known = {entry.name for entry in fields(DistributedDataParallelConfig)}
-    usable = []
-    for one in LADDER:
-        if one.wrapper.keys() <= known:
-            usable.append(one)
-        else:
-            print(f"  without {one.name}: the wrapper has no {', '.join(one.wrapper.keys() - known)}")
+    """Returns the techniques of each row."""
     if not is_ladder:
-        return [[one for one in usable if one.name in DEFAULT]]
-    return [
-        [
-            one
-            for index, one in enumerate(row)
-            if index == len(row) - 1 or one.wrapper.keys().isdisjoint(row[-1].wrapper)
-        ]
-        for row in (usable[: end + 1] for end in range(len(usable)))
-    ]
+        return [[one for one in LADDER if one.name in DEFAULT]]
+    rows = []
+    for index, last in enumerate(LADDER):
+        kept = [one for one in LADDER[:index] if one.wrapper.keys().isdisjoint(last.wrapper)]
+        rows.append([*kept, last])
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
