@@ -88,7 +88,7 @@ class Wrapped(Training):
             super().make_step(step, between)
             return
         batches = self._batches(step, between)
-        result = train_step(self.wrapper, self.optimizer, self.scheduler, batches, self.number)
+        result = train_step(self.wrapper, self.optimizer, self.scheduler, batches, self.number).result()
         self.reported.append(torch.tensor([result.loss, 1.0], dtype=torch.float64))
         self.note(step, result.grad_norm if result.updated else None)
 

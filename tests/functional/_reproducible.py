@@ -158,7 +158,7 @@ def train(wrapper: str, kind: Kind) -> Record:
     results, scales, hashes = [], list[float](), list[str]()
     for step in range(kind.steps):
         seeds = MicroBatchSeeds(7, step * kind.micro_batches)
-        results.append(train_step(model, optimizer, scheduler, batches(step), count, seeds=seeds))
+        results.append(train_step(model, optimizer, scheduler, batches(step), count, seeds=seeds).result())
         scales.append(float(optimizer.get_loss_scale()))
         hashes.append(_hash(unwrap_model(model), optimizer))
     return Record(
