@@ -47,10 +47,10 @@ def reductions_as_planned(training: Wrapped) -> Iterator[None]:
     counted: Calls = Counter()
     collective = CollectiveRecord.collective
 
-    def note(record: CollectiveRecord, kind: str, what: str, num_bytes: int) -> Collective:
+    def note(record: CollectiveRecord, kind: str, what: str, num_bytes: int, **options: Any) -> Collective:
         if what.startswith("the gradients of") and record.num_ranks > 1:
             counted[kind, num_bytes, record.num_ranks] += 1
-        return collective(record, kind, what, num_bytes)
+        return collective(record, kind, what, num_bytes, **options)
 
     with mock.patch.object(CollectiveRecord, "collective", note):
         yield
