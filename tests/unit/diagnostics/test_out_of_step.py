@@ -48,9 +48,9 @@ def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
     store, waits = dist.distributed_c10d._get_default_store(), f"test_out_of_step/{kind} waits"
     begin = record.CollectiveRecord.collective
 
-    def begin_and_say(self: Any, *call: Any) -> Any:
+    def begin_and_say(self: Any, *call: Any, **where: Any) -> Any:
         store.set(waits, "yes")
-        return begin(self, *call)
+        return begin(self, *call, **where)
 
     def step() -> None:
         with failures_explained(model):

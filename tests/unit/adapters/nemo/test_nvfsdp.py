@@ -131,7 +131,7 @@ def _bad_input() -> None:
         "'optim_grad'; did you mean 'optim_grads'": {"data_parallel_sharding_strategy": "optim_grad"},
         "is 4; .*or a number from 0 to 3": {"data_parallel_sharding_strategy": 4},
         "does not import": {"nvfsdp_unit_modules": ["tests.unit.distributed._toys.Blok"]},
-        "has no module; did you mean|has no module; it takes one of": {"nvfsdp_unit_modules": ["torch.nn.Bilinear"]},
+        "has no module of it; did you mean .Linear.. it takes one of": {"nvfsdp_unit_modules": ["torch.nn.Bilinear"]},
     }.items():
         with pytest.raises((ParallelConfigError, WrapError), match=message):
             _wrapped(**options)
