@@ -21,6 +21,9 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tenso
           fsdp_precision sharded_model)))) \
           tests/unit/diagnostics/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder
 
+# What the tests need: the trainers that core/adapters has a door for are among it.
+TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,test
+
 # Whole files, in their order: the long ones come first.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -46,14 +49,14 @@ train: $(VENV)/.installed-train
 	$(BIN)/python -m core.training.launch --nproc-per-node $(NPROC) examples/gpt/pretrain_gpt.py \
 	    $(WRAPPER) $(ARGS)
 
-test: $(VENV)/.installed-train,hf,test
+test: $(TESTED)
 	$(PYTEST) -m 'not long and not gpu' $(ARGS)
 
 test-short: $(VENV)/.installed-train,hf,test
 	$(PYTEST) -m 'not long and not gpu' $(SHORT) $(ARGS)
 
 # What is too slow for every commit: more ranks, compiled layers, whole runs.
-test-long: $(VENV)/.installed-train,hf,test
+test-long: $(TESTED)
 	$(PYTEST) -m 'long and not gpu' $(ARGS)
 
 # What needs a GPU, the functional cases among it, on the GPUs at hand, with $(PYTHON) as it is found: nothing is
@@ -66,20 +69,20 @@ test-gpu:
 # Kills, signals, full disks and damage at random moments, for so many minutes or HOURS; prints a report.
 MINUTES ?= 10
 HOURS   ?=
-drill: $(VENV)/.installed-train,hf,test
+drill: $(TESTED)
 	$(BIN)/python -m tests.drill $(if $(HOURS),--hours $(HOURS),--minutes $(MINUTES)) $(ARGS)
 
 # Hostile variants of every file that is read, for so many minutes.
-fuzz-files: $(VENV)/.installed-train,hf,test
+fuzz-files: $(TESTED)
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
 # Random compositions of features, each compared with one process, for so many minutes; a SEED repeats a run.
 SEED    ?=
-fuzz: $(VENV)/.installed-train,hf,test
+fuzz: $(TESTED)
 	$(BIN)/python -m tests.compositions --minutes '$(MINUTES)' --seed '$(SEED)' $(ARGS)
 
 # Plants faults in a copy of core, one at a time; the suite has to catch each.
-mutation: $(VENV)/.installed-train,hf,test
+mutation: $(TESTED)
 	$(BIN)/python -m tests.mutation $(ARGS)
 
 check: $(VENV)/.installed-train,test,dev

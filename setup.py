@@ -17,8 +17,13 @@ EXTRAS = {
         "matplotlib>=3.8",
         "safetensors>=0.4.3",
     ],
-    "hf": ["transformers>=4.50", "peft>=0.15", "safetensors>=0.4.3", "tokenizers>=0.20", "pyyaml>=6"],
+    "hf": ["transformers>=5", "accelerate>=1.10", "peft>=0.15", "safetensors>=0.4.3", "tokenizers>=0.20", "pyyaml>=6"],
+    "lightning": ["lightning>=2.6,<2.7"],
+    "ray": ["ray[train]>=2.50"],
+    "megatron": ["megatron-core>=0.16"],
+    "titan": ["torchtitan>=0.3,<0.4"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "hypothesis>=6.100", "pyyaml>=6"],
+    "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
     "dev": ["ruff>=0.9", "mypy>=1.14", "import-linter>=2.1", "types-tqdm"],
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tests.compositions.between import train
@@ -26,9 +27,11 @@ def check_all(compositions: Sequence[Composition]) -> dict[Composition, str]:
     """What is wrong with each, where something is; those that share a reference share its run."""
     ours = {c: Run(c, c.parts) for c in compositions}
     twins = {c: Run(c.plain, c.plain_parts) for c in compositions if refusal_of(c) is None and adds_in_one_order(c)}
-    with tempfile.TemporaryDirectory(prefix="compositions-") as folder:
+    # Serial runs take a core that ranks which wait for each other leave idle.
+    with tempfile.TemporaryDirectory(prefix="compositions-") as folder, ThreadPoolExecutor(1) as another_thread:
+        references = dict.fromkeys(c.serial for c in ours if refusal_of(c) is None)
+        serial = {c: another_thread.submit(_train_serially, c) for c in references}
         trained = train_all(list(dict.fromkeys([*ours.values(), *twins.values()])), Path(folder))
-    serial: dict[Composition, Serial] = {}
     problems = {}
     for composition, run in ours.items():
         try:
@@ -39,7 +42,16 @@ def check_all(compositions: Sequence[Composition]) -> dict[Composition, str]:
     return problems
 
 
-def _check(composition: Composition, found: Outcome, twin: Outcome | None, serial: dict[Composition, Serial]) -> None:
+def _train_serially(composition: Composition) -> Serial:
+    training = Serial(composition)
+    train(training)
+    training.finish()
+    return training
+
+
+def _check(
+    composition: Composition, found: Outcome, twin: Outcome | None, serial: dict[Composition, Future[Serial]]
+) -> None:
     refusal = refusal_of(composition)
     assert not isinstance(found, Broken), f"it broke: {found.message}"  # type: ignore[union-attr]
     if refusal is not None:
@@ -49,11 +61,7 @@ def _check(composition: Composition, found: Outcome, twin: Outcome | None, seria
         return
     assert not isinstance(found, Refused), f"it was refused, for no reason on the list: {found.message}"  # type: ignore
     assert twin is None or isinstance(twin, list), f"the same under DDP did not train: {twin}"
-    if composition.serial not in serial:
-        training = serial[composition.serial] = Serial(composition.serial)
-        train(training)
-        training.finish()
-    assert_same(composition, found, twin, serial[composition.serial])
+    assert_same(composition, found, twin, serial[composition.serial].result())
 
 
 def as_test(composition: Composition) -> str:

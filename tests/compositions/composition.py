@@ -138,7 +138,7 @@ class Composition:
     continues: str = "no"
 
     def __post_init__(self) -> None:
-        wrong = [axis for axis, values in AXES.items() if getattr(self, axis) not in values]
+        wrong = [axis for axis, value in vars(self).items() if value not in AXES[axis]]
         if wrong:
             raise ValueError(f"{wrong[0]} is {getattr(self, wrong[0])!r}; it takes one of {AXES[wrong[0]]}")
 
