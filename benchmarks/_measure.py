@@ -96,6 +96,33 @@ def reset_high_water() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def peak_of_two_steps(build: Callable[[], Callable[[], None]]) -> int:
+    """Returns how far the high-water mark rises while a candidate is built and steps twice, bytes.
+
+    Imports are made before, and the first step makes the optimizer's state.
+    """
+    import core.distributed
+    import core.optimizer  # noqa: F401
+
+    reset_high_water()
+    base = high_water_bytes()
+    step = build()
+    step()
+    step()
+    return high_water_bytes() - base
+
+
+def interleaved_peaks(
+    measure: Callable[..., int], ranks: int, names: Sequence[str], launches: int, *args: Any
+) -> dict[str, list[int]]:
+    """Peaks of the larger rank of every candidate in every launch; `measure` is called with `args` and a name."""
+    peaks: dict[str, list[int]] = {name: [] for name in names}
+    for _ in range(launches):
+        for name, values in peaks.items():
+            values.append(max(run_on_ranks(measure, ranks, *args, name)))
+    return peaks
+
+
 def live_tensor_bytes(root_tensors: Sequence[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind these tensors."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in root_tensors}

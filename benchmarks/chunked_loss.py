@@ -1,6 +1,6 @@
 """Compares a loss computed with the projection, in parts of the vocabulary, with one of whole logits.
 
-    python benchmarks/chunked_loss.py [ROW ...] [--only time|memory] [--rounds 15] [--launches 5]
+    python benchmarks/chunked_loss.py [ROW ...] [--only time|memory] [--rounds 15] [--launches 15]
 
 Time and peak memory of one optimizer step of a GPT of 58.7 M parameters and 32k tokens of vocabulary, on two gloo
 ranks of one thread each, with a fused AdamW without clipping. Both candidates take turns in the same processes for the
@@ -9,8 +9,6 @@ time; each has processes of its own for the peak. Without names all rows run. Ex
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,17 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _gpt import backward, build_model, micro_batches
-from _measure import (
-    PairedRatio,
-    high_water_bytes,
-    interleaved_seconds,
-    machine,
-    reset_high_water,
-    run_on_ranks,
-    section,
-)
+from _measure import interleaved_peaks, interleaved_seconds, machine, peak_of_two_steps, run_on_ranks, section
+from _report import arguments, check_names, exit_status, judge, print_spread
 
-MIB = 2**20
 RANKS = 2
 WHOLE, IN_PARTS = "whole logits", "in parts"
 FIELDS: dict[str, dict[str, Any]] = {
@@ -91,49 +81,28 @@ def measure_time(row: Row, rounds: int) -> dict[str, list[float]]:
 
 
 def measure_peak(row: Row, candidate: str) -> int:
-    import core.distributed  # imports belong to the base, not to the peak
-
-    del core
-    reset_high_water()
-    base = high_water_bytes()
-    step = make_step(row, candidate)
-    step()  # which makes the optimizer's state
-    step()
-    return high_water_bytes() - base
+    return peak_of_two_steps(lambda: make_step(row, candidate))
 
 
 def report_time(row: Row, rounds: int) -> bool:
     seconds = run_on_ranks(measure_time, RANKS, row, rounds)[0]
     for name, values in seconds.items():
-        print(f"  {name:14} s median {statistics.median(values):6.2f}   {min(values):.2f} to {max(values):.2f}")
-    ratio = PairedRatio.of(seconds[IN_PARTS], seconds[WHOLE])
-    print(f"  time: {ratio}{ratio.verdict(TIME_LIMIT)}", flush=True)
-    return ratio.holds(TIME_LIMIT)
+        print_spread(name, values, "s")
+    return judge("time", seconds[IN_PARTS], seconds[WHOLE], TIME_LIMIT)
 
 
 def report_memory(row: Row, launches: int) -> bool:
-    peaks: dict[str, list[int]] = {name: [] for name in FIELDS}
-    for _ in range(launches):
-        for name, values in peaks.items():
-            values.append(max(run_on_ranks(measure_peak, RANKS, row, name)))
+    peaks = interleaved_peaks(measure_peak, RANKS, list(FIELDS), launches, row)
     for name, values in peaks.items():
-        median, least, most = (f(values) / MIB for f in (statistics.median, min, max))
-        print(f"  {name:14} MiB median {median:7.1f}   {least:.1f} to {most:.1f}", flush=True)
-    ratio = PairedRatio.of(peaks[IN_PARTS], peaks[WHOLE])
+        print_spread(name, values, "MiB")
     limit = MEMORY_LIMIT if row.recomputes else float("inf")
-    print(f"  peak memory: {ratio}{ratio.verdict(limit)}", flush=True)
-    return ratio.holds(limit)
+    return judge("peak memory", peaks[IN_PARTS], peaks[WHOLE], limit)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(map(repr, ROWS))}")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
-    parser.add_argument("--launches", type=int, default=5, help="launches a candidate for the memory peak")
-    parser.add_argument("--only", choices=("time", "memory"), help="measure one of the two")
+    parser = arguments(__doc__, ("time", "memory"), ROWS, launches=15)
     asked = parser.parse_args()
-    if unknown := set(asked.rows) - ROWS.keys():
-        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    check_names(parser, asked.rows, ROWS)
     print(machine())
     within = True
     for name in asked.rows or ROWS:
@@ -142,8 +111,7 @@ def main() -> int:
                 within &= report_time(ROWS[name], asked.rounds)
             if asked.only in (None, "memory"):
                 within &= report_memory(ROWS[name], asked.launches)
-    print("\nwithin limits" if within else "\nABOVE A LIMIT")
-    return 0 if within else 1
+    return exit_status(within)
 
 
 if __name__ == "__main__":

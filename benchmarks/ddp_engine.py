@@ -41,12 +41,12 @@ from _measure import (
     section,
     wire_bytes_per_step,
 )
+from _report import MIB, exit_status
 
 RANKS = 2
 BUCKET_ELEMENTS = 4_000_000  # of ZeRO-2, so that a model of this size has buckets to release
 REPLICATED_LIMIT, SHARDED_LIMIT = 1.00, 0.95
 WIRE_TOLERANCE, MEMORY_TOLERANCE = 0.02, 0.05
-MIB = 2**20
 
 Shape = tuple[int, int]
 """Samples of a micro-batch, and tokens of a sample."""
@@ -356,8 +356,7 @@ def main() -> int:
     if asked.only in (None, "memory"):
         with section(f"Peak memory of the larger rank, {asked.launches} interleaved launches"):
             within &= report_memory(asked.launches, asked.ranks, asked.candidates)
-    print("\nwithin limits" if within else "\nABOVE A LIMIT")
-    return 0 if within else 1
+    return exit_status(within)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares ways to shard all of a GPT, and replicas: time, peak memory and wire bytes of one optimizer step.
 
-    python benchmarks/fully_sharded.py [ROW ...] [--only time|memory|wire] [--rounds 15] [--launches 7]
+    python benchmarks/fully_sharded.py [ROW ...] [--only time|memory|wire] [--rounds 15] [--launches 15]
 
 In each row all candidates take turns in the same processes: bare `fully_shard` of every layer and the root, torch's
 FSDP1 and DDP, and this project's wrappers. All step a fused AdamW without clipping, on gloo ranks of one thread each.
@@ -9,8 +9,6 @@ Ratios are those to the first candidate. Without names the first three rows run.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,15 +26,15 @@ from _gpt import backward, build_model, micro_batches, parameter_bytes
 from _measure import (
     CollectivePayload,
     PairedRatio,
-    high_water_bytes,
+    interleaved_peaks,
     interleaved_seconds,
     machine,
-    reset_high_water,
+    peak_of_two_steps,
     run_on_ranks,
     section,
 )
+from _report import arguments, check_names, exit_status, judge, print_spread
 
-MIB = 2**20
 OURS = "FullyShardedDataParallel"
 
 
@@ -179,15 +177,7 @@ def measure_time(row: Row, rounds: int) -> dict[str, list[float]]:
 
 
 def measure_peak(row: Row, name: str) -> int:
-    import core.distributed  # imports belong to the base, not to the peak
-
-    del core
-    reset_high_water()
-    base = high_water_bytes()
-    step = CANDIDATES[name](row)
-    step()  # which makes the optimizer's state
-    step()
-    return high_water_bytes() - base
+    return peak_of_two_steps(lambda: CANDIDATES[name](row))
 
 
 def measure_wire(row: Row, reshards: bool) -> int:
@@ -202,28 +192,18 @@ def report_time(row: Row, rounds: int) -> bool:
     seconds = run_on_ranks(measure_time, row.ranks, row, rounds)[0]
     first = next(iter(seconds))
     for name, values in seconds.items():
-        median, least, most = statistics.median(values), min(values), max(values)
-        ratio = PairedRatio.of(values, seconds[first])
-        print(f"  {name:30} s median {median:6.2f}   {least:.2f} to {most:.2f}   ratio {ratio}", flush=True)
+        print_spread(name, values, "s", f"   ratio {PairedRatio.of(values, seconds[first])}")
     holds = True
     for name, limit in row.time_limits.items():
-        ratio = PairedRatio.of(seconds[OURS], seconds[name])
-        print(f"  {OURS} compared with {name}: {ratio}{ratio.verdict(limit)}", flush=True)
-        holds &= ratio.holds(limit)
+        holds &= judge(f"{OURS} compared with {name}", seconds[OURS], seconds[name], limit)
     return holds
 
 
 def report_memory(row: Row, launches: int) -> bool:
-    peaks: dict[str, list[int]] = {name: [] for name in OF_MEMORY}
-    for _ in range(launches):
-        for name, values in peaks.items():
-            values.append(max(run_on_ranks(measure_peak, row.ranks, row, name)))
+    peaks = interleaved_peaks(measure_peak, row.ranks, OF_MEMORY, launches, row)
     for name, values in peaks.items():
-        median, least, most = (f(values) / MIB for f in (statistics.median, min, max))
-        print(f"  {name:30} MiB median {median:7.1f}   {least:.1f} to {most:.1f}", flush=True)
-    ratio = PairedRatio.of(peaks[OURS], peaks["fully_shard"])
-    print(f"  {OURS} compared with fully_shard: {ratio}{ratio.verdict(MEMORY_LIMIT)}", flush=True)
-    return ratio.holds(MEMORY_LIMIT)
+        print_spread(name, values, "MiB")
+    return judge(f"{OURS} compared with fully_shard", peaks[OURS], peaks["fully_shard"], MEMORY_LIMIT)
 
 
 def report_wire(row: Row) -> bool:
@@ -235,14 +215,9 @@ def report_wire(row: Row) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(map(repr, ROWS))}")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
-    parser.add_argument("--launches", type=int, default=7, help="launches a candidate for the memory peak")
-    parser.add_argument("--only", choices=("time", "memory", "wire"), help="measure one of the three")
+    parser = arguments(__doc__, ("time", "memory", "wire"), ROWS, launches=15)
     asked = parser.parse_args()
-    if unknown := set(asked.rows) - ROWS.keys():
-        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    check_names(parser, asked.rows, ROWS)
     print(machine())
     within = True
     for name in asked.rows or DEFAULT_ROWS:
@@ -254,8 +229,7 @@ def main() -> int:
                 within &= report_memory(row, asked.launches)
             if asked.only in (None, "wire"):
                 within &= report_wire(row)
-    print("\nwithin limits" if within else "\nABOVE A LIMIT")
-    return 0 if within else 1
+    return exit_status(within)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ from _measure import (
     section,
     wire_bytes_per_step,
 )
+from _report import MIB, exit_status
 
 LAYERS, CHANNELS, HEADS_A_GROUP, VOCABULARY = 2, 64, 2, 4096
-MIB = 2**20
 WIRE_SEQUENCE, MEMORY_SEQUENCE, TIME_SEQUENCES = 1024, 4096, (8192, 4096)
 WIRE_LIMIT, MEMORY_LIMIT, TIME_LIMIT = 0.02, 0.10, 0.75
 
@@ -264,8 +264,7 @@ def main() -> int:
         for length in (sequence,) if sequence else TIME_SEQUENCES:
             with section(f"an optimizer step over {length} tokens, cp 2 on two ranks, cp 1 on one"):
                 within &= report_time(width, length, asked.rounds, TIME_LIMIT if length >= 8192 else float("inf"))
-    print("\nwithin limits" if within else "\nABOVE A LIMIT")
-    return 0 if within else 1
+    return exit_status(within)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ when a limit is exceeded.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -24,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _gpt import MICRO_BATCHES, backward, build_model, micro_batches
 from _measure import PairedRatio, interleaved_seconds, live_tensor_bytes, machine, run_on_ranks, section
+from _report import MIB, arguments, check_names, exit_status
 
 LIMIT = 1.10
 VOCABULARY, SEQUENCE = 8192, 128
 OFTEN = 16  # micro-batches, where memory is measured
-MIB = 2**20
 
 EACH = {"reduce_every_micro_batch": True}
 WRAPPERS: dict[str, dict[str, Any]] = {
@@ -129,14 +128,10 @@ def report_gradients(name: str, ranks: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wrappers", nargs="*", metavar="WRAPPER", help=f"of {', '.join(map(repr, WRAPPERS))}")
+    parser = arguments(__doc__, ("time", "memory"), WRAPPERS, of="wrapper")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds; a limit needs 15")
-    parser.add_argument("--only", choices=("time", "memory"), help="measure one of the two")
     asked = parser.parse_args()
-    if unknown := set(asked.wrappers) - WRAPPERS.keys():
-        parser.error(f"no wrapper {', '.join(sorted(unknown))}; there are {', '.join(WRAPPERS)}")
+    check_names(parser, asked.wrappers, WRAPPERS)
     print(machine())
     within = True
     for ranks in asked.ranks:
@@ -148,8 +143,7 @@ def main() -> int:
             with section(f"gradients of {OFTEN} micro-batches on {ranks} ranks"):
                 for name in asked.wrappers or WRAPPERS:
                     report_gradients(name, ranks)
-    print("\nwithin limits" if within else "\nABOVE A LIMIT")
-    return 0 if within else 1
+    return exit_status(within)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ gloo ranks with one thread each. Without names the first four rows run. Exits wi
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,19 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _gpt import backward, build_model, micro_batches
 from _measure import (
     CollectivePayload,
-    PairedRatio,
-    high_water_bytes,
+    interleaved_peaks,
     interleaved_seconds,
     live_tensor_bytes,
     machine,
     peak_allocation_above_start,
-    reset_high_water,
+    peak_of_two_steps,
     run_on_ranks,
     section,
     wire_bytes_per_step,
 )
+from _report import MIB, arguments, check_names, exit_status, judge, print_spread
 
-MIB = 2**20
 TORCHS = {
     "collectives": "torch",
     "forward_prefetch": 0,
@@ -204,15 +201,7 @@ def measure_time(row: Row, rounds: int) -> dict[str, list[float]]:
 
 
 def measure_resident(row: Row, name: str) -> int:
-    import core.distributed  # imports belong to the base, not to the peak
-
-    del core
-    reset_high_water()
-    base = high_water_bytes()
-    step = CANDIDATES[name](row).step
-    step()  # which makes the optimizer's state
-    step()
-    return high_water_bytes() - base
+    return peak_of_two_steps(lambda: CANDIDATES[name](row).step)
 
 
 def measure_live(row: Row, name: str) -> int:
@@ -232,23 +221,16 @@ def measure_wire(row: Row, name: str) -> tuple[float, int]:
 def report_time(row: Row, rounds: int) -> bool:
     seconds = run_on_ranks(measure_time, row.ranks, row, rounds)[0]
     for name, values in seconds.items():
-        print(f"  {name:13} s     median {statistics.median(values):7.2f}   {min(values):.2f} to {max(values):.2f}")
-    return _judge(PairedRatio.of(seconds["this wrapper"], seconds["baseline"]), row.time_limit)
+        print_spread(name, values, "s")
+    return judge("ratio", seconds["this wrapper"], seconds["baseline"], row.time_limit)
 
 
 def report_memory(row: Row, launches: int) -> bool:
-    peaks: dict[str, list[int]] = {name: [] for name in CANDIDATES}
-    for _ in range(launches):
-        for name, values in peaks.items():
-            values.append(max(run_on_ranks(measure_resident, row.ranks, row, name)))
+    peaks = interleaved_peaks(measure_resident, row.ranks, list(CANDIDATES), launches, row)
     for name, values in peaks.items():
         live = max(run_on_ranks(measure_live, row.ranks, row, name))
-        median, least, most = (f(values) / MIB for f in (statistics.median, min, max))
-        print(
-            f"  {name:13} MiB   median {median:7.1f}   {least:.1f} to {most:.1f}   live tensors {live / MIB:.1f}",
-            flush=True,
-        )
-    return _judge(PairedRatio.of(peaks["this wrapper"], peaks["baseline"]), row.memory_limit)
+        print_spread(name, values, "MiB", f"   live tensors {live / MIB:.1f}")
+    return judge("ratio", peaks["this wrapper"], peaks["baseline"], row.memory_limit)
 
 
 def report_wire(row: Row) -> bool:
@@ -262,22 +244,10 @@ def report_wire(row: Row) -> bool:
     return True
 
 
-def _judge(ratio: PairedRatio, limit: float) -> bool:
-    print(f"  ratio {ratio}{ratio.verdict(limit)}", flush=True)
-    return ratio.holds(limit)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(map(repr, ROWS))}")
-    parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds of the timing; a limit needs 15")
-    parser.add_argument(
-        "--launches", type=int, default=15, help="interleaved launches a candidate for the memory peak"
-    )
-    parser.add_argument("--only", choices=("time", "memory", "wire"), help="measure one of the three")
+    parser = arguments(__doc__, ("time", "memory", "wire"), ROWS, launches=15)
     asked = parser.parse_args()
-    if unknown := set(asked.rows) - ROWS.keys():
-        parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    check_names(parser, asked.rows, ROWS)
     print(machine())
     within = True
     for name in asked.rows or DEFAULT_ROWS:
@@ -292,8 +262,7 @@ def main() -> int:
                 within &= report_memory(row, asked.launches)
             if asked.only in (None, "wire"):
                 within &= report_wire(row)
-    print("\nwithin limits" if within else "\nABOVE A LIMIT")
-    return 0 if within else 1
+    return exit_status(within)
 
 
 if __name__ == "__main__":

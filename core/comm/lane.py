@@ -36,8 +36,9 @@ class CommLane:
 
 
 @functools.cache
-def comm_lane(device: torch.device) -> CommLane:
-    """Returns the one lane of a device: with two, messages between the same ranks could overtake each other."""
+def comm_lane(device: torch.device, number: int = 0) -> CommLane:
+    """Returns a lane of a device. Two lanes take different process groups, in which messages cannot overtake each
+    other's."""
     return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
 
 

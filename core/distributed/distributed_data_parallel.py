@@ -21,7 +21,7 @@ from .model.broadcast import broadcast_tensors
 from .model.initial_values import start_equal
 from .model.same_model import reject_different_models
 from .model.unfit_models import reject_unfit
-from .model.unit_transforms import transform_modules
+from .model.unit_transforms import transform_units
 from .plan import plan_buffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
@@ -107,8 +107,7 @@ class DistributedDataParallel(_FlatDataParallel):
             )
         super().__init__(config, module, ddp_config, plan, finish_in_backward=finish_in_backward)
         reject_different_models(module, plan)
-        for transform in plan.transforms:
-            transform_modules(transform.modules, transform.recomputes, transform.is_compiled)
+        transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
         self._grad_buffers = self._build_buffers(model)

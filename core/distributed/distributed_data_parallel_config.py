@@ -10,14 +10,15 @@ from ..foreign_arguments import ForeignFields, takes_foreign_fields
 from ..warn import warn_once
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""
+
+ActivationCheckpointing = Literal["none", "full", "selective"]
+"""What backward computes again of a unit: nothing; all but its inputs; or all but its inputs and long operations."""
 
 
 def shards_parameters(strategy: str) -> bool:
     """Returns whether a sharding strategy cuts parameters too, so that they are gathered for their use."""
     return strategy == "optim_grads_params"
-
-
-"""Replicated, ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al., 2020), with Megatron's names."""
 
 
 _NO_FP8 = "parameters are gathered in fp32, fp16 or bf16"
@@ -125,7 +126,7 @@ class DistributedDataParallelConfig:
 
     # ---- what is done to each unit, a layer of the model
 
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
     """Compute activations again in backward: all of a unit from its inputs (``full``), or all but the results of
     matrix products, every second one of linear layers, and of attention (``selective``)."""
 

@@ -50,6 +50,9 @@ class _FlatDataParallel(_BaseDataParallel):
         self._is_sharded = plan.strategy != "no_shard"
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
+        # Of the reductions of gradients; another pair where parameters are gathered meanwhile, set before
+        # `_take_buckets`.
+        self._reduction_group, self._reduction_lane = self.intra_instance_group, 0
         self._finishes_in_backward = finish_in_backward
         if finish_in_backward and plan.is_reproducible:
             raise ParallelConfigError(
@@ -90,7 +93,7 @@ class _FlatDataParallel(_BaseDataParallel):
     def _build_bucket_groups(self, buckets: Sequence[Bucket]) -> list[BucketGroup]:
         reduction = BucketReduction(
             group=self.process_group,
-            shard_group=self.intra_instance_group if self._is_sharded else None,
+            shard_group=self._reduction_group if self._is_sharded else None,
             replica_group=self.inter_instance_group,
             becomes=self.plan.reduction,
             scatters_over_replicas=self.plan.num_updated_parts > self.plan.num_shards,
@@ -103,7 +106,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 bucket,
                 reduction,
                 self._inspect,
-                comm_lane(bucket.buffer.device),
+                comm_lane(bucket.buffer.device, self._reduction_lane),
                 overlaps_grads=self.plan.overlaps_grads,
                 overlaps_params=self.plan.overlaps_params,
                 reduces_every_micro_batch=self.plan.reduces_every_micro_batch,

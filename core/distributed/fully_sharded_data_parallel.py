@@ -29,12 +29,12 @@ from .fully_sharded.calls import watch_calls
 from .fully_sharded.gathering import ParameterGathering
 from .fully_sharded.memory import ShardedBuffer
 from .fully_sharded.unit import Unit
-from .groups import Ranks, find_groups
+from .groups import Ranks, find_groups, twin_group
 from .model.broadcast import broadcast_tensors
 from .model.initial_values import InitialValues, cast_buffers
 from .model.same_model import reject_different_models
 from .model.unfit_models import reject_unfit
-from .model.unit_transforms import transform_modules
+from .model.unit_transforms import transform_units
 from .plan import FullyShardedPlan, plan_flat_units
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
@@ -100,15 +100,17 @@ class FullyShardedDataParallel(_FlatDataParallel):
         plan = plan_flat_units(model, config, ddp_config, groups, unit_classes, caller=caller)
         super().__init__(config, module, ddp_config, plan)
         reject_different_models(model, plan, [unit.names for unit in plan.units])
-        for planned in plan.units:
-            transform_modules(planned.modules, planned.recomputes, planned.is_compiled)
+        transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start = InitialValues(module, self.process_group, from_first_rank=plan.equalizes)
             start.equalize()
             start.allocate(parameters_have_memory=False)
         named = dict(model.named_parameters())
         device = next((param.device for param in named.values()), current_device())
-        allocate = allocator(groups.shard, device, registers=plan.registers_memory)
+        if plan.num_shards > 1:
+            self._reduction_group, self._reduction_lane = twin_group(groups.shard), 1
+        allocate_grads = allocator(self._reduction_group, device, registers=plan.registers_memory)
+        allocate_slots = allocator(groups.shard, device, registers=plan.registers_memory)
         self._buffers_of_shards = [
             ShardedBuffer(
                 buffer,
@@ -118,11 +120,11 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 updated_parts=(plan.num_updated_parts, plan.updated_part),
                 offloads=plan.offloads,
                 pins_memory=plan.pins_memory,
-                allocate=allocate,
+                allocate=allocate_grads,
             )
             for buffer in plan.buffers
         ]
-        self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate)
+        self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate_slots)
         self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
         for unit in self.units:
             unit.adopt(with_values=True)

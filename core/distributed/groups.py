@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,6 +101,29 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
         [ranks[member] for member in members], timeout=timeout, use_local_synchronization=True
     )
     return made
+
+
+def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a second group of the same ranks, made once for each group; all of its ranks call it.
+
+    What is sent in one of the two does not wait for what is sent in the other.
+    """
+    found = _twins.get(group)
+    if found is None or _is_destroyed(found):
+        found = _twins[group] = subgroup(group, range(group.size()))
+    return found
+
+
+def _is_destroyed(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        return True
+    return False
+
+
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""`twin_group` sets it; an entry goes with its first group."""
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
 
 
-def test_the_third_position_is_virtual_pipeline_parallelism_and_not_context_parallelism():
+def test_the_third_position_is_virtual_pipeline_parallelism():
     with fake_world(0, 8):
         with pytest.raises(ParallelConfigError, match=r"virtual_pipeline_model_parallel_size is 2.*context_parallel"):
             ps.initialize_model_parallel(2, 2, 2)

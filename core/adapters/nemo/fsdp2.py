@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from ...distributed.distributed_data_parallel_config import ActivationCheckpointing
 from ...distributed.fsdp2.sharded_model import ShardedModel
 from ...distributed.fully_sharded_data_parallel_config import Reshard
 from ...distributed.groups import DataParallelGroups
 from ...distributed.model.rewrapping import reject_wrapped
-from ...distributed.model.unit_transforms import ActivationCheckpointing
 from ...distributed.plan import plan_fsdp2
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from ..mesh_axes import mesh_axes

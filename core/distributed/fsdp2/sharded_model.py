@@ -15,7 +15,7 @@ from ...diagnostics.plain_state_dicts import reject_plain_state_dicts
 from ...tensor_parallel import VocabParallelEmbedding
 from ..model.initial_values import InitialValues, cast_buffers
 from ..model.same_model import reject_different_models
-from ..model.unit_transforms import transform_modules
+from ..model.unit_transforms import transform_units
 from ..plan import FSDP2Plan
 from .forward_methods import register_forward_methods
 from .gathered_values import GatheredValues
@@ -56,8 +56,7 @@ class ShardedModel:
         reject_different_models(module, plan, [unit.names for unit in plan.units])
         start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes)
         start.equalize()
-        for unit in plan.units:
-            transform_modules(unit.modules, unit.recomputes, unit.is_compiled)
+        transform_units(plan.transforms)
         self.module = module
         self.plan = plan
         shard_model(plan)

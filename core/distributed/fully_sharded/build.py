@@ -22,7 +22,7 @@ def build_units(
     params: Mapping[str, nn.Parameter],
     allocate: Allocate = passing_memory,
 ) -> list[Unit]:
-    """The units of a plan, and the slots that they share.
+    """Builds the units of a plan, and the slots that they share.
 
     Args:
         buffers: of the plan's, in their order.
@@ -61,7 +61,7 @@ def build_units(
 
 
 def _groups_of_neighbours(plan: FullyShardedPlan) -> dict[int | None, ProcessGroup]:
-    """The group of this rank among each number of neighbours that units are kept among; every rank calls it."""
+    """Makes the group of this rank for each number of neighbours that units are kept among; every rank calls it."""
     group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
     for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
         first = group.rank() // size * size

@@ -72,7 +72,7 @@ class _AroundCalls:
             self._gathering.settle()
 
     def enclose(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, with what hooks do around a forward."""
+        """Returns the method with what hooks do around a forward."""
 
         @functools.wraps(method)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ class _AroundCalls:
 
 
 def _do_nothing() -> Any:
-    """An `_AroundCalls` of a copy."""
+    """Makes the `_AroundCalls` of a copy, which acts on no unit."""
     made = object.__new__(_AroundCalls)
     made._gathering = None
     return made

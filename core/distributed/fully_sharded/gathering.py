@@ -52,7 +52,7 @@ class ParameterGathering:
     # ---- calls of modules
 
     def before_call(self, unit: Unit) -> None:
-        """To be called before a forward of one of the unit's modules, or another method of it."""
+        """Gathers a unit before a forward of one of its modules, or another method of it."""
         if unit is self._root:
             self._begin()
         else:
@@ -60,7 +60,7 @@ class ParameterGathering:
             self.need(unit)
 
     def after_call(self, unit: Unit, output: Any) -> None:
-        """To be called after it, with what it has returned, or None where it has raised."""
+        """Releases a unit after it, with what it has returned, or None where it has raised."""
         if unit is self._root:
             self._end(output)
         else:
@@ -99,7 +99,7 @@ class ParameterGathering:
             unit.hide()
 
     def forget(self) -> None:
-        """What is gathered no longer has the values of the shards."""
+        """Notes that what is gathered no longer has the values of the shards."""
         self.settle()
         for unit in self._units:
             unit.drop_part()
@@ -179,7 +179,7 @@ class ParameterGathering:
         )
 
     def _on_use(self, unit: Unit) -> None:
-        """A parameter of the unit is used while it is hidden."""
+        """Gathers a hidden unit of which a parameter is used, or raises."""
         if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
             first = next(iter(unit.name_of.values()))
             raise UnitError(
@@ -190,5 +190,5 @@ class ParameterGathering:
         self.need(unit)
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
-        """Called by autograd with the gradient of each tensor that a unit's forward returned."""
+        """Gathers a unit for its backward; autograd calls it with the gradient of each of its outputs."""
         self.need(unit)

@@ -40,7 +40,7 @@ class Piece:
             collectives.all_gather(into, own, group, what=what)
 
     def own_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
+        """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
         length = self.shard.numel()
         begin = length * rank
         for param, (start, end) in zip(self.params, self.ranges, strict=True):

@@ -91,7 +91,7 @@ class Unit:
         self.on_use: Callable[[], None] = self.show
 
     def own_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-        """Each parameter, what this rank keeps of it, flat, and the first of these elements in the parameter."""
+        """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
         for piece in self.pieces:
             yield from piece.own_ranges(self._group.rank())
 

@@ -13,15 +13,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ...tensor_parallel.random import recompute
-
-ActivationCheckpointing = Literal["none", "full", "selective"]
+from ..plan.values import UnitTransform
 
 SAVED_OPERATIONS: tuple[str, ...] = (
     "mm",
@@ -45,20 +43,19 @@ EVERY_SECOND_ONE: tuple[str, ...] = ("mm", "addmm")
 """Linear layers: saving half of their outputs costs about half of a layer's memory, for a quarter of its time."""
 
 
-def transform_modules(modules: Iterable[nn.Module], recomputes: ActivationCheckpointing, is_compiled: bool) -> None:
-    """Replaces the forward of each module as asked, in place, before it is sharded.
+def transform_units(transforms: Iterable[UnitTransform]) -> None:
+    """Replaces the forward of each module as planned, in place, before it is sharded.
 
-    Args:
-        modules: the modules of a unit.
-        recomputes: ``"full"`` saves only a module's inputs and recomputes the rest in backward (Chen et al., 2016);
-            ``"selective"`` also saves the results of `SAVED_OPERATIONS`.
-        is_compiled: compile each module by itself, recomputation included. Equal modules share their code.
+    ``"full"`` recomputation saves only a module's inputs and computes the rest again in backward (Chen et al., 2016);
+    ``"selective"`` also saves the results of `SAVED_OPERATIONS`. Each module is compiled by itself, recomputation
+    included; equal modules share their code.
     """
-    for module in modules:
-        if recomputes != "none":
-            module.forward = _recomputing(module.forward, recomputes == "selective")
-        if is_compiled:
-            module.forward = torch.compile(module.forward)
+    for transform in transforms:
+        for module in transform.modules:
+            if transform.recomputes != "none":
+                module.forward = _recomputing(module.forward, transform.recomputes == "selective")
+            if transform.is_compiled:
+                module.forward = torch.compile(module.forward)
 
 
 def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """The plan of a model: what a wrapper will do to it, decided before anything is touched.
 
-values, fsdp2_plan    the plan itself
+values, flat_plan, fsdp2_plan    the plan itself
 units     which modules FSDP2 gathers together
 layout    where parameters are in flat buffers
 names     what parameters are called
@@ -23,16 +23,12 @@ from ..distributed_data_parallel_config import DistributedDataParallelConfig, sh
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .buffers import plan_buffers
+from .flat_plan import BucketPlan, BufferPlan, FlatPlan, FlatUnitPlan, FullyShardedPlan
 from .flat_units import plan_flat_units
 from .fsdp2 import plan_fsdp2
 from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
 from .units import UnitChoice
 from .values import (
-    BucketPlan,
-    BufferPlan,
-    FlatPlan,
-    FlatUnitPlan,
-    FullyShardedPlan,
     GradientReduction,
     ParamPlan,
     ShardingPlan,

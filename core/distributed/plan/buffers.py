@@ -17,11 +17,12 @@ from ...tensor_parallel.attributes import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from ..groups import DataParallelGroups
 from .common import common_plan
+from .flat_plan import BucketPlan, BufferPlan, FlatPlan
 from .layout import BucketLayout, FullParamLayout, default_bucket_size, lay_out
 from .names import ParameterNames
-from .transforms import plan_transforms
-from .units import UnitChoice
-from .values import BucketPlan, BufferPlan, Cut, FlatPlan, ParamPlan
+from .transforms import plan_transforms, transforms_units
+from .units import UnitChoice, find_units
+from .values import Cut, ParamPlan
 
 
 def plan_buffers(
@@ -83,11 +84,13 @@ def plan_buffers(
                 buckets=tuple(plan_bucket(names, params, layout, num_shards) for layout in layouts),
             )
         )
+    # Gradients travel by bucket, so that units are looked for only where something is done to them.
+    units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(ddp_config) else []
     common = common_plan(config, ddp_config, groups, caller=caller, given={"disable_bucketing": disable_bucketing})
     common["reduces_every_micro_batch"] &= groups.shard.size() > 1
     return FlatPlan(
         **common,
-        transforms=plan_transforms(module, ddp_config, unit_classes),
+        transforms=plan_transforms(units, ddp_config),
         frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
         buffers=tuple(buffers),
         leaves=order_of_leaving(buffers),

@@ -1,4 +1,4 @@
-"""The fields that all plans have in common."""
+"""The fields that plans have in common."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ... import device
+from ...dtypes import as_dtype
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
@@ -30,18 +31,6 @@ def settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig)
     own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
     shared = {f.name: getattr(ddp_config, f.name) for f in fields(DistributedDataParallelConfig) if f.name not in own}
     return kind(**shared)
-
-
-def pins_memory(settings: FullyShardedDataParallelConfig) -> bool:
-    """Returns whether offloaded shards are in pinned memory; warns where there is nothing to pin it for."""
-    asked = settings.cpu_offload and settings.pin_memory
-    has_accelerator = device.device_type() != "cpu"
-    if asked and not has_accelerator:
-        warn_once(
-            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
-            "memory. No number changes"
-        )
-    return asked and has_accelerator
 
 
 def common_plan(
@@ -84,3 +73,29 @@ def common_plan(
         "tensor_parallel_size": getattr(config, "tensor_model_parallel_size", 1),
         "context_parallel_size": getattr(config, "context_parallel_size", 1),
     }
+
+
+def gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
+    """Returns the fields that `GatheringPlan` adds."""
+    return {
+        "forward_prefetch": settings.forward_prefetch,
+        "backward_prefetch": settings.backward_prefetch,
+        "offloads": settings.cpu_offload,
+        "pins_memory": _pins_memory(settings),
+        "registers_memory": settings.nccl_ub,
+        "equalizes": settings.sync_module_states,
+        "buffer_dtype": as_dtype(settings.buffer_dtype),
+        "forward_methods": settings.forward_methods,
+    }
+
+
+def _pins_memory(settings: FullyShardedDataParallelConfig) -> bool:
+    """Returns whether offloaded shards are in pinned memory. Warns where there is nothing to pin it for."""
+    asked = settings.cpu_offload and settings.pin_memory
+    has_accelerator = device.device_type() != "cpu"
+    if asked and not has_accelerator:
+        warn_once(
+            "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "
+            "memory. No number changes"
+        )
+    return asked and has_accelerator

@@ -45,7 +45,7 @@ def _grain(shape: Shape, cut: ShardCut) -> int:
 
 
 def _by_grains(shapes: Sequence[Shape], num_shards: int, alignment: int, cut: ShardCut) -> BucketLayout:
-    """One after the other, the largest grains first; every start, and every shard, is a multiple of the grain.
+    """Places one after the other, the largest grains first; every start, and every shard, is a multiple of the grain.
 
     So the end of a shard is a whole number of grains away from the start of the parameter that it is in.
     """

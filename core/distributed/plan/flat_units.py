@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...dtypes import as_dtype
 from ...errors import ParallelConfigError
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
@@ -33,16 +32,16 @@ from .buffers import (
     plan_bucket,
     reject_unfit_parameter,
 )
-from .common import common_plan, pins_memory, settings_as
+from .common import common_plan, gathering_plan, settings_as
 from .cuts import lay_out_unit
+from .flat_plan import BucketPlan, BufferPlan, FlatUnitPlan, FullyShardedPlan
 from .layout import BucketLayout
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .reproducible import check_one_rounding
 from .resharding import check_reshard, reshard_of
-from .transforms import choose_transforms
+from .transforms import plan_transforms
 from .units import Unit, UnitChoice, find_units, own_parameters
-from .values import BucketPlan, BufferPlan, FlatUnitPlan, FullyShardedPlan
 
 _Kind = tuple[bool, torch.dtype, Kind]
 """Of parameters that share a buffer: whether they are trained, the dtype of computation, and their `kind_of`."""
@@ -87,7 +86,6 @@ def plan_flat_units(
     buffers = tuple(_buffer(kind, of_kind, settings, num_parts) for kind, of_kind in buckets.items())
     keys = [tuple((index_of[kind], number) for kind, number in places) for places in of_units]
     reshards = [*(_reshards(unit, settings, num_shards) for unit in units[:-1]), False]
-    recomputed, compiled = choose_transforms(units[:-1], settings)
     sizes = [tuple((index, buffers[index].buckets[number].elements) for index, number in key) for key in keys]
     slots = _slots(
         sizes,
@@ -105,8 +103,6 @@ def plan_flat_units(
             is_freed=reshard is not False,
             kept_among=reshard if not isinstance(reshard, bool) and unit.is_needed_in_backward else None,
             is_needed_in_backward=unit.is_needed_in_backward,
-            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
-            is_compiled=unit in compiled,
         )
         for unit, key, slot, reshard in zip(units, keys, slots, reshards, strict=True)
     )
@@ -117,6 +113,8 @@ def plan_flat_units(
     )
     return FullyShardedPlan(
         **common,
+        **gathering_plan(settings),
+        transforms=plan_transforms(units[:-1], settings),
         buffers=buffers,
         leaves=order_of_leaving(buffers),
         reduces_during_backward=True,
@@ -127,14 +125,6 @@ def plan_flat_units(
         units=planned,
         shards_update_over_replicas=is_shared_update,
         precision=precision,
-        offloads=settings.cpu_offload,
-        pins_memory=pins_memory(settings),
-        registers_memory=settings.nccl_ub,
-        equalizes=settings.sync_module_states,
-        buffer_dtype=as_dtype(settings.buffer_dtype),
-        forward_methods=settings.forward_methods,
-        forward_prefetch=settings.forward_prefetch,
-        backward_prefetch=settings.backward_prefetch,
     )
 
 

@@ -10,20 +10,19 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...dist_checkpointing import local_tensor
-from ...dtypes import as_dtype
 from ...errors import ParallelConfigError
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from .common import common_plan, pins_memory, settings_as
+from .common import common_plan, gathering_plan, settings_as
 from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .reproducible import check_one_rounding
 from .resharding import check_reshard, reshard_of
-from .transforms import choose_transforms
+from .transforms import plan_transforms
 from .units import Unit, UnitChoice, find_units, own_parameters
 from .values import ParamPlan
 
@@ -58,7 +57,6 @@ def plan_fsdp2(
     found = find_units(module, unit_classes)
     kept = _kept_between_micro_batches(found, settings)
     reshards = _reshards(found, settings, groups.shard.size())
-    recomputed, compiled = choose_transforms(found, settings)
     params = _params_of_units(module, found, groups.shard.size())
     inner = replace(policy, output_dtype=None)  # the model's outputs alone are cast, as by `Float16Module`
     units = tuple(
@@ -71,8 +69,6 @@ def plan_fsdp2(
             is_minority=unit.is_minority,
             is_kept=unit in kept,
             precision=inner,
-            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
-            is_compiled=unit in compiled,
         )
         for index, unit in enumerate(found)
     )
@@ -90,17 +86,11 @@ def plan_fsdp2(
     given = {f.name: getattr(policy, f.name) for f in fields(policy)} if mp_policy is not None else {}
     return FSDP2Plan(
         **common_plan(config, settings, groups, caller=caller, given=given),
+        **gathering_plan(settings),
+        transforms=plan_transforms(found, settings),
         units=units,
         root=root,
-        forward_prefetch=settings.forward_prefetch,
-        backward_prefetch=settings.backward_prefetch,
         collectives=settings.collectives,
-        offloads=settings.cpu_offload,
-        pins_memory=pins_memory(settings),
-        registers_memory=settings.nccl_ub,
-        equalizes=settings.sync_module_states,
-        buffer_dtype=as_dtype(settings.buffer_dtype),
-        forward_methods=settings.forward_methods,
         adds_gradient_rows=bool(getattr(config, "gradient_accumulation_fusion", True)),
     )
 

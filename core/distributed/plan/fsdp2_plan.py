@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..fully_sharded_data_parallel_config import Reshard
-from .values import ShardingPlan, UnitPlan
+from .values import GatheringPlan, UnitPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +30,6 @@ class ModuleUnitPlan(UnitPlan):
     """Split off another unit, or the model, for its dtype."""
     is_kept: bool = False
     """It stays gathered from one micro-batch of a step to the next."""
-    recomputes: Literal["none", "full", "selective"] = "none"
-    is_compiled: bool = False
 
     @property
     def is_freed(self) -> bool:
@@ -51,47 +48,22 @@ class ModuleUnitPlan(UnitPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP2Plan(ShardingPlan):
+class FSDP2Plan(GatheringPlan):
     """The plan that `core.distributed.fsdp2` carries out."""
 
     asked_by: ClassVar[Mapping[str, str]] = {
-        **ShardingPlan.asked_by,
-        "recomputes": "activation_checkpointing='full'",
+        **GatheringPlan.asked_by,
         "is_freed": "reshard_after_forward=True, keep_gathered_between_micro_batches='none'",
-        "gathers_ahead": "forward_prefetch=0, backward_prefetch=0",
-        "offloads": "cpu_offload=True",
     }
 
     units: tuple[ModuleUnitPlan, ...]
     """Children before parents, without `root`."""
     root: ModuleUnitPlan
     """The model, with what is in no unit."""
-    forward_prefetch: int
-    """Units that are gathered ahead in forward."""
-    backward_prefetch: int
-    """The same in backward."""
     collectives: Literal["auto", "torch"]
-    offloads: bool
-    """Shards are in the host's memory."""
-    pins_memory: bool
-    registers_memory: bool
-    """What collectives read and write is in memory of the backend, where it can allocate."""
-    equalizes: bool
-    """The first rank's values replace those of the others before sharding."""
-    buffer_dtype: torch.dtype | None
-    forward_methods: tuple[str, ...]
     adds_gradient_rows: bool
     """Embeddings add gradients row by row, in place."""
 
     @property
-    def gathers_ahead(self) -> bool:
-        """Some units are gathered before they are reached."""
-        return self.forward_prefetch + self.backward_prefetch > 0
-
-    @property
     def casts_parameters(self) -> bool:
         return self.root.precision.param_dtype is not None
-
-    @property
-    def recomputes(self) -> bool:
-        return any(unit.recomputes != "none" for unit in self.units)

@@ -68,7 +68,7 @@ def _reordering(config: Any, settings: DistributedDataParallelConfig) -> str | N
 
 
 def _rounding(settings: DistributedDataParallelConfig) -> str | None:
-    """Where sums are rounded between the additions of a rank and those of ranks, the number of ranks decides where."""
+    """Finds a setting that rounds between a rank's additions and those of ranks, whose number then changes bits."""
     for name in ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation"):
         if getattr(settings, name):
             return f"{name} rounds between additions on a rank and over ranks; set grad_reduce_in_fp32 in its place"

@@ -9,35 +9,12 @@ from torch import nn
 from ...errors import ParallelConfigError
 from ...tensor_parallel.initialization import ParameterOwner
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
-from .units import Unit, UnitChoice, find_units
+from .units import Unit
 from .values import UnitTransform
 
 
-def plan_transforms(
-    module: nn.Module, settings: DistributedDataParallelConfig, unit_classes: Iterable[UnitChoice]
-) -> tuple[UnitTransform, ...]:
-    """Returns what is done to the units of a model whose wrapper gathers nothing by unit.
-
-    Raises:
-        WrapError, ParallelConfigError: as `find_units` and `choose_transforms`.
-    """
-    if settings.activation_checkpointing == "none" and not settings.compile_units:
-        return ()
-    units = find_units(module, unit_classes, splits_dtypes=False)
-    recomputed, compiled = choose_transforms(units, settings)
-    return tuple(
-        UnitTransform(
-            modules=unit.modules,
-            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
-            is_compiled=unit in compiled,
-        )
-        for unit in units
-        if unit in recomputed or unit in compiled
-    )
-
-
-def choose_transforms(units: Sequence[Unit], settings: DistributedDataParallelConfig) -> tuple[list[Unit], list[Unit]]:
-    """The units whose activations are computed again in backward, and those that are compiled.
+def plan_transforms(units: Sequence[Unit], settings: DistributedDataParallelConfig) -> tuple[UnitTransform, ...]:
+    """Chooses the units whose activations are computed again in backward, and those that are compiled.
 
     Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
     one operation again would save nothing. So are units inside units, which are part of what is done to these.
@@ -47,8 +24,8 @@ def choose_transforms(units: Sequence[Unit], settings: DistributedDataParallelCo
             could be done to.
     """
     recomputes = settings.activation_checkpointing != "none"
-    if not (recomputes or settings.compile_units):
-        return [], []
+    if not transforms_units(settings):
+        return ()
     inside = {below for unit in units for module in unit.modules for below in module.modules() if below is not module}
     layers = [
         unit
@@ -65,8 +42,21 @@ def choose_transforms(units: Sequence[Unit], settings: DistributedDataParallelCo
         )
     if recomputes:
         _reject_own_recomputation(layers, settings.activation_checkpointing)
-    every_nth = settings.activation_checkpointing_interval
-    return layers[::every_nth] if recomputes else [], layers if settings.compile_units else []
+    recomputed = layers[:: settings.activation_checkpointing_interval] if recomputes else []
+    return tuple(
+        UnitTransform(
+            modules=unit.modules,
+            recomputes=settings.activation_checkpointing if unit in recomputed else "none",
+            is_compiled=settings.compile_units,
+        )
+        for unit in layers
+        if unit in recomputed or settings.compile_units
+    )
+
+
+def transforms_units(settings: DistributedDataParallelConfig) -> bool:
+    """Returns whether settings ask for anything of `plan_transforms`."""
+    return settings.activation_checkpointing != "none" or settings.compile_units
 
 
 def _is_one_layer(module: nn.Module) -> bool:

@@ -14,12 +14,10 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...micro_batch_tree import MicroBatchTree
-from ..distributed_data_parallel_config import shards_parameters
+from ..distributed_data_parallel_config import ActivationCheckpointing, shards_parameters
 from ..groups import DataParallelGroups
-from .layout import BucketLayout, FullParamLayout
 
 Cut = Literal["whole", "flat", "rows", "tensor", "block"]
 """How a parameter is divided: not at all; between any elements; by its first dimension, as DTensors are; not at all,
@@ -82,50 +80,12 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketPlan(UnitPlan):
-    """A part of a flat buffer, which one collective reduces, and one gathers."""
+class UnitTransform:
+    """What is done to the forward of a unit's modules before the model is wrapped."""
 
-    layout: BucketLayout
-
-    @property
-    def elements(self) -> int:
-        """Padding included."""
-        return self.layout.end - self.layout.start
-
-    def places_in_shard(self, shard: int) -> tuple[tuple[int, int], ...]:
-        """Returns ``[start, end)`` of what a shard holds of each parameter, counted from the shard's beginning."""
-        first = self.elements // (len(self.params[0].bounds) - 1) * shard
-        places = []
-        for param, (begin, _) in zip(self.params, self.layout.ranges, strict=True):
-            start, end = (begin + bound - first for bound in param.bounds[shard : shard + 2])
-            places.append((start, end) if start < end else (0, 0))
-        return tuple(places)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferPlan:
-    """Flat memory for parameters of one dtype and device, and their gradients."""
-
-    param_dtype: torch.dtype
-    """Of what a rank keeps of parameters, which its optimizer updates."""
-    gathered_dtype: torch.dtype
-    """Of whole parameters, in which the model computes; another where they are cast to be gathered."""
-    grad_dtype: torch.dtype
-    """In which gradients add up and are reduced."""
-    shard_grad_dtype: torch.dtype
-    """Of the reduced gradient that a rank keeps; it may be wider where whole gradients are released."""
-    holds_params: bool
-    """Parameters are views of it; otherwise it holds gradients alone."""
-    releases_grads: bool
-    """Whole gradients are allocated by the bucket when they arrive, and freed when they are reduced."""
-    holds_experts: bool
-    """Its parameters carry Megatron-LM's mark ``allreduce=False``."""
-    accumulated_in_fp32: frozenset[str]
-    """Names of parameters whose gradients add up over micro-batches in fp32 memory of their own."""
-    is_trained: bool = True
-    """False: frozen parameters, without gradients."""
-    buckets: tuple[BucketPlan, ...]
-    """In the order in which backward is expected to finish them."""
+    modules: tuple[nn.Module, ...]
+    recomputes: ActivationCheckpointing
+    is_compiled: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +118,8 @@ class ShardingPlan:
     """The wrapper's settings that differ from their defaults, for people."""
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    transforms: tuple[UnitTransform, ...] = ()
+    """What is done to units first."""
 
     @property
     def shards_parameters(self) -> bool:
@@ -172,7 +134,7 @@ class ShardingPlan:
     @property
     def recomputes(self) -> bool:
         """The wrapper computes activations of some units again in backward."""
-        return False
+        return any(transform.recomputes != "none" for transform in self.transforms)
 
     @property
     def tree(self) -> MicroBatchTree | None:
@@ -218,72 +180,8 @@ class ShardingPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlatUnitPlan:
-    """A unit on flat buffers: modules whose parameters are whole while one of them runs."""
-
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    """Of each module below the model, whose own is empty."""
-    buckets: tuple[tuple[int, int], ...]
-    """Buffer and bucket of its memory, one for each kind of its parameters."""
-    slot: int | None
-    """The memory that it is gathered into, which units of its size use in turn; None where one rank has all."""
-    is_freed: bool
-    """Between its forward and backward another unit may be gathered into the same memory."""
-    kept_among: int | None
-    """Neighbouring ranks that then have all of it together, and gather it from each other; None where all ranks do."""
-    is_needed_in_backward: bool
-    """False where no backward of the unit reads a weight, as in an embedding."""
-    recomputes: Literal["none", "full", "selective"] = "none"
-    is_compiled: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitTransform:
-    """What is done to the forward of a unit's modules before the model is wrapped."""
-
-    modules: tuple[nn.Module, ...]
-    recomputes: Literal["none", "full", "selective"]
-    is_compiled: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlatPlan(ShardingPlan):
-    """The plan that `core.distributed.buffers` carries out."""
-
-    transforms: tuple[UnitTransform, ...] = ()
-    buffers: tuple[BufferPlan, ...]
-    leaves: tuple[tuple[int, int], ...]
-    """Buffer and bucket, in the order in which buckets are reduced, equal on all ranks."""
-    reduces_during_backward: bool
-    """Buckets leave when their gradients are complete, rather than all at the end."""
-    overlaps_grads: bool
-    """Reductions run while backward goes on."""
-    overlaps_params: bool
-    """Parameters are gathered while forward runs."""
-    averages_in_collective: bool
-    adds_in_fp32: bool
-    """Gradients travel in their own precision and are added in fp32."""
-
-    @property
-    def recomputes(self) -> bool:
-        return any(transform.recomputes != "none" for transform in self.transforms)
-
-    @property
-    def trained(self) -> dict[str, ParamPlan]:
-        """The parameters with gradients in buffers, by name."""
-        buckets = (bucket for buffer in self.buffers if buffer.is_trained for bucket in buffer.buckets)
-        return {param.name: param for bucket in buckets for param in bucket.params}
-
-    @property
-    def layout(self) -> FullParamLayout:
-        """The places of parameters alone."""
-        return FullParamLayout(tuple(tuple(bucket.layout for bucket in buffer.buckets) for buffer in self.buffers))
-
-
-@dataclass(frozen=True, kw_only=True)
-class FullyShardedPlan(FlatPlan):
-    """The plan that `core.distributed.fully_sharded` carries out."""
+class GatheringPlan(ShardingPlan):
+    """The part of a plan that an engine needs whose units are gathered for their use."""
 
     asked_by: ClassVar[Mapping[str, str]] = {
         **ShardingPlan.asked_by,
@@ -292,12 +190,6 @@ class FullyShardedPlan(FlatPlan):
         "offloads": "cpu_offload=True",
     }
 
-    units: tuple[FlatUnitPlan, ...]
-    """Children before parents; last the model, with what is in no unit before it."""
-    shards_update_over_replicas: bool
-    """Each optimizer instance updates a part of the shards, and gathers the others'."""
-    precision: MixedPrecisionPolicy
-    """Of the model; units cast their inputs too, its outputs are cast alone."""
     forward_prefetch: int
     """Units that are gathered ahead in forward."""
     backward_prefetch: int
@@ -306,35 +198,14 @@ class FullyShardedPlan(FlatPlan):
     """Shards are in the host's memory."""
     pins_memory: bool
     registers_memory: bool
-    """Slots and gradients are in memory of the backend, where it can allocate."""
+    """What collectives read and write is in memory of the backend, where it can allocate."""
     equalizes: bool
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None
     forward_methods: tuple[str, ...]
-
-    @property
-    def num_updated_parts(self) -> int:
-        return self.num_shards * (self.groups.num_replicas if self.shards_update_over_replicas else 1)
-
-    @property
-    def updated_part(self) -> int:
-        if self.groups.replicate is None or not self.shards_update_over_replicas:
-            return self.shard_index
-        return self.shard_index * self.groups.num_replicas + self.groups.replicate.rank()
-
-    @property
-    def casts_parameters(self) -> bool:
-        return self.precision.param_dtype is not None
-
-    @property
-    def recomputes(self) -> bool:
-        return any(unit.recomputes != "none" for unit in self.units)
+    """Methods that gather as a forward does."""
 
     @property
     def gathers_ahead(self) -> bool:
         """Some units are gathered before they are reached."""
         return self.forward_prefetch + self.backward_prefetch > 0
-
-    def buckets_of(self, unit: FlatUnitPlan) -> tuple[tuple[BufferPlan, BucketPlan], ...]:
-        """Returns a unit's buckets, each with its buffer."""
-        return tuple((self.buffers[index], self.buffers[index].buckets[number]) for index, number in unit.buckets)

@@ -89,7 +89,7 @@ def _accumulates(sync_always: bool) -> None:
 
 
 @pytest.mark.parametrize("sync_always", [True, False])
-def test_the_last_micro_batch_alone_communicates_unless_asked_and_errors_restore_that(sync_always):
+def test_the_last_micro_batch_alone_communicates_unless_asked(sync_always):
     run_distributed(_accumulates, 2, sync_always)
 
 

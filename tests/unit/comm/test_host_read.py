@@ -99,7 +99,7 @@ def _waits_for_a_rank_that_never_came() -> str:
     return str(caught.value)
 
 
-def test_a_device_that_waits_for_another_rank_is_explained_before_the_backends_limit() -> None:
+def test_a_device_that_waits_is_explained_before_the_backends_limit() -> None:
     (message, _) = run_distributed(_waits_for_a_rank_that_never_came, 2)
     assert message.startswith("rank 0 of 2 waited ")
     assert "s in vain in all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message

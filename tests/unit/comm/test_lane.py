@@ -28,7 +28,7 @@ def test_tasks_run_in_order_while_the_main_thread_runs():
     assert done[1] == "second" and done[0] is not threading.main_thread()
 
 
-def test_what_a_task_raises_is_raised_where_it_is_waited_for_and_the_lane_goes_on():
+def test_what_a_task_raises_is_raised_where_it_is_waited_for():
     lane = comm_lane(CPU)
     failing = lane.submit(lambda: 1 / 0)
     lane.submit(lambda: None).wait()

@@ -176,7 +176,7 @@ def _cut_anew_on_rank_1(root: str) -> None:
     saver.wait()
 
 
-def test_what_is_cut_otherwise_on_one_rank_is_planned_before_it_is_copied_on_all(tmp_path):
+def test_what_one_rank_cuts_otherwise_is_planned_before_all_copy(tmp_path):
     run_distributed(_cut_anew_on_rank_1, 2, str(tmp_path))
     assert content(tmp_path / "it") == content(tmp_path / "now")
     assert content(tmp_path / "fewer") == content(tmp_path / "fewer now")

@@ -70,7 +70,7 @@ def _sums(setting: str, way: str) -> None:
 
 @pytest.mark.parametrize("setting", ["ddp", "zero1", "zero2", "fsdp2"])
 @pytest.mark.parametrize("way", ["tp_group", "pg_collection", "layers", "nothing"])
-def test_sequence_parallel_gradients_are_summed_without_parallel_state_or_refused(setting, way):
+def test_sequence_parallel_gradients_need_a_group_to_be_summed(setting, way):
     run_distributed(_sums, 2, setting, way)
 
 

@@ -53,7 +53,7 @@ def _counts_all_gathers(reshard_after_forward: bool) -> int:
     return gathers.calls
 
 
-def test_the_last_unit_and_the_root_stay_gathered_and_embeddings_are_gathered_once():
+def test_the_last_unit_and_the_root_stay_gathered():
     # Forward gathers root, embedding, two blocks and head. Backward needs the blocks again: head and root are still
     # there, and no backward reads an embedding's weight.
     assert run_distributed(_counts_all_gathers, 2, True) == [7, 7]
@@ -77,7 +77,7 @@ def _casts_fp32_parameters(grad_reduce_in_fp32: bool) -> None:
 
 
 @pytest.mark.parametrize("grad_reduce_in_fp32", [True, False])
-def test_the_fp32_shard_is_the_master_and_grad_reduce_in_fp32_sets_the_reduction(grad_reduce_in_fp32):
+def test_the_fp32_shard_is_the_master(grad_reduce_in_fp32):
     run_distributed(_casts_fp32_parameters, 2, grad_reduce_in_fp32)
 
 

@@ -31,7 +31,7 @@ def test_a_checkpoint_has_what_was_written_right_before_it(master: Callable[[Meg
     assert torch.equal(master(optimizer), torch.full((2, 3), 0.375))
 
 
-def test_a_checkpoint_has_the_digits_of_masters_whose_parameters_stayed_as_they_are():
+def test_a_checkpoint_has_the_digits_of_masters():
     model, optimizer = _trained()
     masters = optimizer.state_tensors()["master.weight"].clone()
     with torch.no_grad():

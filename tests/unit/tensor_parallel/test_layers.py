@@ -318,7 +318,7 @@ def test_column_backward_adds_the_input_gradient_while_it_computes_the_weights()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_frozen_weight_costs_no_product_and_an_input_without_gradient_no_collective(sequence_parallel: bool):
+def test_a_frozen_weight_costs_no_product(sequence_parallel: bool):
     name = "reduce_scatter" if sequence_parallel else "all-reduce"
     frozen = run_distributed(_backward_order, 2, sequence_parallel, True, True)[0]
     assert frozen == ["product", f"start {name}", f"wait {name}"]

@@ -183,13 +183,13 @@ def _write_between_steps(resolved: str) -> list[float]:
     weight = model.module.module.decoder.layers[0].mlp.linear_fc1.weight
     with torch.no_grad():
         weight.fill_(4.0)
-    if resolved == "told":
+    if resolved == "reloaded":
         adam.reload_model_params()
     train_step(*arguments, iter(batches(0, 1)), 1).result()
     return [weight.float().min().item(), weight.float().max().item()]
 
 
-@pytest.mark.parametrize("resolved", ["result", "told"])
+@pytest.mark.parametrize("resolved", ["result", "reloaded"])
 def test_a_write_between_steps_counts(resolved: str) -> None:
     (found,) = run_distributed(_write_between_steps, 1, resolved)
     assert all(abs(value - 4.0) < 0.5 for value in found)
@@ -237,7 +237,7 @@ def _calls_of_a_step() -> list[tuple[str, str]]:
     return [(call.kind, call.what) for call in record_of(group).calls]
 
 
-def test_the_loss_is_not_queued_behind_the_parameters_that_the_next_forward_waits_for() -> None:
+def test_the_loss_is_not_queued_behind_gathers_of_parameters() -> None:
     for calls in run_distributed(_calls_of_a_step, 2):
         kinds = [("loss" if what == "the loss" else kind) for kind, what in calls if what != "the gradient norm"]
         gathers = [index for index, kind in enumerate(kinds) if kind == "all-gather"]

@@ -74,7 +74,7 @@ def test_settings_are_checked_before_anything_is_made(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def test_a_model_fits_if_its_shards_do_under_every_wrapper_that_shards_parameters():
+def test_a_model_fits_if_its_shards_do():
     kinds = (DistributedDataParallelConfig, FullyShardedDataParallelConfig, TorchFullyShardedDataParallelConfig)
     with (
         mock.patch.object(device, "memory_bytes", return_value=2 * 4 * 100 * 16),
@@ -90,7 +90,7 @@ def test_a_model_fits_if_its_shards_do_under_every_wrapper_that_shards_parameter
             check_model_fits(small_config(), vocab_size=400)
 
 
-def test_the_ranks_of_a_machine_share_its_cores_where_the_optimizer_runs_on_them(monkeypatch) -> None:
+def test_the_ranks_of_a_machine_share_its_cores(monkeypatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(18)), raising=False)

@@ -99,7 +99,7 @@ def _initial_values(on_meta: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_initial_values_depend_on_no_cut_and_the_model_is_the_one_without_adapters(on_meta: bool):
+def test_initial_values_depend_on_no_cut(on_meta: bool):
     torch.manual_seed(3)
     plain = GPTModel(
         TransformerConfig(**CASE.config), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"

@@ -108,7 +108,7 @@ def test_materialize_says_what_it_cannot_fill():
         materialize(_Seeded(config, on_meta_too=True), "cpu")
 
 
-def test_materialize_draws_a_seed_for_a_model_that_kept_none_and_spares_what_has_values():
+def test_materialize_draws_a_seed_and_spares_what_has_values():
     with torch.device("meta"):
         model = nn.ModuleDict({"new": nn.Linear(2, 2), "part": _Seeded(TransformerConfig(**SIZES), on_meta_too=False)})
     model["old"] = nn.Linear(2, 2)

@@ -65,7 +65,7 @@ def _install(monkeypatch, name, **attributes):
     return module
 
 
-def test_the_apex_of_pypi_is_refused_and_one_that_nobody_asked_for_not_looked_at(monkeypatch):
+def test_the_apex_of_pypi_is_refused(monkeypatch):
     _install(monkeypatch, "apex")
     assert build_norm(TransformerConfig(**SIZES), 8)._apex is None
     monkeypatch.setenv("SHARDSTACK_APEX", "1")

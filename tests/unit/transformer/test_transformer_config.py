@@ -192,7 +192,7 @@ def test_a_field_that_changes_no_number_is_ignored_with_one_warning():
         config(use_cpu_initialization=True, timers=None, cp_comm_type=None)
 
 
-def test_the_first_field_may_be_given_by_position_as_in_every_version_of_megatron():
+def test_the_first_field_may_be_given_by_position():
     assert ModelParallelConfig(2).tensor_model_parallel_size == 2
     with pytest.raises(ConfigError, match=r"takes 1 field\(s\) by position, and 2 were given"):
         ModelParallelConfig(2, 2)

@@ -201,7 +201,7 @@ def _with_parallel_state() -> None:
     assert norm == pytest.approx(torch.stack([g.norm() for g in serial.values()]).norm().item(), rel=1e-5)
 
 
-def test_the_norm_counts_each_element_once_where_parallel_state_knows_the_same_ranks():
+def test_the_norm_counts_each_element_once_next_to_parallel_state():
     run_distributed(_with_parallel_state, 2)
 
 

@@ -22,7 +22,7 @@ def _of_dtensors() -> None:
         to_cpu(DTensor.from_local(torch.empty(2, device="meta"), mesh, [Shard(0)]))
 
 
-def test_a_dtensor_on_the_cpu_gives_its_local_tensor_and_on_other_devices_an_error():
+def test_a_dtensor_gives_its_local_tensor_on_the_cpu_alone():
     run_distributed(_of_dtensors, 2)
 
 
@@ -32,7 +32,7 @@ def test_other_values_are_given_back():
     assert to_cpu(other) is other and to_cpu(None) is None
 
 
-def test_the_group_is_destroyed_with_interrupts_ignored_and_the_handler_put_back(monkeypatch):
+def test_the_group_is_destroyed_while_interrupts_are_ignored(monkeypatch):
     seen = []
     destroy = dist.destroy_process_group
 

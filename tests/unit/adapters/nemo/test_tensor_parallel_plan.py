@@ -37,7 +37,7 @@ def test_styles_are_torchs_and_cached():
     assert translate_to_torch_parallel_style("rowwise_rep").input_layouts == (Replicate(),)
 
 
-def test_an_unknown_style_lists_the_known_and_one_without_counterpart_is_refused_by_name():
+def test_styles_that_are_unknown_or_have_no_counterpart_are_refused():
     with pytest.raises(
         ValueError, match=r"'colwize'; did you mean 'colwise'.*sequence_parallel.*replicated_with_grad"
     ):
@@ -61,7 +61,7 @@ class _Planned(nn.Module):
         self.model, self.head = _Inner(), nn.Linear(2, 2)
 
 
-def test_plans_of_class_instance_and_inner_model_are_joined_the_latter_overriding():
+def test_plans_of_class_instance_and_inner_model_are_joined():
     plan = get_hf_tp_shard_plan(_Planned())
     assert {name: type(style) for name, style in plan.items()} == {
         "head": ColwiseParallel,

@@ -59,7 +59,7 @@ def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name, "latest"]
 
 
-def test_after_such_a_crash_a_save_of_another_iteration_gives_the_old_one_its_name_back(tmp_path):
+def test_after_such_a_crash_another_save_gives_the_old_one_its_name(tmp_path):
     folder = checkpoint_directory(tmp_path, 1)
     _save(folder)
     shutil.copytree(folder, tmp_path / f".{folder.name}.tmp")
@@ -69,7 +69,7 @@ def test_after_such_a_crash_a_save_of_another_iteration_gives_the_old_one_its_na
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
 
 
-def test_a_copy_that_a_crash_left_aside_is_not_read_in_the_place_of_a_checkpoint_that_was_removed(tmp_path):
+def test_a_copy_that_a_crash_left_is_not_read_for_a_removed_checkpoint(tmp_path):
     folder = checkpoint_directory(tmp_path, 1)
     _save(folder, 1.0)
     shutil.copytree(folder, tmp_path / f".{folder.name}.old")  # killed before it was removed

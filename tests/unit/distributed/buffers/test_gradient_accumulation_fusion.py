@@ -253,7 +253,7 @@ def _allocate_less() -> None:
     assert 0 < len(_allocations(True, 2)) < len(_allocations(False, 2))  # products, but no table
 
 
-def test_the_first_micro_batch_allocates_no_gradient_of_a_matrix_and_others_none_of_a_table():
+def test_no_gradient_of_a_matrix_or_a_later_table_is_allocated():
     run_distributed(_allocate_less, 1)
 
 

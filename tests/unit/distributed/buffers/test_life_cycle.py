@@ -83,5 +83,5 @@ def _reaches_some_buckets(every: bool) -> None:
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_a_bucket_that_a_micro_batch_does_not_reach_on_one_rank_is_reduced_with_zeros(every: bool):
+def test_a_bucket_that_one_rank_does_not_reach_is_reduced_with_zeros(every: bool):
     run_distributed(_reaches_some_buckets, 2, every, limit_s=60.0)

@@ -176,7 +176,7 @@ def _notices(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2_overlap"])
-def test_a_parameter_that_is_no_longer_what_was_wrapped_is_named_at_the_next_sync(kind):
+def test_a_replaced_parameter_is_named_at_the_next_sync(kind):
     run_distributed(_notices, 1, kind)
 
 

@@ -137,5 +137,5 @@ def _exchanged_and_not() -> bool:
     return all(map(torch.equal, _steps_on_memory_of(False), _steps_on_memory_of(True)))
 
 
-def test_torchs_collectives_stay_exchangeable_for_those_on_memory_of_the_backend():
+def test_torchs_collectives_can_have_memory_of_the_backend():
     assert run_distributed(_exchanged_and_not, 2) == [True, True]

@@ -47,5 +47,5 @@ def _wraps_over_a_child_sharded_by_hand() -> None:
     assert dist.get_world_size() == 1
 
 
-def test_a_child_that_was_sharded_by_hand_is_named_with_the_way_to_make_it_a_unit():
+def test_a_child_sharded_by_hand_is_named_with_what_to_do():
     run_distributed(_wraps_over_a_child_sharded_by_hand, 1)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from core.distributed import TorchFullyShardedDataParallelConfig, wrap_model
-from core.distributed.model.unit_transforms import transform_modules
-from core.distributed.plan.transforms import choose_transforms
+from core.distributed.model.unit_transforms import transform_units
+from core.distributed.plan.transforms import plan_transforms
 from core.distributed.plan.units import find_units
 from core.errors import ParallelConfigError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
@@ -52,11 +52,7 @@ class Stack(nn.Module):
 
 
 def _transform(model: nn.Module, classes: tuple[type[nn.Module], ...], **settings: Any) -> None:
-    units = find_units(model, classes)
-    recomputed, compiled = choose_transforms(units, TorchFullyShardedDataParallelConfig(**settings))
-    for unit in units:
-        recomputes = settings.get("activation_checkpointing", "none") if unit in recomputed else "none"
-        transform_modules(unit.modules, recomputes, unit in compiled)
+    transform_units(plan_transforms(find_units(model, classes), TorchFullyShardedDataParallelConfig(**settings)))
 
 
 def _run(**options: object) -> tuple[list[torch.Tensor], list[int], list[int], list[str]]:

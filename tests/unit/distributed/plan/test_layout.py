@@ -40,7 +40,7 @@ def test_what_is_not_cut_has_no_gaps():
     assert [layout.ranges for layout in layouts] == [((0, 1), (1, 71), (71, 135)), ((0, 200),), ((0, 7), (7, 136))]
 
 
-def test_a_number_of_buckets_is_of_about_equal_size_and_fewer_around_a_large_parameter():
+def test_buckets_of_a_given_number_are_of_about_equal_size():
     assert [len(layout.members) for layout in lay_out([10] * 8, dp_size=2, num_buckets=4)] == [2, 2, 2, 2]
     assert [layout.members for layout in lay_out([10, 100, 10], dp_size=2, num_buckets=3)] == [(0, 1), (2,)]
 

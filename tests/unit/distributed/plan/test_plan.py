@@ -167,7 +167,7 @@ def _files_with(pattern: str) -> set[str]:
     return {str(p.relative_to(CORE)) for p in CORE.rglob("*.py") if found.search(p.read_text(encoding="utf-8"))}
 
 
-def test_a_setting_is_written_where_it_is_asked_for_planned_and_carried_out_and_nowhere_else():
+def test_a_setting_is_written_where_it_is_planned_and_nowhere_else():
     configs = ("fully_sharded_data_parallel_config.py", "torch_fully_sharded_data_parallel_config.py")
     asked_for = {*(f"distributed/{file}" for file in configs), "training/config/flag_names.py"}
     carried_out = {"distributed/fsdp2/shard_model.py", "distributed/fsdp2/micro_batches.py"}  # names of torch's

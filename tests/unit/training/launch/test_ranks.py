@@ -161,7 +161,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launched: Callable[..., Laun
 
 
 @linux
-def test_no_rank_outlives_a_launcher_that_is_killed_or_ended_while_it_starts_them(launched: Callable[..., Launched]):
+def test_no_rank_outlives_a_launcher_that_ends_while_it_starts_them(launched: Callable[..., Launched]):
     draw = random.Random(1)
     for number in (signal.SIGKILL, signal.SIGTERM) * 3:
         run = launched(STAYS, ranks=8)
@@ -182,9 +182,7 @@ def test_a_first_signal_is_waited_for(launched: Callable[..., Launched]):
 
 @linux
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_ranks_that_do_not_answer_and_a_third_needs_no_waiting(
-    launched: Callable[..., Launched], number: signal.Signals
-):
+def test_a_second_signal_ends_ranks_that_do_not_answer(launched: Callable[..., Launched], number: signal.Signals):
     run = launched(STAYS, handlers=DEAF)
     os.kill(min(run.wait_for_ranks()), signal.SIGSTOP)
     run.send_signal(number)

@@ -1,0 +1,47 @@
+"""Reductions of ZeRO-3 travel in a group and a lane of their own, so that gathers do not hold them up."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.comm.lane import comm_lane
+from core.distributed import FullyShardedDataParallel
+from core.distributed.groups import twin_group
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import Stack, build
+
+LONGEST_S = 20.0
+
+
+def _reduces_while_gathers_wait() -> bool:
+    model = build("zero3", Stack(layers=4), unit_classes=(nn.Linear,), reshard_after_forward=False)
+    assert isinstance(model, FullyShardedDataParallel)
+    loss = model(torch.ones(2, 6)).sum()
+    gate, was_opened = threading.Event(), list[bool]()
+    gather = comm_lane(torch.device("cpu")).submit(lambda: was_opened.append(gate.wait(LONGEST_S)))
+    loss.backward()
+    model.finish_grad_sync()
+    gate.set()
+    gather.wait()
+    return was_opened[0]
+
+
+def test_a_gather_that_is_under_way_holds_up_no_reduction():
+    assert run_distributed(_reduces_while_gathers_wait, 2) == [True, True]
+
+
+def _twins() -> list[bool]:
+    world = dist.group.WORLD
+    twin = twin_group(world)
+    return [
+        twin is not world and twin is twin_group(world),
+        dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(world),
+    ]
+
+
+def test_a_group_has_one_twin_of_the_same_ranks():
+    assert run_distributed(_twins, 2) == [[True, True]] * 2
