@@ -278,7 +278,7 @@ MUTATIONS = (
     # ---- buffers
     Mutation(
         "a shard ends one element early",
-        "core.distributed.plan.values.BucketPlan.places_in_shard",
+        "core.distributed.plan.flat_plan.BucketPlan.places_in_shard",
         r"\(start, end\) if",
         "(start, end - 1) if",
         (_DDP, *_SHARDED),
