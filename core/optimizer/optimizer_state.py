@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..absent_names import absent_method
 from ..errors import CheckpointError
@@ -49,6 +49,10 @@ class OptimizerState(ABC):
     def param_groups(self) -> list[dict[str, Any]]:
         """The update's groups, which :func:`~core.optimizer.param_groups.build_param_groups` describes."""
         return self.optimizer.param_groups
+
+    def main_tensors(self) -> dict[nn.Parameter, Tensor]:
+        """Returns the tensor that is updated for each trainable parameter of the model; `param_groups` hold these."""
+        return {p.param: p.main for p in self._params}
 
     @torch.no_grad()
     def reload_model_params(self) -> None:

@@ -1,0 +1,306 @@
+"""A strategy of Lightning's Fabric: any module in one of this library's wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
+from ...distributed.parameter_owner import owner_of
+from ...errors import CheckpointError, ConfigError, OptimizerError
+from ..gradient_norm import GradientNorm
+from .checkpoint import Trained, load_folder, save_folder
+from .optimizers import Updates, updates_of
+from .precision import SUPPORTED
+from .processes import Processes
+from .sharding import FSDP2, Units, sharding_config, wrap
+
+
+class _NoSync(_BackwardSyncControl):
+    """Fabric's ``no_backward_sync``: `no_sync` of the wrapper, noted so that `backward` finishes no gradients."""
+
+    def __init__(self) -> None:
+        # Wrappers whose micro-batches accumulate at the moment; set and cleared by `no_backward_sync`.
+        self.accumulating: set[nn.Module] = set()
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Lets gradients accumulate on this rank where `enabled`."""
+        return self._entered(module) if enabled else nullcontext()
+
+    @contextmanager
+    def _entered(self, module: nn.Module) -> Iterator[None]:
+        self.accumulating.add(module)
+        try:
+            with _wrapper_of(module).no_sync():
+                yield
+        finally:
+            self.accumulating.discard(module)
+
+
+class ShardstackFabricStrategy(Processes, ParallelStrategy):
+    """Trains modules under any wrapper of `core.distributed`, in a loop of the user's.
+
+    `fabric.backward` reduces gradients, once a step where the others run in `fabric.no_backward_sync`; the optimizer's
+    step zeroes them. `fabric.clip_gradients` clips by the norm of the whole model.
+
+    Args:
+        sharding, units, process_group_backend, timeout: as in `ShardstackStrategy`.
+        **lightning: arguments of Lightning's `ParallelStrategy`.
+
+    Raises:
+        ConfigError: a sharding that there is none of.
+    """
+
+    def __init__(
+        self,
+        sharding: str | DistributedDataParallelConfig = FSDP2,
+        *,
+        units: Units | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        **lightning: Any,
+    ) -> None:
+        self.settings = sharding_config(sharding)
+        self.units = units
+        self.process_group_backend = process_group_backend
+        self.process_group_timeout = timeout
+        super().__init__(**lightning)
+        self._backward_sync_control = _NoSync()
+        # By wrapper and by optimizer; filled as they are set up, and never cleared.
+        self._norms: dict[nn.Module, GradientNorm] = {}
+        self._updates: dict[Optimizer, tuple[_BaseDataParallel, Updates]] = {}
+
+    @property
+    def precision(self) -> Precision:
+        """Fabric's plugin."""
+        return Precision() if self._precision is None else self._precision
+
+    @precision.setter
+    def precision(self, plugin: Precision | None) -> None:
+        is_bf16 = type(plugin) in (HalfPrecision, MixedPrecision) and str(plugin.precision).startswith("bf16")  # type: ignore[union-attr]
+        if not (plugin is None or type(plugin) is Precision or is_bf16):
+            raise ConfigError(
+                f"precision is {getattr(plugin, 'precision', plugin)!r} ({type(plugin).__name__}); this strategy "
+                f"takes {', '.join(SUPPORTED)}"
+            )
+        self._precision = plugin
+
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Joins the process group."""
+        super().setup_environment()
+        self.join_process_group()
+
+    # ---- setup
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """A module is built on this rank's device; on meta, where ``empty_init`` is asked for."""
+        stack = ExitStack()
+        stack.enter_context(torch.device("meta") if empty_init else self.root_device)
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Moves a module, unless it is on the meta device, from which wrapping takes it."""
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            module.to(self.root_device)
+
+    def setup_module(self, module: nn.Module) -> _BaseDataParallel:
+        """Wraps a module."""
+        return wrap(module, self.settings, self.units)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Wraps a module, and lets optimizers that were built from it update the wrapped one's parameters.
+
+        Raises:
+            OptimizerError: an optimizer of other parameters, or that has stepped already.
+        """
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        for optimizer in optimizers:
+            foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+            if foreign or optimizer.state:
+                found = f"{len(foreign)} parameters of another model" if foreign else "the state of earlier steps"
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} was given to fabric.setup with {found}; build it from the model's "
+                    "parameters right before"
+                )
+        places = [
+            [[names[p] for p in group["params"]] for group in optimizer.param_groups] for optimizer in optimizers
+        ]
+        wrapper = self.setup_module(module)
+        named = dict(module.named_parameters())
+        for optimizer, groups in zip(optimizers, places, strict=True):
+            for group, of_group in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = [named[name] for name in of_group]
+        return wrapper, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Finds what updates the parameters for an optimizer.
+
+        Raises:
+            OptimizerError: built before the model was wrapped, or one that cannot update its shards.
+        """
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        wrapper = optimizer.wrapper if hasattr(optimizer, "wrapper") else owner_of(first)
+        if not isinstance(wrapper, _BaseDataParallel):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} was built before its model was wrapped; give both to fabric.setup, or "
+                "build it after fabric.setup_module"
+            )
+        if any(owner is wrapper for owner, _ in self._updates.values()):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} is a second optimizer of one model; a step of the first zeroes the "
+                "gradients of all: use one, with a group of parameters for each setting"
+            )
+        self._updates[optimizer] = (wrapper, updates_of(optimizer, wrapper))
+        return optimizer
+
+    # ---- a step
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Runs backward, and finishes the gradients of the step unless the module accumulates.
+
+        Raises:
+            ConfigError: several modules, and none given.
+        """
+        super().backward(tensor, module, *args, **kwargs)
+        wrappers = list({id(wrapper): wrapper for wrapper, _ in self._updates.values()}.values())
+        if module is None and len(wrappers) > 1:
+            raise ConfigError("fabric.backward does not know which of several models to finish; give it model=")
+        wrapper = _wrapper_of(module) if module is not None else next(iter(wrappers), None)
+        control = self._backward_sync_control
+        if wrapper is not None and isinstance(control, _NoSync) and wrapper not in control.accumulating:
+            finalize_model_grads([wrapper])
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Updates the parameters, and zeroes gradients.
+
+        Raises:
+            ConfigError: a closure.
+        """
+        if kwargs.get("closure") is not None:
+            raise ConfigError("optimizer.step was given a closure; run it before, and call step() without")
+        wrapper, updates = self._updates[optimizer]
+        updates.step()
+        optimizer._opt_called = True  # torch's schedulers look whether `step` was called
+        wrapper.zero_grad_buffer()
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips by the norm of the whole model's gradient, and returns that, 0-dim in fp32.
+
+        Raises:
+            ConfigError: another norm than L2.
+            OptimizerError: a norm that is not finite, where that is to be an error.
+        """
+        if float(norm_type) != 2.0:
+            raise ConfigError(f"norm_type is {norm_type}; gradients are clipped by their L2 norm, 2.0")
+        norm = self._norm_of(module).clip(float(max_norm))
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise OptimizerError(
+                f"the norm of the gradient is {norm.item()}, so that it cannot be clipped; look for the cause, or give "
+                "error_if_nonfinite=False"
+            )
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamps each element of the gradient."""
+        self._norm_of(module).clamp(float(clip_val))
+
+    # ---- checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Returns the tensors of the whole model, each rank with its part of their values."""
+        return Trained(_wrapper_of(module)).model_tensors()
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Writes a folder, on all ranks together: one model, its optimizer if there is one, and values.
+
+        Raises:
+            CheckpointError: several models or optimizers, or values that no checkpoint holds.
+        """
+        trained, values = self._split(state)
+        model = self.get_module_state_dict(trained.wrapper)
+        unknown = [name for name in filter or {} if state.get(name) is not self._key_of(state, nn.Module)]
+        if unknown:
+            raise CheckpointError(f"filter names {', '.join(unknown)}; only the model's tensors can be filtered")
+        for keeps in (filter or {}).values():
+            model = {name: tensor for name, tensor in model.items() if keeps(name, tensor)}
+        has_optimizer = trained.updates is not None
+        save_folder(Path(self.broadcast(path)), trained, model, values, with_optimizer=has_optimizer)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fills the model, and its optimizer if given, from a folder; puts saved values into `state`.
+
+        Returns:
+            The values that `state` does not name.
+
+        Raises:
+            CheckpointError: no model in `state`, another kind of file, another model, or damaged.
+        """
+        given = {"model": state} if isinstance(state, nn.Module) else state
+        if not isinstance(given, dict):
+            raise CheckpointError("fabric.load needs the model to fill; give state={'model': model, ...}")
+        trained, values = self._split(given)
+        has_optimizer = trained.updates is not None
+        folder = Path(self.broadcast(path))
+        found: dict[str, Any] = load_folder(folder, trained, strict=strict, with_optimizer=has_optimizer)
+        missing = [name for name in values if name not in found]
+        if strict and missing:
+            raise CheckpointError(f"{folder} does not hold {', '.join(missing)}; give strict=False, or leave them out")
+        for name, value in values.items():
+            if name in found:
+                saved = found.pop(name)
+                if hasattr(value, "load_state_dict"):
+                    value.load_state_dict(saved)
+                else:
+                    given[name] = saved
+        return found
+
+    # ---- inside
+
+    def _split(self, state: Mapping[str, Any]) -> tuple[Trained, dict[str, Any]]:
+        """Returns the model with its optimizer, and the other values, of stateful objects their state."""
+        models = [value for value in state.values() if isinstance(value, nn.Module)]
+        optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
+        if len(models) != 1 or len(optimizers) > 1:
+            raise CheckpointError(
+                f"a checkpoint was asked for with {len(models)} models and {len(optimizers)} optimizers; a folder "
+                "holds one model and at most one optimizer: use a folder for each"
+            )
+        wrapper = _wrapper_of(models[0])
+        optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
+        updates = self._updates[optimizer][1] if optimizer is not None else None
+        others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
+        return Trained(wrapper, optimizer, updates), others

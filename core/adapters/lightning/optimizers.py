@@ -1,0 +1,167 @@
+"""Optimizers as Lightning passes them around, and what updates the parameters for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...distributed import _BaseDataParallel
+from ...distributed.flat_data_parallel import _FlatDataParallel
+from ...distributed.parameter_owner import owner_of
+from ...errors import OptimizerError
+from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from .torch_state import TorchOptimizer
+
+
+class ShardstackOptimizer(Optimizer):
+    """The optimizer of `get_megatron_optimizer` with torch's interface, for schedulers and trainers.
+
+    Build it after the model is wrapped: in ``configure_optimizers``, or after ``fabric.setup_module``.
+
+    Args:
+        params: the model's parameters; all trainable ones of the model are updated.
+        config: the update rule. Its ``clip_grad`` clips in the step, by the norm of the whole model.
+
+    Raises:
+        OptimizerError: the parameters' model is not wrapped.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], config: OptimizerConfig) -> None:
+        wrapper = owner_of(next(iter(params), None))
+        if not isinstance(wrapper, _BaseDataParallel):
+            raise OptimizerError(
+                "ShardstackOptimizer was given parameters of a model that is not wrapped; build it in "
+                "configure_optimizers, or after fabric.setup_module, from the parameters that the model has then"
+            )
+        self.megatron = get_megatron_optimizer(config, [wrapper])
+        super().__init__(self.megatron.param_groups, {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Runs `closure` if given, which has to leave reduced gradients, and updates the parameters."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        self.megatron.step()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the strategy zeroes gradients after each step."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """This rank's state, in torch's layout."""
+        return self.megatron.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Continues from `state_dict`."""
+        self.megatron.load_state_dict(state_dict)
+
+
+class TranslatedOptimizer:
+    """Carries out a torch optimizer's update on a wrapper's shards, which torch's own would see a part of.
+
+    The optimizer stays what the user holds: schedulers set the settings of its groups, and each step reads them.
+
+    Raises:
+        OptimizerError: an update that shards of flat buffers have no counterpart of.
+    """
+
+    def __init__(self, optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
+        self._groups = optimizer.param_groups
+        self.megatron = get_megatron_optimizer(_config_of(optimizer, wrapper), [wrapper], {})
+        mains = self.megatron.main_tensors()
+        given = {param for group in self._groups for param in group["params"]}
+        if missing := len(mains.keys() - given):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} was given a part of the model's trainable parameters, {missing} are "
+                f"missing, and sharding {wrapper.plan.strategy!r} updates all; freeze them (requires_grad=False) "
+                "before the model is wrapped, or use the sharding 'fsdp2' or 'no_shard'"
+            )
+        common = dict(self.megatron.param_groups[0])
+        self.megatron.param_groups[:] = [
+            common | {"params": [mains[param] for param in group["params"] if param in mains]}
+            for group in self._groups
+        ]
+        self._take_settings()
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """As `MegatronOptimizer.step`."""
+        self._take_settings()
+        return self.megatron.step()
+
+    def _take_settings(self) -> None:
+        for group, updated in zip(self._groups, self.megatron.param_groups, strict=True):
+            updated["lr"] = float(group["lr"])
+            for name in ("weight_decay", "betas", "eps", "momentum"):
+                if name in group:
+                    updated[name] = group[name]
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """As `MegatronOptimizer.state_tensors`."""
+        return self.megatron.state_tensors()
+
+    def state_scalars(self) -> dict[str, Any]:
+        """As `MegatronOptimizer.state_scalars`."""
+        return self.megatron.state_scalars()
+
+    def load_state_scalars(self, scalars: dict[str, Any]) -> None:
+        """As `MegatronOptimizer.load_state_scalars`."""
+        self.megatron.load_state_scalars(scalars)
+
+
+Updates = MegatronOptimizer | TranslatedOptimizer | TorchOptimizer
+"""What a strategy steps, saves and loads for an optimizer."""
+
+
+def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
+    """Returns what updates the parameters of a wrapped model for an optimizer.
+
+    Raises:
+        OptimizerError: built before the model was wrapped, or one that cannot update it.
+    """
+    if isinstance(optimizer, ShardstackOptimizer):
+        return optimizer.megatron
+    own = set(wrapper.parameters())
+    if any(param not in own for group in optimizer.param_groups for param in group["params"]):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} holds parameters that the wrapped model has not: it was built before the "
+            "model was wrapped, or for another one; build it in configure_optimizers, or give it to fabric.setup "
+            "together with the model"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            "LBFGS computes gradients several times in a step, which this strategy does not; use AdamW or SGD"
+        )
+    if isinstance(wrapper, _FlatDataParallel) and wrapper.plan.strategy != "no_shard":
+        return TranslatedOptimizer(optimizer, wrapper)
+    return TorchOptimizer(optimizer, wrapper.module)
+
+
+def _config_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> OptimizerConfig:
+    """The settings of torch's AdamW, Adam or SGD; each group's own are set afterwards."""
+    name, group = type(optimizer).__name__, optimizer.param_groups[0]
+    changed = [
+        f"{key}={one[key]!r}"
+        for one in optimizer.param_groups
+        for key in ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")
+        if one.get(key)
+    ]
+    if type(optimizer) is torch.optim.Adam and any(
+        one["weight_decay"] and not one.get("decoupled_weight_decay", False) for one in optimizer.param_groups
+    ):
+        changed.append("weight_decay (use AdamW, whose is decoupled)")
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD) or changed:
+        raise OptimizerError(
+            f"{name}{f' with {changed[0]}' if changed else ''} cannot update shards of the sharding "
+            f"{wrapper.plan.strategy!r}; use torch's AdamW or SGD in their plain form, ShardstackOptimizer, or the "
+            "sharding 'fsdp2' or 'no_shard', which take any optimizer"
+        )
+    common: dict[str, Any] = {"lr": float(group["lr"]), "clip_grad": 0.0}
+    if isinstance(optimizer, torch.optim.SGD):
+        return OptimizerConfig(optimizer="sgd", sgd_momentum=group["momentum"], weight_decay=0.0, **common)
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return OptimizerConfig(adam_beta1=beta1, adam_beta2=beta2, adam_eps=group["eps"], weight_decay=0.0, **common)

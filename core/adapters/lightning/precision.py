@@ -1,0 +1,85 @@
+"""Precision plugins of the Trainer whose clipping and steps are the strategy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from torch.optim import Optimizer
+
+from ...errors import ConfigError
+
+SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
+
+
+class StepsAndClips(Protocol):
+    """The strategy, as a plugin calls it."""
+
+    def clip_by_norm(self, max_norm: float) -> None:
+        """Clips the gradient of the model by its global norm."""
+
+    def clip_by_value(self, limit: float) -> None:
+        """Clamps every element of the gradient."""
+
+    def make_step(self, optimizer: Optimizer) -> None:
+        """Updates the parameters from the gradient, and zeroes it."""
+
+
+class _OfStrategy(Precision):
+    """Mixed in before one of Lightning's plugins."""
+
+    strategy: StepsAndClips
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""
+        result = partial(self._wrap_closure, model, optimizer, closure)()
+        if result is not None:
+            self.strategy.make_step(optimizer)
+        return result
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips the gradient of the model by its global norm."""
+        self.strategy.clip_by_norm(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamps every element of the gradient."""
+        self.strategy.clip_by_value(float(clip_val))
+
+
+class FullPrecision(_OfStrategy, Precision):
+    """``32-true``."""
+
+
+class BFloat16Autocast(_OfStrategy, MixedPrecision):
+    """``bf16-mixed``: fp32 parameters, and `torch.autocast` around forward."""
+
+
+class BFloat16(_OfStrategy, HalfPrecision):
+    """``bf16-true``: bf16 parameters."""
+
+
+def of_strategy(plugin: Precision | None, strategy: StepsAndClips) -> Precision:
+    """Returns the counterpart of one of Lightning's plugins.
+
+    Raises:
+        ConfigError: a precision that there is none for.
+    """
+    made: _OfStrategy
+    if plugin is None or type(plugin) is Precision:
+        made = FullPrecision()
+    elif type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
+        made = BFloat16Autocast("bf16-mixed", plugin.device)
+    elif type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
+        made = BFloat16("bf16-true")
+    else:
+        found = getattr(plugin, "precision", type(plugin).__name__)
+        raise ConfigError(
+            f"precision is {found!r} ({type(plugin).__name__}); this strategy takes {', '.join(SUPPORTED)}"
+        )
+    made.strategy = strategy
+    return made

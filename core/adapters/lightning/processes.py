@@ -1,0 +1,112 @@
+"""The ranks of a strategy: how they start, meet and talk; the same for the Trainer and for Fabric."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_of_utilities
+
+from ... import device
+from ...errors import ConfigError
+
+T = TypeVar("T")
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class Processes:
+    """A rank for each device of each node: methods that both of Lightning's kinds of parallel strategy have to define.
+
+    Mixed into a `ParallelStrategy`. A process group that exists already, as under Ray Train, is used as it is.
+    """
+
+    cluster_environment: ClusterEnvironment | None
+    parallel_devices: list[torch.device] | None
+    local_rank: int
+    node_rank: int
+    global_rank: int
+    num_nodes = 1
+    """Set by the Trainer, or by Fabric."""
+
+    process_group_backend: str | None = None
+    """As given to the strategy. None: gloo on CPU, NCCL on CUDA."""
+
+    process_group_timeout: timedelta
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: there is a process group."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        if not self.parallel_devices:
+            raise ConfigError("the strategy has no devices yet; give it to a Trainer or a Fabric, which assigns them")
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the samples is this rank's: every rank is a data-parallel one."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def set_world_ranks(self) -> None:
+        """Derives this process's rank from its node and place there."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = rank_zero_only_of_utilities.rank = self.global_rank
+
+    def join_process_group(self) -> None:
+        """Joins the default process group, unless it exists.
+
+        Raises:
+            ConfigError: a device that there are no collectives for, or a process group for another one.
+        """
+        kind = self.root_device.type
+        if kind not in _BACKENDS:
+            raise ConfigError(f"the strategy got the device {self.root_device}; it takes accelerator='cpu' or 'cuda'")
+        self.set_world_ranks()
+        _init_dist_connection(
+            self.cluster_environment,
+            self.process_group_backend or _BACKENDS[kind],
+            timeout=self.process_group_timeout,
+            device_id=self.root_device if kind == "cuda" else None,
+        )
+        if device.device_type() != kind:
+            raise ConfigError(
+                f"the process group is {dist.get_backend()}, which carries {device.device_type()} tensors, and the "
+                f"model is on {self.root_device}; use accelerator={device.device_type()!r}, or another backend"
+            )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if dist.is_initialized():
+            device.barrier()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Returns the object of rank `src` on every rank."""
+        if not dist.is_initialized():
+            return obj
+        held = [obj]
+        dist.broadcast_object_list(held, src)
+        return held[0]
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Returns a tensor reduced over ranks; anything else as it is."""
+        return _sync_ddp_if_available(tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """`all_reduce`, by the Trainer's name."""
+        return self.all_reduce(tensor, group, reduce_op)

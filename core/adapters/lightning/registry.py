@@ -1,0 +1,20 @@
+"""The names by which Lightning finds the strategies: ``shardstack``, and one for each sharding."""
+
+from __future__ import annotations
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from .fabric_strategy import ShardstackFabricStrategy
+from .sharding import FSDP2, NAMES
+from .trainer_strategy import ShardstackStrategy
+
+NAME = "shardstack"
+
+
+def register() -> None:
+    """Registers the strategies with the Trainer and with Fabric; a second call replaces the first's."""
+    for registry, strategy in ((StrategyRegistry, ShardstackStrategy), (FABRIC_REGISTRY, ShardstackFabricStrategy)):
+        registry.register(NAME, strategy, f"Sharding by {FSDP2}", override=True, sharding=FSDP2)
+        for name in NAMES:
+            registry.register(f"{NAME}_{name}", strategy, f"Sharding by {name}", override=True, sharding=name)

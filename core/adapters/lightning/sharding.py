@@ -1,0 +1,109 @@
+"""What a strategy's arguments say: how a model is sharded, over which ranks, and what its units are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ... import device
+from ...distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    _BaseDataParallel,
+    wrap_model,
+)
+from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES, shards_parameters
+from ...distributed.parameter_owner import owner_of
+from ...distributed.plan.units import UnitChoice
+from ...errors import ConfigError, ParallelConfigError, WrapError
+from ...text import choices
+from ...warn import warn_once
+from ..units import units_by_class
+
+FSDP2 = "fsdp2"
+NAMES = (*SHARDING_STRATEGIES, FSDP2)
+"""Names of shardings: those of ``data_parallel_sharding_strategy``, on buffers of our own, and torch's FSDP2."""
+
+Units = Sequence[type[nn.Module] | str]
+"""Classes, or their names, plain or dotted."""
+
+
+def sharding_config(sharding: str | DistributedDataParallelConfig) -> DistributedDataParallelConfig:
+    """Returns the settings that a name stands for; settings as they are.
+
+    Raises:
+        ConfigError: no such name, or settings that a trainer cannot honour.
+    """
+    if isinstance(sharding, DistributedDataParallelConfig):
+        if sharding.reproducible_across_ranks:
+            raise ConfigError(
+                "reproducible_across_ranks is set, which needs samples dealt out by micro_batch_index, and Lightning's "
+                "sampler deals them out by rank; drop it, or use core.training"
+            )
+        return sharding
+    if sharding not in NAMES:
+        raise ConfigError(f"sharding is {sharding!r}; {choices(str(sharding), NAMES)}, or a config of core.distributed")
+    if sharding == FSDP2:
+        return TorchFullyShardedDataParallelConfig()
+    if shards_parameters(sharding):
+        return FullyShardedDataParallelConfig()
+    return DistributedDataParallelConfig(data_parallel_sharding_strategy=sharding)
+
+
+def wrap(module: nn.Module, settings: DistributedDataParallelConfig, units: Units | None) -> _BaseDataParallel:
+    """Wraps a model over all ranks, or returns the wrapper that it has, if that has equal settings.
+
+    Args:
+        module: on this rank's device, or on the meta device.
+        units: by default the layers that the model repeats.
+
+    Raises:
+        WrapError: the model is wrapped with other settings, or has no module of a class in `units`.
+    """
+    wrapper = owner_of(next(module.parameters(), None))
+    if isinstance(wrapper, _BaseDataParallel) and wrapper.module is module:
+        if wrapper.ddp_config != settings:
+            raise WrapError(
+                f"{type(module).__name__} is wrapped already, with another sharding than this strategy's; give it a "
+                "strategy of equal settings, or build the model anew"
+            )
+        return wrapper
+    return wrap_model(
+        module,
+        SimpleNamespace(),
+        settings,
+        process_group=_mesh(settings.num_distributed_optimizer_instances),
+        sub_modules_to_wrap=_units(module, settings, units),
+    )
+
+
+def _mesh(num_replicas: int) -> DeviceMesh:
+    ranks = dist.get_world_size()
+    if num_replicas == 1:
+        return init_device_mesh(device.device_type(), (ranks,), mesh_dim_names=("dp_shard",))
+    if ranks % num_replicas:
+        raise ParallelConfigError(
+            f"num_distributed_optimizer_instances is {num_replicas}, which does not divide {ranks} ranks; choose a "
+            "divisor"
+        )
+    shape, names = (num_replicas, ranks // num_replicas), ("dp_replicate", "dp_shard")
+    return init_device_mesh(device.device_type(), shape, mesh_dim_names=names)
+
+
+def _units(module: nn.Module, settings: DistributedDataParallelConfig, units: Units | None) -> list[UnitChoice]:
+    if units is not None:
+        found: list[UnitChoice] = []
+        for unit in units:
+            found.extend(units_by_class(module, unit, "units") if isinstance(unit, str) else [unit])
+        return found
+    try:
+        return list(units_by_class(module, None, "units"))
+    except WrapError as error:
+        if shards_parameters(settings.sharding_strategy):
+            warn_once(f"{error}. Without, the whole model is one unit, gathered at once")
+        return []
