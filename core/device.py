@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from . import host_memory
+from . import host_memory, slurm
 from .errors import ConfigError
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
@@ -48,16 +48,26 @@ def current_device() -> torch.device:
 
 
 def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: bool = False) -> None:
-    """Joins the default process group from the environment that ``torchrun`` sets, and claims this rank's GPU.
+    """Joins the default process group from the environment that ``torchrun`` or Slurm's ``srun`` sets, and claims this
+    rank's GPU.
 
-    Without a launcher it makes a group of one rank, so that a script needs no second code path. Does nothing if the
-    group exists already.
+    Without a launcher it makes a group of one rank, so that a script needs no second code path. A group that exists,
+    as Ray Train makes one, is used as it is, with the GPU that its maker claimed.
 
     Args:
         carries_host_tensors: carry tensors in host memory, such as offloaded shards, in addition to a GPU's.
+
+    Raises:
+        ConfigError: the group exists and does not carry them; or variables that name no place of a rank.
     """
     if dist.is_initialized():
+        if carries_host_tensors and "gloo" not in (backends := str(dist.get_backend_config())):
+            raise ConfigError(
+                f"the process group was made with {backends}, and offloaded shards need gloo too; let its maker use "
+                "backend='cpu:gloo,cuda:nccl' (under Ray Train TorchConfig(backend=...)), or drop cpu_offload"
+            )
         return
+    slurm.set_launcher_variables()
     kind = device_type()
     if kind == "cuda":
         torch.cuda.set_device(_local_rank())

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .. import device, parallel_state
+from .. import device, parallel_state, slurm
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
 from ..distributed.distributed_data_parallel_config import shards_parameters
@@ -34,6 +34,7 @@ def initialize(config: PretrainConfig) -> None:
         ConfigError: settings contradict each other, the number of ranks, or the environment; raised before anything is
             created.
     """
+    slurm.set_launcher_variables()
     validate(config, dist.get_world_size() if dist.is_initialized() else environment_world_size())
     if not dist.is_initialized():
         check_launcher()

@@ -16,12 +16,7 @@
 set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:-.}"
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
-export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
-export PYTHON=${PYTHON:-.venv/bin/python}
-
-# A rank that fails ends the others at once, and its exit status is the job's.
-exec srun --kill-on-bad-exit=1 bash -c '
-    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    exec "$PYTHON" examples/gpt/pretrain_gpt.py "$@"' pretrain_gpt "$@"
+# Each task finds its rank and the others by itself (core/slurm.py). One that fails ends the others at once, and its
+# exit status is the job's.
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec srun --kill-on-bad-exit=1 \
+    "${PYTHON:-.venv/bin/python}" examples/gpt/pretrain_gpt.py "$@"

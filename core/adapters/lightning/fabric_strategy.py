@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
+from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..gradient_norm import GradientNorm
 from .checkpoint import Trained, load_folder, save_folder
-from .optimizers import Updates, updates_of
+from .optimizers import ShardstackOptimizer, Updates, updates_of, zero_through_wrapper
 from .precision import SUPPORTED
 from .processes import Processes
 from .sharding import FSDP2, Units, sharding_config, wrap
@@ -77,7 +78,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         self.process_group_backend = process_group_backend
         self.process_group_timeout = timeout
         super().__init__(**lightning)
-        self._backward_sync_control = _NoSync()
+        self._backward_sync_control = self._no_sync = _NoSync()
         # By wrapper and by optimizer; filled as they are set up, and never cleared.
         self._norms: dict[nn.Module, GradientNorm] = {}
         self._updates: dict[Optimizer, tuple[_BaseDataParallel, Updates]] = {}
@@ -158,7 +159,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
             OptimizerError: built before the model was wrapped, or one that cannot update its shards.
         """
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        wrapper = optimizer.wrapper if hasattr(optimizer, "wrapper") else owner_of(first)
+        wrapper = optimizer.wrapper if isinstance(optimizer, ShardstackOptimizer) else owner_of(first)
         if not isinstance(wrapper, _BaseDataParallel):
             raise OptimizerError(
                 f"{type(optimizer).__name__} was built before its model was wrapped; give both to fabric.setup, or "
@@ -170,24 +171,18 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
                 "gradients of all: use one, with a group of parameters for each setting"
             )
         self._updates[optimizer] = (wrapper, updates_of(optimizer, wrapper))
+        zero_through_wrapper(optimizer, wrapper)
         return optimizer
 
     # ---- a step
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Runs backward, and finishes the gradients of the step unless the module accumulates.
-
-        Raises:
-            ConfigError: several modules, and none given.
-        """
+        """Runs backward, and finishes the gradients of the models that it reached and that do not accumulate."""
         super().backward(tensor, module, *args, **kwargs)
-        wrappers = list({id(wrapper): wrapper for wrapper, _ in self._updates.values()}.values())
-        if module is None and len(wrappers) > 1:
-            raise ConfigError("fabric.backward does not know which of several models to finish; give it model=")
-        wrapper = _wrapper_of(module) if module is not None else next(iter(wrappers), None)
-        control = self._backward_sync_control
-        if wrapper is not None and isinstance(control, _NoSync) and wrapper not in control.accumulating:
-            finalize_model_grads([wrapper])
+        accumulating = self._no_sync.accumulating
+        for wrapper in {wrapper for wrapper, _ in self._updates.values()} - accumulating:
+            if wrapper.gradient_state.phase is Phase.ACCUMULATING:
+                finalize_model_grads([wrapper])
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Updates the parameters, and zeroes gradients.
@@ -250,7 +245,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         """
         trained, values = self._split(state)
         model = self.get_module_state_dict(trained.wrapper)
-        unknown = [name for name in filter or {} if state.get(name) is not self._key_of(state, nn.Module)]
+        unknown = [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]
         if unknown:
             raise CheckpointError(f"filter names {', '.join(unknown)}; only the model's tensors can be filtered")
         for keeps in (filter or {}).values():
@@ -304,3 +299,16 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         updates = self._updates[optimizer][1] if optimizer is not None else None
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
         return Trained(wrapper, optimizer, updates), others
+
+    def _norm_of(self, module: nn.Module) -> GradientNorm:
+        wrapper = _wrapper_of(module)
+        if wrapper not in self._norms:
+            self._norms[wrapper] = GradientNorm(wrapper)
+        return self._norms[wrapper]
+
+
+def _wrapper_of(module: nn.Module) -> _BaseDataParallel:
+    wrapper = module if isinstance(module, _BaseDataParallel) else owner_of(next(module.parameters(), None))
+    if not isinstance(wrapper, _BaseDataParallel):
+        raise ConfigError(f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module first")
+    return wrapper

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ...distributed import _BaseDataParallel
 from ...distributed.flat_data_parallel import _FlatDataParallel
+from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import OptimizerError
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -37,6 +38,7 @@ class ShardstackOptimizer(Optimizer):
                 "ShardstackOptimizer was given parameters of a model that is not wrapped; build it in "
                 "configure_optimizers, or after fabric.setup_module, from the parameters that the model has then"
             )
+        self.wrapper = wrapper
         self.megatron = get_megatron_optimizer(config, [wrapper])
         super().__init__(self.megatron.param_groups, {})
 
@@ -50,7 +52,8 @@ class ShardstackOptimizer(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the strategy zeroes gradients after each step."""
+        """Zeroes the gradients of the whole model, unless its last step has."""
+        _zero(self.wrapper)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state, in torch's layout."""
@@ -139,6 +142,29 @@ def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
     if isinstance(wrapper, _FlatDataParallel) and wrapper.plan.strategy != "no_shard":
         return TranslatedOptimizer(optimizer, wrapper)
     return TorchOptimizer(optimizer, wrapper.module)
+
+
+class _ZeroesThroughWrapper:
+    """Mixed in before the class of an optimizer by `zero_through_wrapper`."""
+
+    wrapper: _BaseDataParallel
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes the gradients of the whole model, unless its last step has."""
+        _zero(self.wrapper)
+
+
+def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
+    """Lets ``optimizer.zero_grad()`` zero what the wrapper keeps, of which ``param.grad`` may be no part."""
+    if not isinstance(optimizer, (ShardstackOptimizer, _ZeroesThroughWrapper)):
+        kind = type(optimizer)
+        optimizer.wrapper = wrapper  # type: ignore[attr-defined]
+        optimizer.__class__ = type(kind.__name__, (_ZeroesThroughWrapper, kind), {})
+
+
+def _zero(wrapper: _BaseDataParallel) -> None:
+    if wrapper.gradient_state.phase is not Phase.ZEROED:  # between a forward and its backward it would gather anew
+        wrapper.zero_grad_buffer()
 
 
 def _config_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> OptimizerConfig:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ... import parallel_state
+from ... import parallel_state, slurm
 from ...device import barrier
 from ...errors import MemoryLimitError, OutOfStepError, ShardstackError
 
@@ -31,11 +31,11 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
     """Runs a program's `main` on its command line, and ends the process with an exit status.
 
     0: `main` returned. 2: an error of the user; all ranks together print one line. 3: the same, but a run had begun,
-        for
-    example with a full disk. 1: any other exception; the first rank to fail prints its traceback. Ranks out of step
+    for example with a full disk. 1: any other exception; the first rank to fail prints its traceback. Ranks out of step
     and failed allocations count as such, because their place and table matter. 130: an interrupt.
     """
     try:
+        slurm.set_launcher_variables()
         main(sys.argv[1:] if arguments is None else arguments)
         _shut_down()
     except (OutOfStepError, MemoryLimitError) as error:

@@ -135,3 +135,11 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
             name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
             for name, value in state.items()
         }
+
+
+def bounds(num_steps: int) -> dict[str, float]:
+    """How far AdamW's weights may be apart where gradients are equal bits: kernels of torch and ours round otherwise.
+
+    Each operation of a step, about ten, rounds by 2^-24 of its operands at most, and an element moves by lr at most.
+    """
+    return {"rtol": num_steps * 10 * 2.0**-24, "atol": num_steps * 10 * 2.0**-24}

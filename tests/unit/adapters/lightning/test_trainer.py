@@ -2,29 +2,322 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-pytest.importorskip("lightning")
+L = pytest.importorskip("lightning")
 
-from core.adapters.lightning import ShardstackStrategy
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from core.adapters.lightning import ShardstackOptimizer, ShardstackStrategy
+from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+from core.errors import CheckpointError, ConfigError, OptimizerError, WrapError
+from core.optimizer import OptimizerConfig
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters.lightning._module import CLIP, SHARDINGS, Module, loader, ranks_of_lightning, serial, trainer, whole
+from tests.unit.distributed._toys import GradientTraffic
+from tests.unit.adapters.lightning._module import (
+    CLIP,
+    MICRO_BATCHES,
+    SHARDINGS,
+    STEPS,
+    Module,
+    bounds,
+    loader,
+    ranks_of_lightning,
+    serial,
+    trainer,
+    whole,
+)
+
+
+def _fitted(sharding: Any, folder: str, module: L.LightningModule | None = None, **settings: Any) -> Any:
+    module = module or Module()
+    made = trainer(ShardstackStrategy(sharding), folder, **settings)
+    made.fit(module, loader(dist.get_rank()))
+    return module
 
 
 def _as_serial(sharding: str, folder: str) -> None:
     with ranks_of_lightning():
-        module, strategy = Module(), ShardstackStrategy(sharding)
-        trainer(strategy, folder).fit(module, loader(dist.get_rank()))
+        module = _fitted(sharding, folder)
     losses, norms, weights = serial(2)
     assert max(norms) > CLIP
-    found = whole(module)
     assert module.seen == losses[dist.get_rank()]
-    for name in weights:
-        assert torch.equal(found[name], weights[name]), name
+    assert module.norms == norms[: len(module.norms)] and len(module.norms) == STEPS - 1
+    found = whole(module)
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_training_is_that_of_one_process(sharding, tmp_path):
     run_distributed(_as_serial, 2, sharding, str(tmp_path))
+
+
+def _adamw(sharding: str, folder: str) -> None:
+    _, _, weights = serial(2, "adamw")
+    with ranks_of_lightning():
+        found = whole(_fitted(sharding, folder, Module("adamw")))
+        torch.testing.assert_close(found, weights, **bounds(STEPS))
+        ours = whole(_fitted(sharding, folder, _OwnOptimizer(), gradient_clip_val=None))
+    torch.testing.assert_close(ours, weights, **bounds(STEPS))
+
+
+class _OwnOptimizer(Module):
+    def configure_optimizers(self) -> Any:
+        config = OptimizerConfig(lr=0.01, weight_decay=0.1, clip_grad=CLIP)
+        optimizer = ShardstackOptimizer(self.parameters(), config)
+        for group in optimizer.param_groups:  # torch's AdamW decays every parameter
+            group["weight_decay"] = 0.1
+        return optimizer
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_adamw_of_torch_and_our_optimizer_do_the_same(sharding, tmp_path):
+    run_distributed(_adamw, 2, sharding, str(tmp_path))
+
+
+def _counted(sharding: str, folder: str) -> list[int]:
+    """Reductions of a training with several micro-batches a step, and with one."""
+    counts = []
+    for micro_batches in (MICRO_BATCHES, 1):
+        settings = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": None}
+        made = trainer(ShardstackStrategy(sharding), folder, **settings)
+        with ranks_of_lightning(), GradientTraffic() as traffic:
+            made.fit(Module(), loader(dist.get_rank(), micro_batches=micro_batches))
+        counts.append(traffic.calls)
+    return counts
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_gradients_are_reduced_once_a_step(sharding, tmp_path):
+    for with_accumulation, without in run_distributed(_counted, 2, sharding, str(tmp_path)):
+        assert with_accumulation == without and without % STEPS == 0 and without > 0
+
+
+def _epochs(sharding: str, folder: str) -> None:
+    """Two epochs, and the second one again from the checkpoint of the first, with callbacks, loggers, validation."""
+
+    def parts(version: str) -> dict[str, Any]:
+        saver = ModelCheckpoint(f"{folder}/{version}", monitor="val_loss", save_top_k=1, save_last=True)
+        callbacks = [saver, EarlyStopping("val_loss", patience=5), LearningRateMonitor()]
+        logger = CSVLogger(folder, version=version)
+        return {"callbacks": callbacks, "logger": logger, "enable_checkpointing": True, "log_every_n_steps": 1}
+
+    def fit(version: str, epochs: int, checkpoint: str | None = None) -> tuple[Module, L.Trainer]:
+        module = Dropped("adamw")
+        made = trainer(ShardstackStrategy(sharding), folder, max_epochs=epochs, **parts(version))
+        rank = dist.get_rank()
+        made.fit(module, loader(rank), loader(rank, 1, 1, first=100), ckpt_path=checkpoint)
+        return module, made
+
+    with ranks_of_lightning():
+        straight, whole_run = fit("whole", 2)
+        first, half = fit("first", 1)
+        torch.manual_seed(999)
+        second, resumed = fit("second", 2, f"{folder}/first/last.ckpt")
+    assert first.seen + second.seen == straight.seen
+    expected, found = whole(straight), whole(second)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert resumed.global_step == whole_run.global_step == 2 * STEPS
+    assert resumed.callback_metrics["val_loss"] == whole_run.callback_metrics["val_loss"]
+    if dist.get_rank() == 0:
+        saved = sorted(path.name for path in Path(folder, "whole").iterdir() if path.suffix == ".ckpt")
+        assert len(saved) == 2 and "last.ckpt" in saved, "one best, the older removed, and the last"
+        index = json.loads(Path(folder, "whole", "last.ckpt", "checkpoint.json").read_text())
+        assert all(entry["hash"] for entry in index["tensors"].values())
+        rows = Path(folder, "lightning_logs", "whole", "metrics.csv").read_text()
+        assert "lr-AdamW" in rows and "val_loss" in rows
+
+
+class Dropped(Module):
+    """With dropout, whose masks have to go on where they were, and a schedule."""
+
+    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(tokens, index) * nn.functional.dropout(torch.ones(8), 0.5).mean()
+        self.seen[-1] = loss.item()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_run_continues_bitwise_with_callbacks_and_loggers(sharding, tmp_path):
+    run_distributed(_epochs, 2, sharding, str(tmp_path))
+
+
+def _across(folder: str) -> None:
+    """Saved under one sharding and optimizer class, continued under another."""
+    with ranks_of_lightning():
+        module = Module("adamw")
+        made = trainer(ShardstackStrategy("fsdp2"), folder)
+        made.fit(module, loader(dist.get_rank()))
+        made.save_checkpoint(f"{folder}/a.ckpt")
+        made.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+        expected = whole(module)
+        for sharding in ("optim", "optim_grads_params", "no_shard"):
+            other = Module("adamw")
+            again = trainer(ShardstackStrategy(sharding), folder, max_epochs=1)
+            again.fit(other, loader(dist.get_rank()), ckpt_path=f"{folder}/a.ckpt")  # trained to its end already
+            found = whole(other)
+            assert not other.seen and all(torch.equal(found[name], value) for name, value in expected.items())
+            moments = again.strategy._trained.optimizer_tensors()
+            assert len(moments) == 2 * len(expected)
+        evaluated = Module()
+        made = trainer(ShardstackStrategy("optim_grads_params"), folder)
+        metrics = made.validate(
+            evaluated, loader(dist.get_rank(), 1, 1), ckpt_path=f"{folder}/weights.ckpt", verbose=False
+        )
+        assert metrics[0]["val_loss"] > 0
+        assert all(torch.equal(whole(evaluated)[name], value) for name, value in expected.items())
+        with pytest.raises(CheckpointError, match="holds weights alone"):
+            trainer(ShardstackStrategy(), folder).fit(
+                Module(), loader(dist.get_rank()), ckpt_path=f"{folder}/weights.ckpt"
+            )
+
+
+def test_a_checkpoint_goes_from_one_sharding_to_another(tmp_path):
+    run_distributed(_across, 2, str(tmp_path))
+
+
+class _OnMeta(Module):
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with torch.device("meta"):
+                self.net = _Drawn()
+
+
+class _Drawn(nn.Module):
+    """Layers of torch, which can draw their own values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x).relu()
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten().roll(-1))
+
+
+def _meta(folder: str) -> None:
+    ends = []
+    with ranks_of_lightning():
+        for sharding in ("no_shard", "optim_grads_params", "fsdp2"):
+            torch.manual_seed(5)
+            ends.append(whole(_fitted(sharding, folder, _OnMeta(), limit_train_batches=MICRO_BATCHES)))
+    for other in ends[1:]:
+        assert all(torch.equal(other[name], value) for name, value in ends[0].items())
+
+
+def test_a_model_on_meta_is_drawn_after_it_is_sharded(tmp_path):
+    run_distributed(_meta, 2, str(tmp_path))
+
+
+def _precision(folder: str) -> None:
+    with ranks_of_lightning():
+        exact = _fitted("no_shard", folder, _OwnOptimizer(), gradient_clip_val=None)
+        for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
+            runs = {}
+            for sharding in SHARDINGS:
+                module = _fitted(sharding, folder, _OwnOptimizer(), precision=precision, gradient_clip_val=None)
+                assert {p.dtype for p in module.parameters()} == {dtype}
+                runs[sharding] = module.seen
+            assert all(losses == runs["no_shard"] for losses in runs.values()), runs  # two ranks add in one order
+            assert runs["no_shard"] != exact.seen
+        for precision in ("16-true", "64-true", "16-mixed"):
+            if precision == "16-mixed":  # which Lightning makes bf16-mixed on CPU, and says so
+                continue
+            with pytest.raises(ConfigError, match=r"this strategy takes 32-true, bf16-mixed, bf16-true"):
+                trainer(ShardstackStrategy(), folder, precision=precision)
+
+
+def test_precisions(tmp_path):
+    run_distributed(_precision, 2, str(tmp_path))
+
+
+class _Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _BuiltBefore(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.configure_model()
+        self.optimizer = torch.optim.SGD(self.parameters(), 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class _Foreign(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.1, amsgrad=True)
+
+
+def _refusals(folder: str) -> None:
+    rank = dist.get_rank()
+
+    def refused(kind: type[Exception], message: str, module: Any, sharding: Any = "fsdp2", **settings: Any) -> None:
+        with pytest.raises(kind, match=message):
+            trainer(ShardstackStrategy(sharding), folder, **settings).fit(module, loader(rank))
+
+    with ranks_of_lightning():
+        refused(ConfigError, "automatic_optimization=False", _Manual(), gradient_clip_val=None)
+        refused(OptimizerError, "SGD holds parameters that the wrapped model has not", _BuiltBefore())
+        refused(OptimizerError, "AdamW with amsgrad=True cannot update shards", _Foreign(), "optim")
+        refused(ConfigError, "gradient_clip_val is 1.0 in the Trainer and clip_grad 0.05", _OwnOptimizer(), gradient_clip_val=1.0)
+        wrapped = _fitted("optim", folder)
+        refused(WrapError, "wrapped already, with another sharding", wrapped, "no_shard")
+        Path(folder, f"file{rank}.ckpt").write_bytes(b"")
+        with pytest.raises(CheckpointError, match="is one file, and this strategy's checkpoints are folders"):
+            trainer(ShardstackStrategy(), folder).fit(Module(), loader(rank), ckpt_path=f"{folder}/file0.ckpt")
+    for sharding, message in (
+        ("zero9", "sharding is 'zero9'; it takes one of no_shard"),
+        (TorchFullyShardedDataParallelConfig(reproducible_across_ranks=True), "reproducible_across_ranks is set"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ShardstackStrategy(sharding)
+
+
+def test_what_cannot_work_says_so(tmp_path):
+    run_distributed(_refusals, 2, str(tmp_path))
+
+
+def _settings_of_the_wrapper(folder: str) -> None:
+    with ranks_of_lightning():
+        hybrid = TorchFullyShardedDataParallelConfig(num_distributed_optimizer_instances=2)
+        module = _fitted(hybrid, folder)
+        assert tuple(module.net.head.weight.device_mesh.shape) == (2, 1)
+        module = Module()
+        strategy = ShardstackStrategy(DistributedDataParallelConfig(use_distributed_optimizer=True), units=["Block"])
+        trainer(strategy, folder).fit(module, loader(dist.get_rank()))
+        assert strategy.wrapper.plan.strategy == "optim"
+        named = trainer("shardstack_optim_grads", folder)
+        assert named.strategy.settings.sharding_strategy == "optim_grads"
+
+
+def test_settings_and_names(tmp_path):
+    run_distributed(_settings_of_the_wrapper, 2, str(tmp_path))
+
+
+def test_another_version_of_lightning_is_refused(monkeypatch):
+    from core.adapters.lightning import versions
+
+    monkeypatch.setattr(versions.metadata, "version", lambda name: "2.5.1")
+    with pytest.raises(ConfigError, match=r"lightning 2\.5\.1 is installed.*lightning>=2\.6,<2\.7"):
+        versions.check_version()

@@ -1,0 +1,108 @@
+"""Fabric with this library's strategies does what one process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+lightning = pytest.importorskip("lightning")
+
+from core.adapters.lightning import ShardstackFabricStrategy, ShardstackOptimizer
+from core.errors import CheckpointError, ConfigError, OptimizerError
+from core.optimizer import OptimizerConfig
+from tests.unit._spawn import run_distributed
+from tests.unit.adapters._doors import Net, batch
+from tests.unit.adapters.lightning._module import (
+    CLIP,
+    MICRO_BATCHES,
+    SHARDINGS,
+    STEPS,
+    ranks_of_lightning,
+    serial,
+    whole,
+)
+
+
+def fabric_of(sharding: str) -> lightning.Fabric:
+    strategy = ShardstackFabricStrategy(sharding)
+    return lightning.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+
+
+def _loop(fabric, model, optimizer, steps) -> tuple[list[float], list[float]]:
+    losses, norms = [], []
+    for step in steps:
+        for micro in range(MICRO_BATCHES):
+            with fabric.no_backward_sync(model, enabled=micro < MICRO_BATCHES - 1):
+                loss = model(batch(step, micro, dist.get_rank()))
+                losses.append(loss.item())
+                fabric.backward(loss / MICRO_BATCHES)
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def _as_serial(sharding: str, folder: str) -> None:
+    expected = serial(2)
+    with ranks_of_lightning():
+        fabric = fabric_of(sharding)
+        fabric.launch()
+        net = Net()
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.5, momentum=0.9))
+        losses, norms = _loop(fabric, model, optimizer, range(STEPS))
+        assert losses == expected[0][dist.get_rank()] and norms == expected[1]
+        weights = whole(net)
+        assert all(torch.equal(weights[name.removeprefix("net.")], value) for name, value in expected[2].items())
+
+        fabric.save(f"{folder}/a", {"model": model, "optimizer": optimizer, "step": STEPS, "best": (1.5, None)})
+        more = _loop(fabric, model, optimizer, range(STEPS, STEPS + 2))
+        again = Net()
+        again.head.weight.data.zero_()
+        model, optimizer = fabric.setup(again, torch.optim.SGD(again.parameters(), 0.1, momentum=0.9))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        assert fabric.load(f"{folder}/a", state) == {"best": (1.5, None)}
+        assert state["step"] == STEPS
+        assert _loop(fabric, model, optimizer, range(STEPS, STEPS + 2)) == more
+        ended, expected_end = whole(again), whole(net)
+        assert all(torch.equal(ended[name], value) for name, value in expected_end.items())
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_loop_is_that_of_one_process_and_continues_bitwise(sharding, tmp_path):
+    run_distributed(_as_serial, 2, sharding, str(tmp_path))
+
+
+def _refusals(folder: str) -> None:
+    with ranks_of_lightning():
+        fabric = fabric_of("optim")
+        fabric.launch()
+        net = Net()
+        stale = torch.optim.SGD(Net().parameters(), 0.1)
+        with pytest.raises(OptimizerError, match="parameters of another model"):
+            fabric.setup(net, stale)
+        with pytest.raises(OptimizerError, match="not wrapped"):
+            ShardstackOptimizer(net.parameters(), OptimizerConfig(lr=0.1))
+        with pytest.raises(OptimizerError, match="RMSprop cannot update shards of the sharding 'optim'"):
+            fabric.setup(net, torch.optim.RMSprop(net.parameters()))
+        model = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(ShardstackOptimizer(net.parameters(), OptimizerConfig(lr=0.1)))
+        with pytest.raises(OptimizerError, match="a second optimizer"):
+            fabric.setup_optimizers(torch.optim.SGD(net.parameters(), 0.1))
+        with pytest.raises(OptimizerError, match="gradients are zeroed where they were to be measured"):
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        fabric.backward(model(batch(0, 0, dist.get_rank())))
+        with pytest.raises(ConfigError, match="norm_type is inf"):
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf")
+        fabric.clip_gradients(model, optimizer, clip_val=1e-4)
+        optimizer.step()
+        with pytest.raises(CheckpointError, match="values.fn is a builtin_function_or_method"):
+            fabric.save(f"{folder}/a", {"model": model, "fn": len})
+        with pytest.raises(CheckpointError, match="2 models"):
+            fabric.save(f"{folder}/a", {"model": model, "other": Net()})
+        with pytest.raises(ConfigError, match="precision is '16-true'"):
+            lightning.Fabric(accelerator="cpu", devices=2, strategy="shardstack", precision="16-true")
+
+
+def test_what_cannot_work_says_so(tmp_path):
+    run_distributed(_refusals, 2, str(tmp_path))
