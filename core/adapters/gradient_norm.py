@@ -79,5 +79,3 @@ class GradientNorm:
                 "do it after the last backward of a step, which reduces them, and before the optimizer's step"
             )
         return [param.local_gradient() for param in self._params]
-
-

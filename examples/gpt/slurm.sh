@@ -18,5 +18,6 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 # Each task finds its rank and the others by itself (core/slurm.py). One that fails ends the others at once, and its
 # exit status is the job's.
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec srun --kill-on-bad-exit=1 \
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec srun --kill-on-bad-exit=1 \
     "${PYTHON:-.venv/bin/python}" examples/gpt/pretrain_gpt.py "$@"

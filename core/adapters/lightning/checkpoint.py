@@ -73,7 +73,8 @@ def save_folder(
 
 
 def _optimizer_metadata(trained: Trained, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Adds the optimizer's tensors to `tensors`, where masters replace parameters in low precision; returns the rest."""
+    """Adds the optimizer's tensors to `tensors`, masters in the place of parameters in low precision; returns the
+    rest."""
     if trained.updates is None or trained.optimizer is None:
         return {}
     for name, tensor in trained.optimizer_tensors().items():
@@ -130,9 +131,7 @@ def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer:
     return decode(metadata["lightning"], others.__getitem__)
 
 
-def _optimizer_tensors(
-    trained: Trained, stored: list[str], model: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _optimizer_tensors(trained: Trained, stored: list[str], model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the optimizer's tensors to fill, and the masters in the place of the model's."""
     if isinstance(trained.updates, TorchOptimizer):
         trained.updates.create(dict.fromkeys(name.split(".")[1] for name in stored))

@@ -216,8 +216,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         norm = self._norm_of(module).clip(float(max_norm))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise OptimizerError(
-                f"the norm of the gradient is {norm.item()}, so that it cannot be clipped; look for the cause, or give "
-                "error_if_nonfinite=False"
+                f"the norm of the gradient is {norm.item()}, so that it cannot be clipped; look for the cause, or "
+                "give error_if_nonfinite=False"
             )
         return norm
 
@@ -310,5 +310,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 def _wrapper_of(module: nn.Module) -> _BaseDataParallel:
     wrapper = module if isinstance(module, _BaseDataParallel) else owner_of(next(module.parameters(), None))
     if not isinstance(wrapper, _BaseDataParallel):
-        raise ConfigError(f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module first")
+        raise ConfigError(
+            f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module first"
+        )
     return wrapper

@@ -42,12 +42,14 @@ def sharding_config(sharding: str | DistributedDataParallelConfig) -> Distribute
     if isinstance(sharding, DistributedDataParallelConfig):
         if sharding.reproducible_across_ranks:
             raise ConfigError(
-                "reproducible_across_ranks is set, which needs samples dealt out by micro_batch_index, and Lightning's "
-                "sampler deals them out by rank; drop it, or use core.training"
+                "reproducible_across_ranks is set, which needs samples dealt out by micro_batch_index, and "
+                "Lightning's sampler deals them out by rank; drop it, or use core.training"
             )
         return sharding
     if sharding not in NAMES:
-        raise ConfigError(f"sharding is {sharding!r}; {choices(str(sharding), NAMES)}, or a config of core.distributed")
+        raise ConfigError(
+            f"sharding is {sharding!r}; {choices(str(sharding), NAMES)}, or a config of core.distributed"
+        )
     if sharding == FSDP2:
         return TorchFullyShardedDataParallelConfig()
     if shards_parameters(sharding):

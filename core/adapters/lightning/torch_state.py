@@ -52,8 +52,8 @@ class TorchOptimizer:
                 if value.shape != parameter.shape:
                     raise CheckpointError(
                         f"{type(self.optimizer).__name__} keeps {kind} of parameter {name} in the shape "
-                        f"{list(value.shape)}, and checkpoints hold state in the parameter's, {list(parameter.shape)}; "
-                        "use an optimizer that keeps it so, as AdamW does"
+                        f"{list(value.shape)}, and checkpoints hold state in the parameter's, "
+                        f"{list(parameter.shape)}; use an optimizer that keeps it so, as AdamW does"
                     )
                 found[f"{kind}.{name}"] = global_view(parameter, value)
         return found

@@ -53,8 +53,8 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         ]
         return {_ITEMS: pairs}
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, and a checkpoint holds numbers, text, lists, dicts and tensors; leave it "
-        "out (self.save_hyperparameters(ignore=...), on_save_checkpoint), or convert it"
+        f"{where} is a {type(value).__name__}, and a checkpoint holds numbers, text, lists, dicts and tensors; leave "
+        "it out (self.save_hyperparameters(ignore=...), on_save_checkpoint), or convert it"
     )
 
 

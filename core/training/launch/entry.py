@@ -31,8 +31,8 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
     """Runs a program's `main` on its command line, and ends the process with an exit status.
 
     0: `main` returned. 2: an error of the user; all ranks together print one line. 3: the same, but a run had begun,
-    for example with a full disk. 1: any other exception; the first rank to fail prints its traceback. Ranks out of step
-    and failed allocations count as such, because their place and table matter. 130: an interrupt.
+    for example with a full disk. 1: any other exception; the first rank to fail prints its traceback. Ranks out of
+    step and failed allocations count as such, because their place and table matter. 130: an interrupt.
     """
     try:
         slurm.set_launcher_variables()

@@ -6,22 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-L = pytest.importorskip("lightning")
-
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 
 from core.adapters.lightning import ShardstackOptimizer, ShardstackStrategy
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from core.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.optimizer import OptimizerConfig
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import GradientTraffic
 from tests.unit.adapters.lightning._module import (
     CLIP,
     MICRO_BATCHES,
@@ -35,6 +32,7 @@ from tests.unit.adapters.lightning._module import (
     trainer,
     whole,
 )
+from tests.unit.distributed._toys import GradientTraffic
 
 
 def _fitted(sharding: Any, folder: str, module: L.LightningModule | None = None, **settings: Any) -> Any:
@@ -119,7 +117,7 @@ def _epochs(sharding: str, folder: str) -> None:
 
     with ranks_of_lightning():
         straight, whole_run = fit("whole", 2)
-        first, half = fit("first", 1)
+        first, _ = fit("first", 1)
         torch.manual_seed(999)
         second, resumed = fit("second", 2, f"{folder}/first/last.ckpt")
     assert first.seen + second.seen == straight.seen
@@ -271,16 +269,22 @@ class _Foreign(Module):
 
 def _refusals(folder: str) -> None:
     rank = dist.get_rank()
+    one = {"gradient_clip_val": None, "accumulate_grad_batches": 1}  # Lightning itself refuses others by hand
 
     def refused(kind: type[Exception], message: str, module: Any, sharding: Any = "fsdp2", **settings: Any) -> None:
         with pytest.raises(kind, match=message):
             trainer(ShardstackStrategy(sharding), folder, **settings).fit(module, loader(rank))
 
     with ranks_of_lightning():
-        refused(ConfigError, "automatic_optimization=False", _Manual(), gradient_clip_val=None)
+        refused(ConfigError, "automatic_optimization=False", _Manual(), **one)
         refused(OptimizerError, "SGD holds parameters that the wrapped model has not", _BuiltBefore())
         refused(OptimizerError, "AdamW with amsgrad=True cannot update shards", _Foreign(), "optim")
-        refused(ConfigError, "gradient_clip_val is 1.0 in the Trainer and clip_grad 0.05", _OwnOptimizer(), gradient_clip_val=1.0)
+        refused(
+            ConfigError,
+            "gradient_clip_val is 1.0 in the Trainer and clip_grad 0.05",
+            _OwnOptimizer(),
+            gradient_clip_val=1.0,
+        )
         wrapped = _fitted("optim", folder)
         refused(WrapError, "wrapped already, with another sharding", wrapped, "no_shard")
         Path(folder, f"file{rank}.ckpt").write_bytes(b"")

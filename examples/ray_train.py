@@ -1,0 +1,60 @@
+"""Trains a small model on workers of Ray Train, fully sharded: python examples/ray_train.py --workers 2.
+
+The train function is a script for `torchrun`, unchanged: Ray has joined the process group before it calls it. After a
+failure Ray calls it again (FailureConfig), and training goes on from the last checkpoint.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from torch import nn
+
+import core.device
+from core import dist_checkpointing as checkpoints
+from core.distributed import FullyShardedDataParallelConfig, finalize_model_grads, wrap_model
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+
+def train(settings: dict[str, Any]) -> None:
+    """What each worker runs."""
+    core.device.init_process_group()  # a no-op here; under torchrun or srun it joins the group
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(core.device.current_device())
+    group, units = torch.distributed.group.WORLD, [nn.TransformerEncoderLayer]
+    model = wrap_model(model, None, FullyShardedDataParallelConfig(), process_group=group, sub_modules_to_wrap=units)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
+    folder, first = Path(settings["folder"]), 0
+    if last := checkpoints.latest_checkpoint(folder) if folder.exists() else None:
+        found = checkpoints.load(checkpoints.model_state_dict(model.module) | optimizer.state_tensors(), last)
+        optimizer.load_state_scalars(found["optimizer"])
+        first = found["step"]
+    for step in range(first, settings["steps"]):
+        samples = torch.Generator().manual_seed(1000 * step + torch.distributed.get_rank())
+        batch = torch.randn(4, 8, 32, generator=samples).to(core.device.current_device())
+        model.zero_grad_buffer()
+        loss = (model(batch) - batch.roll(1, 1)).square().mean()
+        loss.backward()
+        finalize_model_grads([model])
+        _, norm, _ = optimizer.step()
+        state = checkpoints.model_state_dict(model.module) | optimizer.state_tensors()
+        metadata = {"step": step + 1, "optimizer": optimizer.state_scalars()}
+        checkpoints.save(state, checkpoints.checkpoint_directory(folder, step + 1), metadata=metadata)
+        ray.train.report({"step": step + 1, "loss": loss.item(), "grad_norm": norm})
+        print(f"rank {torch.distributed.get_rank()}, step {step + 1}: loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path("runs/ray"), help="one that all workers share")
+    given = parser.parse_args()
+    folder = str(given.folder.resolve())
+    scaling = ScalingConfig(num_workers=given.workers, use_gpu=torch.cuda.is_available())
+    run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=2))
+    TorchTrainer(train, {"folder": folder, "steps": given.steps}, scaling_config=scaling, run_config=run).fit()
