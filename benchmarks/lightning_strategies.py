@@ -1,9 +1,9 @@
 """Lightning's own strategies next to this library's: what a step sends, and how far it is from one process.
 
-Two ranks, three micro-batches a step, clipping by norm, SGD. Calls and bytes are those that one rank's step makes, in
-the least that its collectives can send, as in a ring. The error of the norm is relative, that of the weights the
-largest difference after all steps, relative to the largest change of a weight; both compared with one process that
-adds up gradients in the order of ranks, and their norm in double.
+Two ranks, three micro-batches a step, clipping by norm, SGD. Bytes are those that one rank's step sends at least, as
+in a ring, in units of the parameters' bytes: in reductions of gradients, and in gathers of parameters. The error of the
+norm is relative; that of the weights is the largest difference after all steps, relative to the largest change of a
+weight. Both compare with one process that adds up gradients in the order of ranks, and their norm in double.
 
     .venv/bin/python benchmarks/lightning_strategies.py
 """
@@ -21,7 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from _measure import CollectivePayload, run_on_ranks  # first: it puts this checkout on the path
+from _measure import CollectivePayload, machine, run_on_ranks  # first: it puts this checkout on the path
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from core.adapters.lightning import ShardstackStrategy
 from core.adapters.lightning.sharding import NAMES
+from core.comm import gloo
 from core.dist_checkpointing import model_state_dict
 from core.distributed.parameter_owner import owner_of
 
@@ -86,6 +87,15 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), LR)
 
 
+class Payload(CollectivePayload):
+    """Tells messages that gather from those that reduce."""
+
+    def _send(self, tensor: torch.Tensor, **options: Any) -> Any:
+        name = "gather by message" if options["tag"] & 0xFFFF == gloo.GATHER_TAG else "reduce by message"
+        self.bytes[name] += tensor.numel() * tensor.element_size()
+        return self._isend(tensor, **options)
+
+
 def batches(rank: int, steps: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     return list(torch.randint(0, VOCABULARY, (steps * MICRO_BATCHES, 2, 32), generator=generator))
@@ -121,25 +131,25 @@ def _strategy(name: str) -> Any:
     return ShardstackStrategy(name.split()[-1])
 
 
-def train(name: str, steps: int) -> tuple[Counter[str], int, list[float], dict[str, Any]]:
-    """Calls and bytes of a step of this rank, norms, and the whole weights as arrays."""
+def train(name: str, steps: int) -> tuple[Counter[str], list[float], dict[str, Any]]:
+    """Bytes of a step of this rank, norms, and the whole weights as arrays."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     module = Module(shards="ModelParallel" in name)
-    counted: list[tuple[Counter[str], int]] = []
+    counted: list[Counter[str]] = []
 
     class Count(L.Callback):
         """Counts from the second step's begin to its end."""
 
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             if index == MICRO_BATCHES:
-                self.payload = CollectivePayload().__enter__()
+                self.payload = Payload().__enter__()
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             if index == 2 * MICRO_BATCHES - 1:
                 self.payload.__exit__(None, None, None)
-                counted.append((Counter(self.payload.calls), self.payload.total()))
+                counted.append(Counter(self.payload.bytes))
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
@@ -160,9 +170,9 @@ def train(name: str, steps: int) -> tuple[Counter[str], int, list[float], dict[s
         trainer.fit(module, DataLoader(batches(dist.get_rank(), steps), batch_size=None))  # type: ignore[arg-type]
     wrapper: Any = owner_of(next(module.parameters()))
     if wrapper is None:
-        return *counted[0], module.norms, _whole(module)
+        return counted[0], module.norms, _whole(module)
     with wrapper.whole_parameters():
-        return *counted[0], module.norms, _whole(module)
+        return counted[0], module.norms, _whole(module)
 
 
 def _whole(module: nn.Module) -> dict[str, Any]:
@@ -180,18 +190,16 @@ def main() -> None:
     norms, weights = one_process(steps)
     moved = max((weights[name] - start[name]).abs().max().item() for name in weights)
     size = sum(p.numel() * p.element_size() for p in Net().parameters())
-    print(
-        f"torch {torch.__version__}, lightning {L.__version__}; bytes in units of the parameters', "
-        f"{size / 2**20:.1f} MiB"
-    )
-    print("| strategy | collective calls a step | bytes a step | error of the norm | error of the weights |")
+    print(f"{machine()}, lightning {L.__version__}; {size / 2**20:.1f} MiB of parameters\n")
+    print("| strategy | sent to reduce | sent to gather | error of the norm | error of the weights |")
     print("| --- | --- | --- | --- | --- |")
     for name in names:
-        calls, sent, found_norms, found = run_on_ranks(train, RANKS, name, steps)[0]
+        sent, found_norms, found = run_on_ranks(train, RANKS, name, steps)[0]
         of_norm = max(abs(a - b) / b for a, b in zip(found_norms, norms, strict=True))
         of_weights = max(float(abs(found[n] - weights[n].numpy()).max()) for n in weights) / moved
-        listed = ", ".join(f"{count} {kind.strip('_')}" for kind, count in sorted(calls.items()))
-        print(f"| {name} | {sum(calls.values())}: {listed} | {sent / size:.2f} | {of_norm:.1e} | {of_weights:.1e} |")
+        reduced = sum(count for kind, count in sent.items() if "reduce" in kind) / size
+        gathered = sum(count for kind, count in sent.items() if "gather" in kind) / size
+        print(f"| {name} | {reduced:.2f} | {gathered:.2f} | {of_norm:.1e} | {of_weights:.1e} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ def train(settings: dict[str, Any]) -> None:
         metadata = {"step": step + 1, "optimizer": optimizer.state_scalars()}
         checkpoints.save(state, checkpoints.checkpoint_directory(folder, step + 1), metadata=metadata)
         ray.train.report({"step": step + 1, "loss": loss.item(), "grad_norm": norm})
-        print(f"rank {torch.distributed.get_rank()}, step {step + 1}: loss {loss.item():.4f}")
 
 
 if __name__ == "__main__":
@@ -54,7 +53,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("runs/ray"), help="one that all workers share")
     given = parser.parse_args()
-    folder = str(given.folder.resolve())
+    settings = {"folder": str(given.folder.resolve()), "steps": given.steps}
     scaling = ScalingConfig(num_workers=given.workers, use_gpu=torch.cuda.is_available())
-    run = RunConfig(storage_path=folder, failure_config=FailureConfig(max_failures=2))
-    TorchTrainer(train, {"folder": folder, "steps": given.steps}, scaling_config=scaling, run_config=run).fit()
+    run = RunConfig(storage_path=settings["folder"], failure_config=FailureConfig(max_failures=2))
+    TorchTrainer(train, train_loop_config=settings, scaling_config=scaling, run_config=run).fit()

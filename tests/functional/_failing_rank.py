@@ -1,4 +1,7 @@
-"""The GPT example with a planted crash: rank `CRASH_RANK` raises in its third step, while the others go on."""
+"""The GPT example with a planted crash: rank `CRASH_RANK` raises in its third step, while the others go on.
+
+With `CRASH_ROUND` only in that round of a launcher that restarts ranks.
+"""
 
 import os
 
@@ -13,7 +16,8 @@ _calls = 0
 def _step_that_fails(*arguments, **settings):
     global _calls
     _calls += 1
-    if _calls == 3 and os.environ["RANK"] == os.environ["CRASH_RANK"]:
+    in_round = os.environ.get("CRASH_ROUND") in (None, os.environ.get("TORCHELASTIC_RESTART_COUNT"))
+    if _calls == 3 and in_round and os.environ["RANK"] == os.environ["CRASH_RANK"]:
         if os.environ.get("CRASH_SIGNAL"):
             os.kill(os.getpid(), int(os.environ["CRASH_SIGNAL"]))
         raise ZeroDivisionError("a planted crash")

@@ -20,6 +20,7 @@ def _is_whole(program: str) -> bool:
 
 def test_the_programs_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("lightning")
     whole = [program for page in PAGES for program in programs_in(page) if _is_whole(program)]
     without = {"README", "functional-cases", "mutations", "coming-from-megatron-lm"}  # whose script needs a model
     without |= {"megatron-signatures", "megatron-pretrain-script", "runs", "contract", "silent-errors", "compositions"}

@@ -22,8 +22,9 @@ from ...dist_checkpointing.format.reader import read_index
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError
-from ...training.checkpointing.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
-from .optimizers import TorchOptimizer, Updates
+from ...tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
+from .optimizers import Updates
+from .torch_state import TorchOptimizer
 from .values import decode, encode
 
 _MODEL, _OPTIMIZER, _VALUES, _RNG = "model.", "optimizer.", "values", "rng."

@@ -42,7 +42,7 @@ class ShardstackOptimizer(Optimizer):
         self.megatron = get_megatron_optimizer(config, [wrapper])
         super().__init__(self.megatron.param_groups, {})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs `closure` if given, which has to leave reduced gradients, and updates the parameters."""
         result = None
         if closure is not None:
@@ -55,11 +55,11 @@ class ShardstackOptimizer(Optimizer):
         """Zeroes the gradients of the whole model, unless its last step has."""
         _zero(self.wrapper)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """This rank's state, in torch's layout."""
         return self.megatron.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from `state_dict`."""
         self.megatron.load_state_dict(state_dict)
 

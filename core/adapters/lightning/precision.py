@@ -33,7 +33,7 @@ class _OfStrategy(Precision):
 
     strategy: StepsAndClips
 
-    def optimizer_step(  # type: ignore[override]
+    def optimizer_step(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""

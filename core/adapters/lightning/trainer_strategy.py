@@ -48,6 +48,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
     """
 
     strategy_name = "shardstack"
+    _precision_plugin: Precision | None
 
     def __init__(
         self,
@@ -122,6 +123,8 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         if is_fitting:
             _check_is_supported(trainer, module)
         if self._trained is None or self._trained.wrapper.module is not module:
+            if is_fitting and self._layer_sync is not None:
+                self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             self._trained, self._norm = Trained(wrap(module, self.settings, self.units)), None
@@ -146,9 +149,9 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1 or not isinstance(self.optimizers[0], Optimizer):
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
             raise ConfigError(
-                f"configure_optimizers returned {len(self.optimizers)} optimizers, "
-                f"{', '.join(type(optimizer).__name__ for optimizer in self.optimizers)}; this strategy takes one"
+                f"configure_optimizers gave {names or 'nothing'}; this strategy takes one torch optimizer"
             )
         self._trained = Trained(self.wrapper, self.optimizers[0], updates_of(self.optimizers[0], self.wrapper))
 

@@ -36,9 +36,9 @@ from ...dist_checkpointing.format.verification import advice, another_offered, h
 from ...dist_checkpointing.views.flat_range import held_boxes
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError
+from ...tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
 from ..config import PretrainConfig
 from ..state import TrainingState
-from .random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
 from .run_metadata import check_is_run, check_same_model, rank_layout, warn_of_another_order
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ... import device
-from ...tensor_parallel.random import get_rng_tracker
+from .. import device
+from .random import get_rng_tracker
 
 
 def rng_state() -> dict[str, torch.Tensor]:
