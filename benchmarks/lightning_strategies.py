@@ -1,9 +1,10 @@
 """Lightning's own strategies next to this library's: what a step sends, and how far it is from one process.
 
 Two ranks, three micro-batches a step, clipping by norm, SGD. Bytes are those that one rank's step sends at least, as
-in a ring, in units of the parameters' bytes: in reductions of gradients, and in gathers of parameters. The error of the
-norm is relative; that of the weights is the largest difference after all steps, relative to the largest change of a
-weight. Both compare with one process that adds up gradients in the order of ranks, and their norm in double.
+in a ring, in units of the parameters' bytes: to reduce gradients, and to gather what was reduced or sharded (an all-
+reduce of ours is both). The error of the norm is relative; that of the weights is the largest difference after all
+steps, relative to the largest change of a weight. Both compare with one process that adds up gradients in the order
+of ranks, and their norm in double.
 
     .venv/bin/python benchmarks/lightning_strategies.py
 """

@@ -60,6 +60,16 @@ def test_the_default_group_has_the_last_word(monkeypatch: pytest.MonkeyPatch) ->
             with monkeypatch.context() as patch:
                 patch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
                 assert device.device_type() == "cuda"
+                device.init_process_group()  # uses it as it is
+
+
+def test_a_group_of_another_maker_has_to_carry_offloaded_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(0, 2):
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+        device.init_process_group(carries_host_tensors=True)
+        monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+        with pytest.raises(ConfigError, match="made with cuda:nccl, and offloaded shards need gloo too"):
+            device.init_process_group(carries_host_tensors=True)
 
 
 def _default_group_timeout() -> timedelta:

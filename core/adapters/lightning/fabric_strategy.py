@@ -64,6 +64,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         ConfigError: a sharding that there is none of.
     """
 
+    launcher_class = _SubprocessScriptLauncher
+
     def __init__(
         self,
         sharding: str | DistributedDataParallelConfig = FSDP2,
@@ -98,15 +100,6 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
             )
         self._precision = plugin
 
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Joins the process group."""
-        super().setup_environment()
-        self.join_process_group()
-
     # ---- setup
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -118,8 +111,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves a module, unless it is on the meta device, from which wrapping takes it."""
-        if not any(parameter.is_meta for parameter in module.parameters()):
-            module.to(self.root_device)
+        self.move(module)
 
     def setup_module(self, module: nn.Module) -> _BaseDataParallel:
         """Wraps a module."""

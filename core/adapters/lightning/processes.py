@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_of_utilities
+from torch import nn
 
 from ... import device
 from ...errors import ConfigError
@@ -39,6 +40,9 @@ class Processes:
 
     process_group_timeout: timedelta
 
+    launcher_class: type[Any]
+    """Starts the other ranks of this node, where no launcher has; Lightning's, of the Trainer or of Fabric."""
+
     @property
     def is_distributed(self) -> bool:
         """True: there is a process group."""
@@ -60,6 +64,21 @@ class Processes:
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which part of the samples is this rank's: every rank is a data-parallel one."""
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Joins the process group."""
+        strategy: Any = super()
+        strategy.setup_environment()
+        self.join_process_group()
+
+    def move(self, module: nn.Module) -> None:
+        """Moves a module to this rank's device, unless it is on the meta device, from which wrapping takes it."""
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            module.to(self.root_device)
 
     def set_world_ranks(self) -> None:
         """Derives this process's rank from its node and place there."""

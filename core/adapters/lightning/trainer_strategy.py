@@ -48,6 +48,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
     """
 
     strategy_name = "shardstack"
+    launcher_class = _SubprocessScriptLauncher
     _precision_plugin: Precision | None
 
     def __init__(
@@ -97,15 +98,6 @@ class ShardstackStrategy(Processes, ParallelStrategy):
 
     # ---- setup
 
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def setup_environment(self) -> None:
-        """Joins the process group."""
-        super().setup_environment()
-        self.join_process_group()
-
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """What ``configure_model`` builds is on this rank's device; on meta, where ``empty_init`` is asked for."""
@@ -135,9 +127,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Moves the model, unless it is on the meta device, from which wrapping takes it."""
-        module = self._connected_module()
-        if not any(parameter.is_meta for parameter in module.parameters()):
-            module.to(self.root_device)
+        self.move(self._connected_module())
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Calls ``configure_optimizers``.
