@@ -17,6 +17,7 @@ import os
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -102,7 +103,7 @@ def batches(rank: int, steps: int) -> list[torch.Tensor]:
     return list(torch.randint(0, VOCABULARY, (steps * MICRO_BATCHES, 2, 32), generator=generator))
 
 
-def one_process(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def one_process(steps: int, norm_of: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
     """Norms before clipping, and weights at the end."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -116,12 +117,16 @@ def one_process(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
             own = [p.grad.clone() for p in model.parameters()]
             totals = [a + b for a, b in zip(totals, own, strict=True)] if totals else own
         means = [total / RANKS for total in totals]
-        norm = torch.stack([mean.double().square().sum() for mean in means]).sum().sqrt().float()
+        norm = norm_of(means)
         norms.append(norm.item())
         for p, mean in zip(model.parameters(), means, strict=True):
             p.grad = mean * (CLIP / (norm.double() + 1e-6)).clamp(max=1.0).float()
         optimizer.step()
     return norms, {f"net.{name}": p.detach() for name, p in model.named_parameters()}
+
+
+def exact_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt().float()
 
 
 def _strategy(name: str) -> Any:
@@ -188,14 +193,19 @@ def main() -> None:
     names = ["Lightning DDP", "Lightning ModelParallel (FSDP2)", *(f"shardstack {name}" for name in NAMES)]
     start = {f"net.{name}": p.detach().clone() for name, p in Net().named_parameters()}
     torch.set_num_threads(1)  # as the ranks: threads would add up in another order
-    norms, weights = one_process(steps)
+    norms, weights = one_process(steps, exact_norm)
     moved = max((weights[name] - start[name]).abs().max().item() for name in weights)
     size = sum(p.numel() * p.element_size() for p in Net().parameters())
     print(f"{machine()}, lightning {L.__version__}; {size / 2**20:.1f} MiB of parameters\n")
     print("| strategy | sent to reduce | sent to gather | error of the norm | error of the weights |")
     print("| --- | --- | --- | --- | --- |")
-    for name in names:
-        sent, found_norms, found = run_on_ranks(train, RANKS, name, steps)[0]
+    alone = "one process, clipped by torch's norm"
+    for name in (alone, *names):
+        if name == alone:
+            found_norms, tensors = one_process(steps, nn.utils.get_total_norm)
+            sent, found = Counter[str](), {n: tensor.numpy() for n, tensor in tensors.items()}
+        else:
+            sent, found_norms, found = run_on_ranks(train, RANKS, name, steps)[0]
         of_norm = max(abs(a - b) / b for a, b in zip(found_norms, norms, strict=True))
         of_weights = max(float(abs(found[n] - weights[n].numpy()).max()) for n in weights) / moved
         reduced = sum(count for kind, count in sent.items() if "reduce" in kind) / size

@@ -13,10 +13,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but left out of __all__
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from . import host_memory, slurm
 from .errors import ConfigError
+from .rounds import store_of_round
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -76,10 +77,15 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     timeout = timedelta(minutes=timeout_minutes)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" and carries_host_tensors else _BACKENDS[kind]
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # a store that outlives the ranks, and their round
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
+        of_round = store_of_round(store, rank, size, timeout)
+        dist.init_process_group(backend, store=of_round, rank=rank, world_size=size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
 
 
 def _local_rank() -> int:

@@ -17,7 +17,7 @@ from tests.functional._program import REPOSITORY, TINY, program_environment
 
 FAILING = REPOSITORY / "tests" / "functional" / "_failing_rank.py"
 EXAMPLES = REPOSITORY / "examples"
-LIMIT_S = 600.0
+LIMIT_S = 300.0
 
 
 def _hashes(folder: Path) -> dict[str, str]:
@@ -46,7 +46,11 @@ def _on_two_nodes(script: Path, arguments: list[object], folder: Path, restarts:
         )
         for _ in range(2)
     ]
-    written = [process.communicate(timeout=LIMIT_S)[0] for process in agents]
+    try:
+        written = [process.communicate(timeout=LIMIT_S)[0] for process in agents]
+    finally:
+        for process in agents:
+            process.kill()
     assert [process.returncode for process in agents] == [0, 0], written
     return written
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,32 +21,12 @@ from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..gradient_norm import GradientNorm
+from .backward_sync import NoSync, wrapper_of
 from .checkpoint import Trained, load_folder, save_folder
 from .optimizers import ShardstackOptimizer, Updates, updates_of, zero_through_wrapper
 from .precision import SUPPORTED
 from .processes import Processes
 from .sharding import FSDP2, Units, sharding_config, wrap
-
-
-class _NoSync(_BackwardSyncControl):
-    """Fabric's ``no_backward_sync``: `no_sync` of the wrapper, noted so that `backward` finishes no gradients."""
-
-    def __init__(self) -> None:
-        # Wrappers whose micro-batches accumulate at the moment; set and cleared by `no_backward_sync`.
-        self.accumulating: set[nn.Module] = set()
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Lets gradients accumulate on this rank where `enabled`."""
-        return self._entered(module) if enabled else nullcontext()
-
-    @contextmanager
-    def _entered(self, module: nn.Module) -> Iterator[None]:
-        self.accumulating.add(module)
-        try:
-            with _wrapper_of(module).no_sync():
-                yield
-        finally:
-            self.accumulating.discard(module)
 
 
 class ShardstackFabricStrategy(Processes, ParallelStrategy):
@@ -80,7 +59,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         self.process_group_backend = process_group_backend
         self.process_group_timeout = timeout
         super().__init__(**lightning)
-        self._backward_sync_control = self._no_sync = _NoSync()
+        self._backward_sync_control = self._no_sync = NoSync()
         # By wrapper and by optimizer; filled as they are set up, and never cleared.
         self._norms: dict[nn.Module, GradientNorm] = {}
         self._updates: dict[Optimizer, tuple[_BaseDataParallel, Updates]] = {}
@@ -221,7 +200,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Returns the tensors of the whole model, each rank with its part of their values."""
-        return Trained(_wrapper_of(module)).model_tensors()
+        return Trained(wrapper_of(module)).model_tensors()
 
     def save_checkpoint(
         self,
@@ -286,23 +265,14 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
                 f"a checkpoint was asked for with {len(models)} models and {len(optimizers)} optimizers; a folder "
                 "holds one model and at most one optimizer: use a folder for each"
             )
-        wrapper = _wrapper_of(models[0])
+        wrapper = wrapper_of(models[0])
         optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
         updates = self._updates[optimizer][1] if optimizer is not None else None
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
         return Trained(wrapper, optimizer, updates), others
 
     def _norm_of(self, module: nn.Module) -> GradientNorm:
-        wrapper = _wrapper_of(module)
+        wrapper = wrapper_of(module)
         if wrapper not in self._norms:
             self._norms[wrapper] = GradientNorm(wrapper)
         return self._norms[wrapper]
-
-
-def _wrapper_of(module: nn.Module) -> _BaseDataParallel:
-    wrapper = module if isinstance(module, _BaseDataParallel) else owner_of(next(module.parameters(), None))
-    if not isinstance(wrapper, _BaseDataParallel):
-        raise ConfigError(
-            f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module first"
-        )
-    return wrapper

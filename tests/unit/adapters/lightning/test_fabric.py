@@ -6,6 +6,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from core.adapters.lightning import ShardstackFabricStrategy, ShardstackOptimizer
 from core.errors import CheckpointError, ConfigError, OptimizerError
@@ -105,3 +106,78 @@ def _refusals(folder: str) -> None:
 
 def test_what_cannot_work_says_so(tmp_path):
     run_distributed(_refusals, 2, str(tmp_path))
+
+
+def _two_layers() -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(8)
+    return nn.Linear(6, 6), nn.Linear(6, 6)
+
+
+def _inputs(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _two_in_one_process() -> list[torch.Tensor]:
+    first, second = _two_layers()
+    updates = [torch.optim.SGD(layer.parameters(), 0.1) for layer in (first, second)]
+    for step in range(3):
+        for updated, update in zip((first, second), updates, strict=True):
+            totals: list[torch.Tensor] = []
+            for rank in range(2):
+                x = _inputs(step, rank)
+                loss = second(first(x)) if updated is first else second(first(x).detach()) - 1
+                own = torch.autograd.grad(loss.square().mean(), list(updated.parameters()))
+                totals = [a + b for a, b in zip(totals, own, strict=True)] if totals else list(own)
+            for p, total in zip(updated.parameters(), totals, strict=True):
+                p.grad = total / 2
+            update.step()
+    return [p.detach() for layer in (first, second) for p in layer.parameters()]
+
+
+def _two_models(sharding: str) -> None:
+    """The first's loss leaves gradients in the second, which ``zero_grad`` has to drop."""
+    with ranks_of_lightning():
+        fabric = fabric_of(sharding)
+        fabric.launch()
+        plain = _two_layers()
+        (first, one), (second, two) = (
+            fabric.setup(layer, torch.optim.SGD(layer.parameters(), 0.1)) for layer in plain
+        )
+        for step in range(3):
+            x = _inputs(step, dist.get_rank())
+            one.zero_grad()
+            fabric.backward(second(first(x)).square().mean())
+            one.step()
+            two.zero_grad()
+            loss = (second(first(x).detach()) - 1).square().mean()
+            two.zero_grad()  # between forward and backward, as some loops have it
+            fabric.backward(loss)
+            two.step()
+        found = [value for layer in plain for value in whole(layer).values()]
+    for value, expected in zip(found, _two_in_one_process(), strict=True):
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_two_models_keep_their_gradients_apart(sharding):
+    run_distributed(_two_models, 2, sharding)
+
+
+def _on_meta() -> None:
+    with ranks_of_lightning():
+        weights = []
+        for sharding in ("no_shard", "optim_grads_params", "fsdp2"):
+            fabric = fabric_of(sharding)
+            fabric.launch()
+            torch.manual_seed(5)
+            with fabric.init_module(empty_init=True):
+                net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+            assert next(net.parameters()).is_meta
+            fabric.setup_module(net)
+            weights.append(whole(net))
+    for other in weights[1:]:
+        assert all(torch.equal(other[name], value) for name, value in weights[0].items())
+
+
+def test_a_model_on_meta_is_drawn_after_it_is_sharded():
+    run_distributed(_on_meta, 2)
