@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -97,7 +98,9 @@ class Processes:
         if kind not in _BACKENDS:
             raise ConfigError(f"the strategy got the device {self.root_device}; it takes accelerator='cpu' or 'cuda'")
         self.set_world_ranks()
-        _init_dist_connection(
+        if "RANK" in os.environ and self.process_group_backend is None and device.device_type() == kind:
+            device.init_process_group(self.process_group_timeout.total_seconds() / 60)  # also after a restart
+        _init_dist_connection(  # which does nothing where there is a group
             self.cluster_environment,
             self.process_group_backend or _BACKENDS[kind],
             timeout=self.process_group_timeout,
