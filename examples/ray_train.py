@@ -23,6 +23,7 @@ from core.optimizer import OptimizerConfig, get_megatron_optimizer
 def train(settings: dict[str, Any]) -> None:
     """What each worker runs."""
     core.device.init_process_group()  # a no-op here; under torchrun or srun it joins the group
+    torch.manual_seed(1)
     layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(core.device.current_device())
     group, units = torch.distributed.group.WORLD, [nn.TransformerEncoderLayer]
@@ -37,18 +38,17 @@ def train(settings: dict[str, Any]) -> None:
         samples = torch.Generator().manual_seed(1000 * step + torch.distributed.get_rank())
         batch = torch.randn(4, 8, 32, generator=samples).to(core.device.current_device())
         model.zero_grad_buffer()
-        loss = (model(batch) - batch.roll(1, 1)).square().mean()
-        loss.backward()
+        (loss := (model(batch) - batch.roll(1, 1)).square().mean()).backward()
         finalize_model_grads([model])
         _, norm, _ = optimizer.step()
         state = checkpoints.model_state_dict(model.module) | optimizer.state_tensors()
-        metadata = {"step": step + 1, "optimizer": optimizer.state_scalars()}
-        checkpoints.save(state, checkpoints.checkpoint_directory(folder, step + 1), metadata=metadata)
+        done = {"step": step + 1, "optimizer": optimizer.state_scalars()}
+        checkpoints.save(state, checkpoints.checkpoint_directory(folder, step + 1), metadata=done)
         ray.train.report({"step": step + 1, "loss": loss.item(), "grad_norm": norm})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("runs/ray"), help="one that all workers share")
