@@ -11,7 +11,7 @@ import time
 import uuid
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but left out of __all__
 
 from .errors import ParallelStateError
 

@@ -14,6 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from core.dist_checkpointing import FlatRange, model_state_dict
+from core.distributed import _BaseDataParallel
+from core.distributed.parameter_owner import owner_of
 from tests.unit.adapters._doors import Net, batch
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")
@@ -123,13 +126,10 @@ def serial(
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the whole model, on every rank."""
-    from core.dist_checkpointing import FlatRange, model_state_dict
-    from core.distributed.parameter_owner import owner_of
-
-    wrapper: Any = owner_of(next(model.parameters()))
+    """The tensors of the whole model, on every rank; of the model inside, where a wrapper is given."""
+    wrapper: Any = model if isinstance(model, _BaseDataParallel) else owner_of(next(model.parameters()))
     with wrapper.whole_parameters():
-        state = model_state_dict(model)
+        state = model_state_dict(wrapper.module)
         assert not any(isinstance(value, FlatRange) for value in state.values())
         return {
             name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()

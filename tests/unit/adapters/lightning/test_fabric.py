@@ -153,7 +153,7 @@ def _two_models(sharding: str) -> None:
             two.zero_grad()  # between forward and backward, as some loops have it
             fabric.backward(loss)
             two.step()
-        found = [value for layer in plain for value in whole(layer).values()]
+        found = [value for model in (first, second) for value in whole(model._forward_module).values()]
     for value, expected in zip(found, _two_in_one_process(), strict=True):
         assert torch.equal(value, expected)
 
