@@ -150,9 +150,9 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Runs backward, and finishes the gradients of the models that it reached and that do not accumulate."""
         super().backward(tensor, module, *args, **kwargs)
-        accumulating = self._no_sync.accumulating
-        for wrapper in {wrapper for wrapper, _ in self._updates.values()} - accumulating:
-            if wrapper.gradient_state.phase is Phase.ACCUMULATING:
+        for wrapper in dict.fromkeys(wrapper for wrapper, _ in self._updates.values()):  # in one order on all ranks
+            is_accumulating = wrapper in self._no_sync.accumulating
+            if wrapper.gradient_state.phase is Phase.ACCUMULATING and not is_accumulating:
                 finalize_model_grads([wrapper])
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
