@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from ..errors import ConfigError, DataError
 from ..micro_batch_tree import MicroBatchTree
 from ..tensor_parallel.vocab import pad_vocab_size
 from .config import PretrainConfig
+from .device_batches import Batch, DeviceBatches
 from .stop_request import ignore_stop_signals
-from .train_step import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,18 +75,18 @@ def load_data(config: PretrainConfig, data_path: Path, world_size: int) -> RunDa
 
 def training_batches(
     data: RunData, config: PretrainConfig, consumed_samples: int, tree: MicroBatchTree | None = None
-) -> Iterator[Batch]:
-    """Yields this rank's micro-batches after the first `consumed_samples` samples of the run.
+) -> DeviceBatches:
+    """Opens this rank's micro-batches after the first `consumed_samples` samples of the run.
 
     Args:
         tree: of the wrapper's plan; says which micro-batches of a step are this rank's.
     """
-    return iter(_loader(data.train, config, consumed_samples, tree))
+    return DeviceBatches(iter(_loader(data.train, config, consumed_samples, tree)))
 
 
-def validation_batches(dataset: GPTDataset, config: PretrainConfig) -> Iterator[Batch]:
-    """Yields this rank's micro-batches of a validation: the same samples each time, so that losses are comparable."""
-    return iter(_loader(dataset, config, 0))
+def validation_batches(dataset: GPTDataset, config: PretrainConfig) -> DeviceBatches:
+    """Opens this rank's micro-batches of a validation: the same samples each time, so that losses are comparable."""
+    return DeviceBatches(iter(_loader(dataset, config, 0)))
 
 
 def _loader(

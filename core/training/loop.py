@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from .checkpointing import TOKENIZER_FILE, save_tokenizer, weights_hash
 from .checkpointing.writer import CheckpointWriter
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
+from .device_batches import Batch
 from .log import RunLog, Stopwatch
 from .memory_profile import measure_step
 from .memory_timeline import PICTURE_FILE, write_timeline
@@ -79,9 +82,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         StopRequest() as request,
         RunLog(config, folder, state.iteration, enabled=is_writer) as log,
         CheckpointWriter(config, folder) as writer,
+        _batches(state, config, data) as batches,
     ):
-        tree = state.model.plan.tree
-        batches = training_batches(data, config, state.consumed_samples, tree) if state.iteration < last else iter(())
         skipped = SkippedSteps(scale_adapts=isinstance(state.optimizer.grad_scaler, DynamicGradScaler))
         if folder is not None and is_writer and data.tokenizer is not None:
             log.files.write(folder / TOKENIZER_FILE, partial(save_tokenizer, data.tokenizer, folder))
@@ -97,7 +99,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 batches,
                 num_microbatches,
                 stop_requested=request.requested or writer.failed,
-                seeds=None if tree is None else _seeds(state, config),
+                seeds=None if state.model.plan.tree is None else _seeds(state, config),
             )
             if state.iteration + 1 == profiled and folder is not None:
                 running, timeline = measure_step(state.model, state.optimizer, step)
@@ -117,8 +119,8 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 stop = reporter.finish() or stop
             stop &= not is_last
             if data.valid is not None and validates and not stop:
-                validation = validation_batches(data.valid, config)
-                validation_loss = evaluate(state.model, validation, config.run.eval_iters * num_microbatches)
+                with validation_batches(data.valid, config) as validation:
+                    validation_loss = evaluate(state.model, validation, config.run.eval_iters * num_microbatches)
                 log.validation(state.iteration, validation_loss)
             if folder is not None and (saves or stop):
                 log.message(f"iteration {state.iteration}: {writer.save(state)}")
@@ -129,6 +131,12 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         checkpoint=writer.written,
         stopped_by=(request.signal_name or "a signal to another rank") if stop else "",
     )
+
+
+def _batches(state: TrainingState, config: PretrainConfig, data: RunData) -> AbstractContextManager[Iterator[Batch]]:
+    if state.iteration >= config.run.train_iters:
+        return nullcontext(iter(()))
+    return training_batches(data, config, state.consumed_samples, state.model.plan.tree)
 
 
 def _seeds(state: TrainingState, config: PretrainConfig) -> MicroBatchSeeds:

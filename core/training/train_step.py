@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -15,15 +15,10 @@ from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
 from ..transformer.document_masks import document_pieces
+from .device_batches import Batch, to_device
 from .exact_totals import exact_totals
 from .micro_batch_seeds import MicroBatchSeeds
 from .running_step import RunningStep
-
-Batch = Mapping[str, torch.Tensor]
-"""Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` if documents are packed.
-
-Context-parallel ranks get the same whole sequences, and each takes its chunks.
-"""
 
 
 def train_step(
@@ -51,7 +46,8 @@ def train_step(
     exactly.
 
     Args:
-        batches: this rank's micro-batches; `num_microbatches` of them are taken.
+        batches: this rank's micro-batches, of which `num_microbatches` are taken; copied to the device if they are
+            not there (`DeviceBatches`).
         stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
         seeds: of dropout, by micro-batch; None lets random streams run on.
     """
@@ -67,7 +63,7 @@ def train_step(
         model.zero_grad_buffer()
         for i in range(num_microbatches):
             sequences = next(batches)
-            batch = _to_device(sequences)
+            batch = _own_chunks(sequences)
             if seeds is not None:
                 seeds.enter(model.micro_batch_index(i))
             with model.no_sync() if i < num_microbatches - 1 else nullcontext():
@@ -101,7 +97,7 @@ def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: in
     model.eval()
     try:
         for _ in range(num_batches):
-            masked_sum, tokens = _masked_loss(model, _to_device(next(batches)))
+            masked_sum, tokens = _masked_loss(model, _own_chunks(next(batches)))
             rows.append(torch.stack([masked_sum.double(), tokens.double()]))
     finally:
         model.train(was_training)
@@ -131,10 +127,9 @@ def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, 
     return (losses.float() * mask).sum(), mask.sum()
 
 
-def _to_device(batch: Batch) -> Batch:
-    """Returns this rank's chunks on the device, and `document_starts`, which the host reads, on the CPU."""
-    here, host = device.current_device(), torch.device("cpu")
-    places = {name: host if name == "document_starts" else here for name in batch}
-    # In this order: what is cut on the host is no longer pinned, and its copy would be waited for.
-    moved = {name: tensor.to(places[name], non_blocking=True) for name, tensor in batch.items()}
-    return {name: own_chunks(tensor) for name, tensor in moved.items()}
+def _own_chunks(batch: Batch) -> Batch:
+    """Returns this rank's chunks of a batch, on the device.
+
+    It is copied before it is cut: what is cut on the host is no longer pinned, and its copy would be waited for.
+    """
+    return {name: own_chunks(tensor) for name, tensor in to_device(batch).items()}

@@ -427,7 +427,7 @@ MUTATIONS = (
     ),
     Mutation(
         "document starts are not split as tokens are",
-        "core.training.train_step._to_device",
+        "core.training.train_step._own_chunks",
         r"own_chunks\(tensor\)",
         "own_chunks(tensor if name != 'document_starts' else tensor.roll(1, 0))",
         (_CUT_STEP,),

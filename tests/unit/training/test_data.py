@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from core.datasets.prepare import prepare
 from core.datasets.tokenizer import tokenizer_path
 from core.errors import ConfigError, DataError
 from core.training.data import load_data, training_batches, validation_batches
+from core.training.device_batches import DeviceBatches
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 
@@ -65,6 +70,28 @@ def test_batches_go_on_after_the_samples_that_were_consumed(corpus: Path):
         assert len(rest) == len(train) - 2
         assert torch.equal(valid, again)
     assert not torch.equal(whole[0][0], whole[1][0])  # each rank its own
+
+
+def _read_ahead(prefix: Path, stops: list[int]) -> list[torch.Tensor]:
+    """Tokens of micro-batches of a run that stops after these steps, each time with more of them read."""
+    config = small_config(global_batch_size=8, train_iters=4, num_workers=0)
+    parallel_state.initialize_model_parallel()
+    data = load_data(config, prefix, 2)
+    found: list[torch.Tensor] = []
+    at_once = SimpleNamespace(start=lambda batch: SimpleNamespace(wait=lambda: batch))
+    with mock.patch("core.training.data.DeviceBatches", partial(DeviceBatches, copies=at_once)):
+        for first, last in itertools.pairwise([0, *stops]):
+            with training_batches(data, config, 8 * first) as batches:
+                found += [next(batches)["tokens"] for _ in range(2 * (last - first))]
+    return found
+
+
+def test_what_was_read_ahead_is_neither_lost_nor_trained_on_twice(corpus: Path):
+    for whole, continued in zip(
+        run_distributed(_read_ahead, 2, corpus, [4]), run_distributed(_read_ahead, 2, corpus, [1, 3, 4]), strict=True
+    ):
+        assert all(map(torch.equal, whole, continued)) and len(whole) == len(continued) == 8
+        assert len({tokens.numpy().tobytes() for tokens in whole}) == 8
 
 
 def _first_micro_batch(prefix: Path, kind: str) -> torch.Tensor:
