@@ -99,8 +99,8 @@ def _sum_over_sequence_parallel_ranks(model: Sequence[_BaseDataParallel], given:
             all_reduce(flat, group, what="gradients under sequence parallelism", order=order)
         else:
             all_reduce_by_backend(flat, group, what="gradients under sequence parallelism")
-        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+        totals = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [t.view_as(g) for t, g in zip(totals, gradients, strict=True)])
 
 
 def _tensor_parallel_group(

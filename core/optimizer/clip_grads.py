@@ -115,7 +115,7 @@ class GradientStatistics:
         for key, groups in self._shard_groups.items():
             counted = self._counted(grads, key)
             squares = 0 if exponent is None else sum_of_squares(counted, exponent)
-            zeros = sum(g.numel() - int(torch.count_nonzero(g)) for g in counted) if count_zeros else 0
+            zeros = int(_count_zeros(counted)) if counted and count_zeros else 0
             sums = torch.tensor([*digits_of(squares), zeros], dtype=torch.int64, device=device)
             for group in groups:
                 all_reduce_by_backend(sums, group, what="the gradient norm")
@@ -194,5 +194,38 @@ def _sum_on_device(grads: list[Tensor], count_zeros: bool, device: torch.device)
     if grads:  # the multi-tensor norm accumulates in the dtype of its result
         sums[0] = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
     if grads and count_zeros:
-        sums[1] = sum(grad.numel() for grad in grads) - torch.stack([torch.count_nonzero(g) for g in grads]).sum()
+        sums[1] = _count_zeros(grads)
     return sums
+
+
+def _count_zeros(grads: Sequence[Tensor]) -> Tensor:
+    """Returns how many elements are zero, 0-dim, without waiting for the device."""
+    counts = [torch.count_nonzero(run) for run in joined_neighbours(grads)]
+    return sum(grad.numel() for grad in grads) - torch.stack(counts).sum()
+
+
+def joined_neighbours(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Joins tensors that follow each other in memory, so that one kernel reads them; keeps the rest as they are.
+
+    A wrapper's gradients follow each other: a bucket's in its buffer, those of a unit in what its reduction wrote.
+
+    Returns:
+        views of the same elements, `[n]` where they are joined, in the order of their memory.
+    """
+    runs: list[list[Tensor]] = []
+    for tensor in sorted(tensors, key=Tensor.data_ptr):
+        if runs and _follows(runs[-1][-1], tensor):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return [run[0] if len(run) == 1 else run[0].as_strided((sum(t.numel() for t in run),), (1,)) for run in runs]
+
+
+def _follows(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.dtype is second.dtype
+        and first.is_contiguous()
+        and second.is_contiguous()
+        and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.data_ptr() + first.numel() * first.element_size() == second.data_ptr()
+    )

@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,14 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from core import parallel_state
+from core.distributed import finalize_model_grads, wrap_model
 from core.errors import OptimizerError
 from core.optimizer.clip_grads import (
     GradientStatistics,
     _sum_on_device,
     _sum_on_host,
     clip_coefficient,
+    joined_neighbours,
 )
 from core.optimizer.param_groups import collect_main_params
+from tests.functional._runs import build_gpt, ddp_config, micro_batches
 from tests.unit._spawn import run_distributed
 
 
@@ -97,6 +101,36 @@ def test_accelerators_sums_are_the_hosts():
     device, host = _sum_on_device(grads, True, torch.device("cpu")), _sum_on_host(grads, True)
     assert device[0].item() == pytest.approx(host[0].item(), rel=1e-14) and device[1] == host[1] > 0
     assert not _sum_on_device(grads, False, torch.device("cpu"))[1]
+
+
+def test_one_kernel_counts_the_zeros_of_neighbours():
+    memory = torch.arange(100.0).remainder_(3.0)
+    pieces = [memory[60:64].view(2, 2), memory[:10], memory[10:40].view(5, 6), memory[41:60]]  # 40 is padding
+    strided, elsewhere, halves = torch.zeros(3, 4).t(), torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)
+    grads = [*pieces, strided, elsewhere, halves, torch.full((3,), math.nan)]
+    with mock.patch.object(torch, "count_nonzero", side_effect=torch.count_nonzero) as counted:
+        sums = _sum_on_device(grads, True, torch.device("cpu"))
+    assert counted.call_count == 2 + 4
+    assert sums[1].item() == sum((g == 0).sum().item() for g in grads) == 14 + 8 + 12 + 2 + 2
+
+
+def _count_of_a_wrappers_kernels(wrapper: str) -> tuple[int, int]:
+    """Kernels that count the zeros of a wrapper's gradients, and how many gradients there are."""
+    module = build_gpt(
+        True, hidden_size=64, num_attention_heads=2, num_query_groups=2, kv_channels=32, ffn_hidden_size=64
+    )
+    model = wrap_model(module, module.config, ddp_config(wrapper), process_group=dist.group.WORLD)
+    tokens, labels = micro_batches(0, dist.get_rank())[0]
+    model(tokens, labels=labels).mean().backward()
+    finalize_model_grads([model])
+    grads = [g for p in model.module.parameters() if (g := model.local_gradient(p)) is not None and g.numel()]
+    return len(joined_neighbours(grads)), len(grads)
+
+
+@pytest.mark.parametrize(("wrapper", "most"), [("ddp", 1), ("zero3", 3), ("fsdp2", 4)])
+def test_gradients_of_a_wrapper_are_neighbours(wrapper: str, most: int):
+    for kernels, number in run_distributed(_count_of_a_wrappers_kernels, 2, wrapper):
+        assert kernels <= most < number
 
 
 def test_clip_coefficient():
