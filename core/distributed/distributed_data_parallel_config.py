@@ -136,6 +136,11 @@ class DistributedDataParallelConfig:
     compile_units: bool = False
     """Compile each unit's forward with `torch.compile`."""
 
+    activation_memory_budget: float | None = None
+    """With compile_units: what a unit saves for backward, from its inputs alone (0) to all that makes it fast (1).
+    The cheapest operations are computed again to stay within that share of the memory. Not for units that draw random
+    numbers, as dropout does. None: torch's setting, 1."""
+
     def __post_init__(self) -> None:
         if self.data_parallel_sharding_strategy not in SHARDING_STRATEGIES:
             raise ParallelConfigError(
@@ -195,6 +200,24 @@ class DistributedDataParallelConfig:
             raise ParallelConfigError(
                 f"activation_checkpointing_interval is {interval} with activation_checkpointing "
                 f"{self.activation_checkpointing!r}; it takes a positive number, and something to do at that interval"
+            )
+        self._check_memory_budget()
+
+    def _check_memory_budget(self) -> None:
+        budget = self.activation_memory_budget
+        if budget is None:
+            return
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0.0 <= budget <= 1.0:
+            raise ParallelConfigError(f"activation_memory_budget is {budget!r}; it takes a number from 0 to 1")
+        if not self.compile_units:
+            raise ParallelConfigError(
+                f"activation_memory_budget is {budget} without compile_units: the compiler chooses what to save; set "
+                "compile_units, or use activation_checkpointing, which needs no compiler"
+            )
+        if self.activation_checkpointing != "none":
+            raise ParallelConfigError(
+                f"activation_memory_budget is {budget} and activation_checkpointing is "
+                f"{self.activation_checkpointing!r}; each decides what is computed again in backward, drop one"
             )
 
     @property

@@ -36,6 +36,7 @@ _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
 _SHARDED = ("tests/unit/optimizer/test_distrib_optimizer.py", "tests/unit/optimizer/test_portable_state.py")
 _SCHEDULE = "tests/unit/optimizer/test_optimizer_param_scheduler.py"
 _EQUALITY = "tests/functional/test_equality_of_wrappers.py"
+_LOSS_IN_PARTS = "tests/unit/tensor_parallel/test_linear_cross_entropy.py"
 _LAYOUTS = "tests/functional/test_equality_over_layouts.py"
 _CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
 
@@ -419,6 +420,41 @@ MUTATIONS = (
         ("tests/unit/tensor_parallel/test_cross_entropy.py",),
     ),
     Mutation(
+        "loss in parts: the gradient of a part is not scaled by that of its tokens",
+        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.backward",
+        r"of_logits\.mul_\(scale\)",
+        "of_logits",
+        (_LOSS_IN_PARTS,),
+    ),
+    Mutation(
+        "loss in parts: a tensor-parallel rank takes targets for columns of its own",
+        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.backward",
+        r"local = target - .*",
+        "local = target",
+        (f"{_LOSS_IN_PARTS}::test_two_ranks_share_the_vocabulary",),
+    ),
+    Mutation(
+        "loss in parts: a rank normalises by its own vocabulary",
+        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.forward",
+        r"torch\.logsumexp\(everyone\[:, 0\], dim=0\)",
+        "mine[0, 0]",
+        (f"{_LOSS_IN_PARTS}::test_two_ranks_share_the_vocabulary",),
+    ),
+    Mutation(
+        "loss in parts: the largest logit is left in the exponent",
+        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.forward",
+        r"logits\.amax\(dim=1\)",
+        "torch.zeros_like(logits[:, 0])",
+        (_LOSS_IN_PARTS,),
+    ),
+    Mutation(
+        "loss in parts: the gradient of the input is that of the last part",
+        "core.tensor_parallel.linear_cross_entropy._add_product",
+        r"total\.addmm_\(left, right\)",
+        "torch.mm(left, right, out=total)",
+        (_LOSS_IN_PARTS,),
+    ),
+    Mutation(
         "positions of a context-parallel rank count from zero",
         "core.transformer.context_parallel.own_positions",
         "return .*",
@@ -438,6 +474,20 @@ MUTATIONS = (
         r" / parallel_state\.get_context_parallel_world_size\(\)",
         "",
         (_CUT_STEP,),
+    ),
+    Mutation(
+        "a batch is used before its copy to the GPU is complete",
+        "core.training.device_batches._Recorded.wait",
+        r"computing\.wait_event\(.*\)",
+        "pass",
+        ("tests/unit/training/test_device_batches.py",),
+    ),
+    Mutation(
+        "a batch's memory on the GPU is reused while the step reads it",
+        "core.training.device_batches._Recorded.wait",
+        r"tensor\.record_stream\(computing\)",
+        "pass",
+        ("tests/unit/training/test_device_batches.py",),
     ),
     Mutation(
         "context-parallel ranks read different samples",

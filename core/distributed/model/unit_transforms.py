@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from ...tensor_parallel.random import recompute
 from ..plan.values import UnitTransform
+from .memory_budget import compiled
 
 SAVED_OPERATIONS: tuple[str, ...] = (
     "mm",
@@ -55,7 +56,7 @@ def transform_units(transforms: Iterable[UnitTransform]) -> None:
             if transform.recomputes != "none":
                 module.forward = _recomputing(module.forward, transform.recomputes == "selective")
             if transform.is_compiled:
-                module.forward = torch.compile(module.forward)
+                module.forward = compiled(module.forward, transform.memory_budget)
 
 
 def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:

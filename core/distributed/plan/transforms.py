@@ -48,6 +48,7 @@ def plan_transforms(units: Sequence[Unit], settings: DistributedDataParallelConf
             modules=unit.modules,
             recomputes=settings.activation_checkpointing if unit in recomputed else "none",
             is_compiled=settings.compile_units,
+            memory_budget=settings.activation_memory_budget,
         )
         for unit in layers
         if unit in recomputed or settings.compile_units

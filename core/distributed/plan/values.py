@@ -86,6 +86,14 @@ class UnitTransform:
     modules: tuple[nn.Module, ...]
     recomputes: ActivationCheckpointing
     is_compiled: bool
+    memory_budget: float | None = None
+    """What compiled code saves for backward, between its inputs alone (0) and all that makes it fast (1). None: as
+    torch's setting of the process says, at first 1."""
+
+    @property
+    def computes_again(self) -> bool:
+        """Backward computes activations again, to save their memory."""
+        return self.recomputes != "none" or (self.memory_budget is not None and self.memory_budget < 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +142,7 @@ class ShardingPlan:
     @property
     def recomputes(self) -> bool:
         """The wrapper computes activations of some units again in backward."""
-        return any(transform.recomputes != "none" for transform in self.transforms)
+        return any(transform.computes_again for transform in self.transforms)
 
     @property
     def tree(self) -> MicroBatchTree | None:

@@ -1,0 +1,180 @@
+"""A compiled layer is one graph under every wrapper, which all layers share; a memory budget decides what it saves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
+
+from core.distributed import finalize_model_grads, wrap_model
+from core.distributed.model import memory_budget
+from core.errors import ParallelConfigError
+from tests.functional._runs import FFN, HIDDEN, SEQUENCE, build_gpt, ddp_config, micro_batches
+from tests.unit._rounding import assert_same_sums
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import gradients
+
+LAYERS = 10
+"""More than the 8 compilations of one function after which torch gives up and runs it uncompiled."""
+
+WRAPPERS = ("ddp", "zero1, overlapped", "zero2, overlapped", "zero3", "fsdp2")
+
+
+@contextmanager
+def _counted_graphs(compiler: str) -> Iterator[list[int]]:
+    """Notes the number of operations of each graph that is compiled."""
+    found: list[int] = []
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        found.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
+
+    torch._dynamo.reset()  # the processes of ranks are reused, and with them what is compiled
+    counters.clear()
+    with mock.patch.object(memory_budget, "COMPILER", compile_graph):
+        yield found
+
+
+def _train(wrapper: str, tied: bool, fields: dict[str, Any]) -> None:
+    module = build_gpt(tied, num_layers=LAYERS)
+    model = wrap_model(module, module.config, ddp_config(wrapper, **fields), process_group=dist.group.WORLD)
+    model.train()
+    for step in range(2):
+        model.zero_grad_buffer()
+        *first, last = micro_batches(step, dist.get_rank())[:2]
+        for tokens, labels in first:
+            with model.no_sync():
+                model(tokens, labels=labels).mean().backward()
+        model(last[0], labels=last[1]).mean().backward()
+        finalize_model_grads([model])
+
+
+def _graphs(wrapper: str, tied: bool, fields: dict[str, Any]) -> tuple[list[int], dict[str, int], dict[str, int]]:
+    with _counted_graphs("aot_eager") as found:
+        _train(wrapper, tied, {"compile_units": True, **fields})
+    return found, dict(counters["graph_break"]), dict(counters["frames"])
+
+
+@pytest.mark.parametrize(
+    ("tied", "recomputes"),
+    [
+        (True, "none"),
+        (True, "selective"),
+        *(
+            pytest.param(tied, recomputes, marks=pytest.mark.long)
+            for tied, recomputes in ((False, "none"), (False, "selective"), (False, "full"), (True, "full"))
+        ),
+    ],
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_all_layers_share_one_graph_without_breaks(wrapper: str, tied: bool, recomputes: str) -> None:
+    for graphs, breaks, frames in run_distributed(_graphs, 2, wrapper, tied, {"activation_checkpointing": recomputes}):
+        assert not breaks
+        assert len(graphs) == 1, (graphs, frames)
+        assert frames == {"total": 1, "ok": 1}
+
+
+def _bytes_and_gradients(wrapper: str, budget: float | None) -> tuple[int, dict[str, torch.Tensor]]:
+    """What forward keeps for backward in addition to parameters, and the gradients; compiled where there is a budget.
+
+    The partitioner chooses what is kept; what it keeps is computed by torch's own kernels, to save the time of C++.
+    """
+    torch._dynamo.reset()
+    module = build_gpt(True, num_layers=2)
+    fields = {} if budget is None else {"compile_units": True, "activation_memory_budget": budget}
+    model = wrap_model(module, module.config, ddp_config(wrapper, **fields), process_group=dist.group.WORLD)
+    assert model.plan.recomputes == (budget is not None and budget < 1.0)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens, labels = micro_batches(0, dist.get_rank())[0]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(tokens, labels=labels).mean()
+    loss.backward()
+    finalize_model_grads([model])
+    return sum(kept.values()), gradients(model)
+
+
+def _saves_less_for_less(wrapper: str, budgets: list[float]) -> list[int]:
+    _, expected = _bytes_and_gradients(wrapper, None)
+    sizes = []
+    with mock.patch.object(memory_budget, "COMPILER", "aot_eager_decomp_partition"):
+        for budget in budgets:
+            size, found = _bytes_and_gradients(wrapper, budget)
+            # Sums over 26 tokens, over the width of a layer, and of norms, in another order.
+            assert_same_sums(found, expected, additions=2 * SEQUENCE + HIDDEN + FFN)
+            sizes.append(size)
+    assert functorch_config.activation_memory_budget == 1.0  # of the process
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.long) for name in WRAPPERS[1:-1])]
+)
+def test_a_smaller_budget_saves_less_for_backward_and_changes_no_number(wrapper: str) -> None:
+    for most, some, few, none in run_distributed(_saves_less_for_less, 2, wrapper, [1.0, 0.5, 0.2, 0.0]):
+        assert most > some > few > none
+
+
+def _compiled_by_torch() -> tuple[int, int]:
+    (most, expected), (least, found) = (_bytes_and_gradients("ddp", budget) for budget in (1.0, 0.3))
+    assert_same_sums(found, expected, additions=2 * SEQUENCE + HIDDEN + FFN)
+    return most, least
+
+
+@pytest.mark.long
+def test_torchs_compiler_keeps_to_the_budget() -> None:
+    for most, least in run_distributed(_compiled_by_torch, 1):
+        assert least < 0.6 * most
+
+
+def _dropout_is_refused() -> list[str]:
+    messages = []
+    torch._dynamo.reset()
+    for dropout in ({"hidden_dropout": 0.1}, {"attention_dropout": 0.1}):
+        module = build_gpt(True, **dropout)
+        fields = {"compile_units": True, "activation_memory_budget": 0.5}
+        model = wrap_model(module, module.config, ddp_config("ddp", **fields), process_group=dist.group.WORLD)
+        tokens, labels = micro_batches(0, 0)[0]
+        with pytest.raises(ParallelConfigError) as caught:
+            model(tokens, labels=labels)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_unit_that_drops_is_refused_because_torch_would_draw_again() -> None:
+    for message in run_distributed(_dropout_is_refused, 1)[0]:
+        assert message.startswith("activation_memory_budget is below 1 and a unit draws random numbers")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"activation_memory_budget": 0.5}, "is 0.5 without compile_units"),
+        ({"activation_memory_budget": 1.5, "compile_units": True}, "is 1.5; it takes a number from 0 to 1"),
+        ({"activation_memory_budget": -0.1, "compile_units": True}, "is -0.1; it takes"),
+        ({"activation_memory_budget": float("nan"), "compile_units": True}, "is nan; it takes"),
+        ({"activation_memory_budget": True, "compile_units": True}, "is True; it takes"),
+        ({"activation_memory_budget": "half", "compile_units": True}, "is 'half'; it takes"),
+        (
+            {"activation_memory_budget": 0.5, "compile_units": True, "activation_checkpointing": "full"},
+            "is 0.5 and activation_checkpointing is 'full'; each decides",
+        ),
+    ],
+)
+@pytest.mark.parametrize("wrapper", ["ddp", "zero3", "fsdp2"])
+def test_a_budget_that_cannot_be_kept_is_refused(wrapper: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParallelConfigError, match=f"activation_memory_budget {re.escape(message)}"):
+        ddp_config(wrapper, **fields)
