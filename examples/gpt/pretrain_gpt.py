@@ -20,6 +20,7 @@ import torch.distributed as dist
 from bigram import bigram_validation_loss
 from sampling import SamplingConfig, generate_tokens, stream_text
 
+from core import parallel_state
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.prepare import prepare, standard_library_sources
 from core.datasets.tokenizer import Tokenizer
@@ -113,8 +114,11 @@ def pretrain(config: PretrainConfig) -> None:
 def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
     """Builds the model, in the precision that its wrapper needs: one that shards parameters keeps fp32, and casts."""
     is_cut = shards_parameters(config.ddp.sharding_strategy)
-    # On the meta device nothing is allocated: such a wrapper fills each rank's shards.
-    with torch.device("meta") if is_cut else nullcontext():
+    is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    on_meta = is_cut or not is_first_replica
+    # On the meta device nothing is allocated or drawn: a wrapper that cuts parameters fills each rank's shards, and
+    # others broadcast the tensors of the first replica.
+    with torch.device("meta") if on_meta else nullcontext():
         model: torch.nn.Module = GPTModel(
             config.model,
             vocab_size=vocab_size,
@@ -128,7 +132,7 @@ def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
         return model
     if config.model.fp16 or config.model.bf16:
         model = Float16Module(config.model, model)  # on the host: a GPU never holds the whole model in fp32
-    return model.to(current_device())
+    return model if on_meta else model.to(current_device())
 
 
 def name_run_folder(config: PretrainConfig) -> PretrainConfig:

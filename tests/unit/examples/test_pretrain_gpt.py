@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
 from core import parallel_state
+from core.distributed import wrap_model
 from tests.functional._program import load_program
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
@@ -26,6 +28,31 @@ def _dtypes_that_were_moved() -> list[str]:
     with mock.patch.object(nn.Module, "to", note):
         load_program("pretrain_gpt").build_model(small_config(bf16=True), 128)
     return sorted(moved)
+
+
+def _replicas(changes: dict[str, Any]) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether this rank's model is on the meta device before it is wrapped, and its weights behind."""
+    parallel_state.initialize_model_parallel()
+    config = small_config(**changes)
+    module = load_program("pretrain_gpt").build_model(config, 128)
+    on_meta = {tensor.is_meta for tensor in (*module.parameters(), *module.buffers())}
+    assert len(on_meta) == 1
+    model = wrap_model(module, config.model, config.ddp)
+    model.settle_parameters()
+    return on_meta.pop(), {name: weight.detach().clone() for name, weight in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"bf16": True}, {"use_distributed_optimizer": True}, {"lora_rank": 2}, {"freeze": ["embedding*"]}],
+    ids=str,
+)
+def test_the_first_replica_alone_draws_initial_values(changes: dict[str, Any]) -> None:
+    ((alone, expected),) = run_distributed(_replicas, 1, changes)
+    assert not alone
+    for rank, (on_meta, found) in enumerate(run_distributed(_replicas, 2, changes)):
+        assert on_meta == (rank == 1)
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_model_in_low_precision_is_cast_before_it_moves_to_its_device() -> None:
