@@ -46,7 +46,7 @@ def train_step(
     exactly.
 
     Args:
-        batches: this rank's micro-batches, of which `num_microbatches` are taken; copied to the device if they are
+        batches: this rank's micro-batches; takes `num_microbatches` of them, copied to the device if they are
             not there (`DeviceBatches`).
         stop_requested: whether this rank was asked to stop; the ranks agree on it in the all-reduce of the loss.
         seeds: of dropout, by micro-batch; None lets random streams run on.

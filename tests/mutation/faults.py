@@ -265,7 +265,7 @@ MUTATIONS = (
     Mutation(
         "gradients of norms stay partial under sequence parallelism",
         "core.distributed.finalize_model_grads._sum_over_sequence_parallel_ranks",
-        r"gradient\.copy_\(.*\)",
+        r"torch\._foreach_copy_\(.*\)",
         "pass",
         (_FINALIZE, _LAYOUTS),
     ),

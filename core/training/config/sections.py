@@ -161,7 +161,7 @@ class DataConfig:
     """Samples of a step over all ranks. None: one micro-batch a rank."""
 
     num_workers: int = 2
-    """Processes that read samples, on each rank; 0 reads in the rank's process."""
+    """Processes that read samples, on each rank; 0 reads in the rank's own, on a GPU in a thread of it."""
 
     reset_position_ids: bool = False
     """Count positions from 0 again after each end of document."""
