@@ -173,8 +173,7 @@ def _on_meta() -> None:
             with fabric.init_module(empty_init=True):
                 net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
             assert next(net.parameters()).is_meta
-            fabric.setup_module(net)
-            weights.append(whole(net))
+            weights.append(whole(fabric.setup_module(net)._forward_module))
     for other in weights[1:]:
         assert all(torch.equal(other[name], value) for name, value in weights[0].items())
 
