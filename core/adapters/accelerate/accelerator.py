@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import Accelerator
@@ -32,16 +31,13 @@ class ShardstackAccelerator(Accelerator):
     """
 
     plugin: ShardstackPlugin
-    step_gradients: WeakKeyDictionary[nn.Module, StepGradients]
-    """By wrapper; `prepare_model` adds them."""
-
     # Accelerate's: what is prepared at the moment.
     _models: list[nn.Module]
     _optimizers: list[torch.optim.Optimizer]
 
     def adopt(self, plugin: ShardstackPlugin) -> None:
         """Takes the settings of models that are prepared from here on."""
-        self.plugin, self.step_gradients = plugin, WeakKeyDictionary()
+        self.plugin = plugin
 
     # ---- preparing
 
@@ -66,7 +62,7 @@ class ShardstackAccelerator(Accelerator):
         Raises:
             WrapError: it is wrapped already, or cannot be.
         """
-        if isinstance(model, _BaseDataParallel) and model in self.step_gradients:
+        if StepGradients.of(model) is not None:
             if not any(known is model for known in self._models):
                 self._models.append(model)
             return model
@@ -75,7 +71,7 @@ class ShardstackAccelerator(Accelerator):
             return placed
         self._models = [known for known in self._models if known is not placed]
         wrapper = self.plugin.wrap(placed)
-        self.step_gradients[wrapper] = StepGradients(wrapper)
+        StepGradients(wrapper)
         self._models.append(wrapper)
         return wrapper
 
@@ -101,16 +97,16 @@ class ShardstackAccelerator(Accelerator):
             return arg
         params = [param for group in arg.param_groups for param in group["params"]]
         owners = {owner_of(replaced.get(param, param)) for param in params}
-        if owners == {None} and not self.step_gradients:
+        if owners == {None} and not self._prepared():
             return arg
-        if len(owners) != 1 or None in owners:
+        gradients = StepGradients.of(owners.pop()) if len(owners) == 1 else None
+        if gradients is None:
             raise OptimizerError(
                 f"{type(arg).__name__} has parameters of no prepared model, or of several: it was built before the "
                 "model was wrapped. Give both to one call, prepare(model, optimizer), or build it from the prepared "
                 "model's parameters"
             )
-        (owner,) = owners
-        return prepare_optimizer(arg, self.step_gradients[owner], replaced)  # type: ignore[index]
+        return prepare_optimizer(arg, gradients, replaced)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Returns the model as it was before `prepare`; its parameters stay where the wrapper has them."""
@@ -167,11 +163,12 @@ class ShardstackAccelerator(Accelerator):
             prepared = [model for model in self._models if isinstance(model, _BaseDataParallel)]
             copies = {id(p) for model in prepared for p in model.gradient_receivers()}
             shown = any(id(parameter) in copies for parameter in parameters)
-            return self.step_gradients[prepared[0]] if shown and len(prepared) == 1 else None
+            return StepGradients.of(prepared[0]) if shown and len(prepared) == 1 else None
         if len(owners) > 1:
             raise ConfigError("gradients of several models were given to one call that clips; call it for each")
-        gradients = self.step_gradients[owners.pop()]  # type: ignore[index]
-        gradients.check_complete(parameters)
+        gradients = StepGradients.of(owners.pop())
+        if gradients is not None:
+            gradients.check_complete(parameters)
         return gradients
 
     # ---- checkpoints
@@ -224,7 +221,7 @@ class ShardstackAccelerator(Accelerator):
 
         def take_own(models: list[nn.Module], folder: str) -> None:
             left.extend(models)
-            models[:] = [model for model in models if model not in self.step_gradients]
+            models[:] = [model for model in models if StepGradients.of(model) is None]
 
         handle = self.register_load_state_pre_hook(take_own)
         optimizers = self._optimizers
@@ -239,7 +236,7 @@ class ShardstackAccelerator(Accelerator):
                 load_checkpoint(checkpoint_folder(folder, index), gradients)
 
     def _prepared(self) -> list[StepGradients]:
-        return [self.step_gradients[model] for model in self._models if model in self.step_gradients]
+        return [found for model in self._models if (found := StepGradients.of(model)) is not None]
 
     def _folder_to_load(self, input_dir: str | None) -> Path:
         if input_dir is not None:

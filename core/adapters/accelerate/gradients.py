@@ -13,6 +13,10 @@ from ...optimizer import MegatronOptimizer
 from ..gradient_norm import GradientNorm
 
 
+_OF_WRAPPER = "_step_gradients"
+"""The attribute of a wrapper that holds its `StepGradients`, which live as long as it."""
+
+
 class StepGradients:
     """Gradients of one wrapped model, from the last backward of a step to its update.
 
@@ -25,9 +29,16 @@ class StepGradients:
     """
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:
+        vars(wrapper)[_OF_WRAPPER] = self
         self.wrapper = wrapper
         self.optimizer: MegatronOptimizer | None = None
         self.loss_is_global = False
+
+    @staticmethod
+    def of(wrapper: object) -> StepGradients | None:
+        """Returns those of a wrapper that an accelerator has made, else None."""
+        found: StepGradients | None = getattr(wrapper, "__dict__", {}).get(_OF_WRAPPER)
+        return found
 
     def finish(self) -> None:
         """Makes gradients global, once a step: on every rank the result, or its shard of it."""

@@ -62,7 +62,7 @@ class ShardstackTrainer(Trainer):
 
     @property
     def _gradients(self) -> StepGradients | None:
-        return None if self._wrapper is None else self.accelerator.step_gradients[self._wrapper]
+        return StepGradients.of(self._wrapper)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._wrapper is not None:  # evaluation during or after training
