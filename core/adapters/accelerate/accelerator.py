@@ -31,13 +31,11 @@ class ShardstackAccelerator(Accelerator):
     """
 
     plugin: ShardstackPlugin
+    """The wrapper of models; `use_shardstack` sets it, once."""
+
     # Accelerate's: what is prepared at the moment.
     _models: list[nn.Module]
     _optimizers: list[torch.optim.Optimizer]
-
-    def adopt(self, plugin: ShardstackPlugin) -> None:
-        """Takes the settings of models that are prepared from here on."""
-        self.plugin = plugin
 
     # ---- preparing
 

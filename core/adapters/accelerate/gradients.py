@@ -12,7 +12,6 @@ from ...errors import ConfigError
 from ...optimizer import MegatronOptimizer
 from ..gradient_norm import GradientNorm
 
-
 _OF_WRAPPER = "_step_gradients"
 """The attribute of a wrapper that holds its `StepGradients`, which live as long as it."""
 

@@ -38,7 +38,7 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
     if isinstance(target, Accelerator):
         reject_settings(target)
         _become(target, ShardstackAccelerator)
-        target.adopt(plugin)
+        vars(target)["plugin"] = plugin
         return target
     check_version("transformers")
     from transformers import Trainer
