@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .. import parallel_state
 from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
-from ..dist_checkpointing import FlatRange
+from ..dist_checkpointing.views.whole_tensor import whole
 from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.distributed_data_parallel_config import shards_parameters
@@ -113,22 +112,6 @@ class SerialTraining(Training):
             (loss / number).backward()
             total += loss.item() / number
         return total
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gathers a tensor that is a shard or a flat range on each rank; every rank calls it."""
-    if isinstance(tensor, DTensor):
-        full: Tensor = tensor.full_tensor()
-        return full.detach()
-    if not isinstance(tensor, FlatRange):
-        return tensor.detach()
-    found = torch.zeros(2, *tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
-    for offsets, piece in tensor.pieces():
-        place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
-        found[0][place] = piece
-        found[1][place] = 1.0
-    dist.all_reduce(found)
-    return found[0] / found[1]  # replicas of a hybrid have the same range: 2 x / 2 is x again
 
 
 def _mean_over_ranks(value: Tensor) -> float:

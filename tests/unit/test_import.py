@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEED_EXTRAS = ("core.adapters.lightning",)
+NEED_EXTRAS = ("core.adapters.accelerate", "core.adapters.lightning")
 """Packages that import an optional dependency at their top, because they subclass what is in it. Each says so itself,
 with the name of the extra."""
 

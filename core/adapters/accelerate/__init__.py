@@ -1,0 +1,10 @@
+"""transformers' Trainer and accelerate's loops on this library's wrappers, by one line: `use_shardstack`."""
+
+from .versions import check_version
+
+check_version("accelerate")
+
+from .plugin import ShardstackPlugin  # noqa: E402
+from .use import use_shardstack  # noqa: E402
+
+__all__ = ["ShardstackPlugin", "use_shardstack"]

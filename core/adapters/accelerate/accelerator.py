@@ -1,0 +1,257 @@
+"""`ShardstackAccelerator`: accelerate's, whose models run in this library's wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from ...distributed import _BaseDataParallel
+from ...distributed.data_parallel_base import unwrap_model
+from ...distributed.parameter_owner import owner_of
+from ...errors import CheckpointError, ConfigError, OptimizerError
+from .checkpoints import checkpoint_folder, load_checkpoint, save_checkpoint, whole_state_dict
+from .gradients import StepGradients
+from .optimizer import PreparedOptimizer, prepare_optimizer
+from .plugin import ShardstackPlugin
+
+
+class ShardstackAccelerator(Accelerator):
+    """An `Accelerator` that `use_shardstack` has made of another; its loop is that of any accelerate script.
+
+    `prepare` wraps each model that has something to train, and continues each optimizer on what this rank updates.
+    Gradients cross ranks once a step, in the last backward or after it. Everything that a script calls in the loop
+    (`accumulate`, `backward`, `clip_grad_norm_`, ...) and for checkpoints acts on them.
+    """
+
+    plugin: ShardstackPlugin
+    """The wrapper of models; `use_shardstack` sets it, once."""
+
+    # Accelerate's: what is prepared at the moment.
+    _models: list[nn.Module]
+    _optimizers: list[torch.optim.Optimizer]
+
+    # ---- preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares as accelerate's: models are wrapped before optimizers, in any order of arguments."""
+        before = {arg: dict(arg.named_parameters()) for arg in args if isinstance(arg, nn.Module)}
+        models = {arg: self.prepare_model(arg) for arg in before}
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for model, wrapped in models.items():
+            after = dict(unwrap_model(wrapped).named_parameters())
+            replaced |= {param: after[name] for name, param in before[model].items() if name in after}
+        prepared = [
+            models[arg] if isinstance(arg, nn.Module) else self._with_own_gradients(arg, replaced) for arg in args
+        ]
+        return super().prepare(*prepared, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Wraps a model that has something to train.
+
+        Raises:
+            WrapError: it is wrapped already, or cannot be.
+        """
+        if StepGradients.of(model) is not None:
+            if not any(known is model for known in self._models):
+                self._models.append(model)
+            return model
+        placed: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
+            return placed
+        self._models = [known for known in self._models if known is not placed]
+        wrapper = self.plugin.wrap(placed)
+        StepGradients(wrapper)
+        self._models.append(wrapper)
+        return wrapper
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """Continues an optimizer of a wrapped model on what this rank updates.
+
+        Raises:
+            OptimizerError: it was built before its model was wrapped, or cannot update shards.
+        """
+        prepared: torch.optim.Optimizer = self._with_own_gradients(optimizer, {})
+        if not isinstance(prepared, PreparedOptimizer):
+            prepared = super().prepare_optimizer(prepared, device_placement)
+            return prepared
+        if not any(known is prepared for known in self._optimizers):
+            self._optimizers.append(prepared)
+        return prepared
+
+    def _with_own_gradients(self, arg: Any, replaced: dict[nn.Parameter, nn.Parameter]) -> Any:
+        """Returns an optimizer of a wrapped model prepared for it; anything else as it is."""
+        if not isinstance(arg, torch.optim.Optimizer) or isinstance(arg, AcceleratedOptimizer):
+            return arg
+        params = [param for group in arg.param_groups for param in group["params"]]
+        owners = {owner_of(replaced.get(param, param)) for param in params}
+        if owners == {None} and not self._prepared():
+            return arg
+        gradients = StepGradients.of(owners.pop()) if len(owners) == 1 else None
+        if gradients is None:
+            raise OptimizerError(
+                f"{type(arg).__name__} has parameters of no prepared model, or of several: it was built before the "
+                "model was wrapped. Give both to one call, prepare(model, optimizer), or build it from the prepared "
+                "model's parameters"
+            )
+        return prepare_optimizer(arg, gradients, replaced)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Returns the model as it was before `prepare`; its parameters stay where the wrapper has them."""
+        inside = model.module if isinstance(model, _BaseDataParallel) else model
+        unwrapped: nn.Module = super().unwrap_model(inside, *args, **kwargs)
+        return unwrapped
+
+    # ---- a step
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Lets a backward inside it accumulate on this rank alone."""
+        if isinstance(model, _BaseDataParallel):
+            with model.no_sync():
+                yield
+            return
+        with super().no_sync(model):
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Any:
+        """Clips by the exact norm of the whole model, the same on all ranks, and returns it.
+
+        Raises:
+            ConfigError: another norm, or a part of the model's parameters.
+        """
+        given = _listed(parameters)
+        gradients = self._gradients_of(given)
+        if gradients is None:
+            return super().clip_grad_norm_(given, max_norm, norm_type)
+        if norm_type != 2:
+            raise ConfigError(
+                f"norm_type is {norm_type}; gradients over several ranks are clipped by their L2 norm, 2"
+            )
+        gradients.finish()
+        return gradients.norm.clip(max_norm)
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
+        """Clamps the gradients of the whole model."""
+        given = _listed(parameters)
+        gradients = self._gradients_of(given)
+        if gradients is None:
+            super().clip_grad_value_(given, clip_value)
+        else:
+            gradients.finish()
+            gradients.norm.clamp(clip_value)
+
+    def _gradients_of(self, parameters: list[nn.Parameter]) -> StepGradients | None:
+        """Returns the gradients that all these parameters have in common; None if no prepared model has them."""
+        owners = {owner_of(parameter) for parameter in parameters}
+        if owners == {None}:
+            # Copies that FSDP2 has gathered know no wrapper.
+            prepared = [model for model in self._models if isinstance(model, _BaseDataParallel)]
+            copies = {id(p) for model in prepared for p in model.gradient_receivers()}
+            shown = any(id(parameter) in copies for parameter in parameters)
+            return StepGradients.of(prepared[0]) if shown and len(prepared) == 1 else None
+        if len(owners) > 1:
+            raise ConfigError("gradients of several models were given to one call that clips; call it for each")
+        gradients = StepGradients.of(owners.pop())
+        if gradients is not None:
+            gradients.check_complete(parameters)
+        return gradients
+
+    # ---- checkpoints
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Returns the whole model's tensors on the first rank of each machine, else an empty dict; all ranks call
+        it."""
+        wrapper = self._wrapper_of(model)
+        if wrapper is None:
+            return super().get_state_dict(model, unwrap)
+        return whole_state_dict(wrapper, keep=self.is_local_main_process)
+
+    def _wrapper_of(self, model: nn.Module) -> _BaseDataParallel | None:
+        if isinstance(model, _BaseDataParallel):
+            return model
+        found = {owner_of(parameter) for parameter in model.parameters()} - {None}
+        wrappers = [owner for owner in found if isinstance(owner, _BaseDataParallel)]
+        return wrappers[0] if len(wrappers) == 1 and wrappers[0].module is model else None
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Saves as accelerate's, the whole weights included; wrapped models and optimizers with hashes, in folders
+        ``shardstack``, which `load_state` reads."""
+        optimizers = self._optimizers
+        self._optimizers = [known for known in optimizers if not _is_ours(known)]
+        try:
+            location = super().save_state(output_dir, *args, **kwargs)
+        finally:
+            self._optimizers = optimizers
+        for index, gradients in enumerate(self._prepared()):
+            save_checkpoint(checkpoint_folder(location, index), gradients)
+        return location
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Loads what `save_state` wrote, under any strategy and number of ranks.
+
+        A model that a hook of `register_load_state_pre_hook` takes off its list is the hook's to load.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of another model.
+        """
+        folder = self._folder_to_load(input_dir)
+        prepared = self._prepared()
+        for index in range(len(prepared)):
+            if not checkpoint_folder(folder, index).is_dir():
+                raise CheckpointError(
+                    f"{folder} has no folder {checkpoint_folder(folder, index).name}: it was not saved by an "
+                    "accelerator of use_shardstack; load its weights into the model before prepare"
+                )
+        left: list[nn.Module] = []
+
+        def take_own(models: list[nn.Module], folder: str) -> None:
+            left.extend(models)
+            models[:] = [model for model in models if StepGradients.of(model) is None]
+
+        handle = self.register_load_state_pre_hook(take_own)
+        optimizers = self._optimizers
+        self._optimizers = [known for known in optimizers if not _is_ours(known)]
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            self._optimizers = optimizers
+            handle.remove()
+        for index, gradients in enumerate(prepared):
+            if any(model is gradients.wrapper for model in left):
+                load_checkpoint(checkpoint_folder(folder, index), gradients)
+
+    def _prepared(self) -> list[StepGradients]:
+        return [found for model in self._models if (found := StepGradients.of(model)) is not None]
+
+    def _folder_to_load(self, input_dir: str | None) -> Path:
+        if input_dir is not None:
+            return Path(input_dir).expanduser()
+        folders = sorted((Path(self.project_dir or ".") / "checkpoints").glob("checkpoint_*"), key=_number_of)
+        if not folders:
+            raise CheckpointError("load_state was given no folder, and there are no automatic checkpoints; give one")
+        return folders[-1]
+
+
+def _listed(parameters: Iterable[nn.Parameter] | Tensor) -> list[Any]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
+
+
+def _is_ours(optimizer: Any) -> bool:
+    return isinstance(optimizer, PreparedOptimizer) and optimizer.megatron is not None

@@ -1,0 +1,133 @@
+"""`ShardstackPlugin`: which wrapper an accelerator puts around its model, and its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ... import device
+from ...distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    _BaseDataParallel,
+    wrap_model,
+)
+from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES, shards_parameters
+from ...distributed.model.rewrapping import reject_wrapped
+from ...distributed.plan.units import UnitChoice
+from ...errors import ConfigError
+from ...text import choices
+from ..meshes import data_parallel_mesh
+from ..units import units_by_class
+
+STRATEGIES = (*SHARDING_STRATEGIES, "fsdp2")
+_DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
+
+
+class ShardstackPlugin:
+    """What `use_shardstack` wraps a model in.
+
+    Args:
+        sharding_strategy: ``no_shard`` (replicas), ``optim`` (ZeRO-1), ``optim_grads`` (ZeRO-2),
+            ``optim_grads_params`` (ZeRO-3 on flat buffers), or ``fsdp2`` (ZeRO-3 on torch's `fully_shard`).
+        transformer_cls_names_to_wrap: names of the classes that are units, by accelerate's name; by default those
+            that the model declares whole (``_no_split_modules``), else the largest class in its lists of layers.
+        hybrid: shard within machines (``LOCAL_WORLD_SIZE`` ranks), replicate across them.
+        settings: any field of the wrapper's config: of `DistributedDataParallelConfig` for the first three, of
+            `FullyShardedDataParallelConfig` and `TorchFullyShardedDataParallelConfig` for the others.
+
+    Raises:
+        ConfigError: a strategy or a setting that there is none of, or settings that contradict each other.
+    """
+
+    def __init__(
+        self,
+        sharding_strategy: str = "optim_grads_params",
+        *,
+        transformer_cls_names_to_wrap: str | Iterable[str] | None = None,
+        hybrid: bool = False,
+        **settings: Any,
+    ) -> None:
+        if sharding_strategy not in STRATEGIES:
+            raise ConfigError(
+                f"sharding_strategy is {sharding_strategy!r}; {choices(str(sharding_strategy), STRATEGIES)}"
+            )
+        if hybrid and sharding_strategy == "no_shard":
+            raise ConfigError(
+                "hybrid is set under no_shard, which shards nothing; drop it, or choose another strategy"
+            )
+        self.sharding_strategy = sharding_strategy
+        names = transformer_cls_names_to_wrap
+        self.unit_names = names if names is None or isinstance(names, str) else ",".join(names)
+        self.hybrid = hybrid
+        self.ddp_config = _config(sharding_strategy, settings)
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are sharded too, so that ranks gather them."""
+        return self.sharding_strategy == "fsdp2" or shards_parameters(self.sharding_strategy)
+
+    def wrap(self, model: nn.Module) -> _BaseDataParallel:
+        """Returns the model wrapped; its gradients are summed over ranks, not averaged.
+
+        Raises:
+            WrapError: a model that is wrapped already, or a class that it has none of.
+        """
+        reject_wrapped(model, (_BaseDataParallel,))
+        device.init_process_group()
+        config = self.ddp_config
+        if isinstance(config, FullyShardedDataParallelConfig):
+            methods = (*config.forward_methods, *(("generate",) if hasattr(model, "generate") else ()))
+            config = dataclasses.replace(
+                config,
+                forward_methods=tuple(dict.fromkeys(methods)),
+                pin_memory=config.pin_memory and device.device_type() != "cpu",
+            )
+        wrapped = wrap_model(
+            model,
+            SimpleNamespace(calculate_per_token_loss=True, gradient_accumulation_fusion=False),
+            config,
+            process_group=data_parallel_mesh(None, hybrid=True) if self.hybrid else dist.group.WORLD,
+            sub_modules_to_wrap=self._units(model),
+        )
+        if isinstance(wrapped, TorchFullyShardedDataParallel):
+            wrapped.sharded.make_callable_without_wrapper()
+        elif self.shards_parameters:
+            # Hugging Face's `generate` reads it: ranks whose text has ended go on until all have.
+            model._is_fsdp_managed_module = True  # type: ignore[assignment]
+        return wrapped
+
+    def _units(self, model: nn.Module) -> list[UnitChoice]:
+        config = self.ddp_config
+        if not (self.shards_parameters or config.compile_units or config.activation_checkpointing != "none"):
+            return []
+        return list(units_by_class(model, self.unit_names, "transformer_cls_names_to_wrap"))
+
+
+def _config(strategy: str, settings: dict[str, Any]) -> DistributedDataParallelConfig:
+    kind: type[DistributedDataParallelConfig] = DistributedDataParallelConfig
+    if strategy == "fsdp2":
+        kind = TorchFullyShardedDataParallelConfig
+    elif shards_parameters(strategy):
+        kind = FullyShardedDataParallelConfig
+    known = [field.name for field in dataclasses.fields(kind) if field.name not in _DECIDED_HERE]
+    for name in settings:
+        if name in _DECIDED_HERE:
+            raise ConfigError(f"{name} is given, and sharding_strategy and hybrid decide it; drop it")
+        if name not in known:
+            raise ConfigError(f"ShardstackPlugin({strategy!r}) has no setting {name!r}; {choices(name, known)}")
+    if settings.get("reproducible_across_ranks"):
+        raise ConfigError(
+            "reproducible_across_ranks is set, which needs each rank's samples in an order that accelerate's data "
+            "loaders do not have; drop it, or train as docs/reproducible.md does"
+        )
+    if strategy in SHARDING_STRATEGIES and not shards_parameters(strategy):
+        return kind(data_parallel_sharding_strategy=strategy, **settings)
+    return kind(**settings)

@@ -1,0 +1,134 @@
+"""`ShardstackTrainer`: transformers' Trainer, whose model runs in this library's wrappers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME
+
+from ...distributed import _BaseDataParallel
+from ...errors import CheckpointError
+from .accelerator import ShardstackAccelerator
+from .checkpoints import checkpoint_folder, load_checkpoint, load_whole_state_dict, save_checkpoint
+from .gradients import StepGradients
+
+
+class ShardstackTrainer(Trainer):
+    """A `Trainer` that `use_shardstack` has made of another, or of a subclass.
+
+    As under torch's DDP, `model` is the model, whose ``generate`` works, and `model_wrapped` the wrapper around it.
+    """
+
+    accelerator: ShardstackAccelerator
+    _is_in_step = False  # inside `training_step`
+    _leaves_out_ranks = False  # whether the step's loss is that of all ranks' tokens; `get_tp_size` sets it in a step
+
+    # ---- a step
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Runs a micro-batch. A loss that is divided by the tokens of all ranks is not multiplied by their number,
+        because gradients are summed over ranks, not averaged; the loss that is logged is."""
+        self._is_in_step, self._leaves_out_ranks = True, False
+        try:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._is_in_step = False
+        if (gradients := self._gradients) is not None:
+            gradients.loss_is_global = self._leaves_out_ranks
+        return loss * self.accelerator.num_processes if self._leaves_out_ranks else loss
+
+    def get_tp_size(self) -> int:
+        """Returns 1, the ranks that share a batch. `compute_loss` divides the number of ranks by it, for its factor,
+        which in a step is to be 1."""
+        if not (self._is_in_step and self._gradients is not None):
+            return 1
+        self._leaves_out_ranks = True
+        return int(self.accelerator.num_processes)
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # what clips is the accelerator's, over any mesh
+
+    # ---- the model
+
+    @property
+    def _wrapper(self) -> _BaseDataParallel | None:
+        """The wrapper; None before training."""
+        return self.model_wrapped if isinstance(self.model_wrapped, _BaseDataParallel) else None
+
+    @property
+    def _gradients(self) -> StepGradients | None:
+        return StepGradients.of(self._wrapper)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if self._wrapper is not None:  # evaluation during or after training
+            return self._wrapper
+        return super()._wrap_model(model, training, dataloader)  # type: ignore[no-any-return]
+
+    # ---- checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if state_dict is None and self._wrapper is not None:
+            state_dict = self.accelerator.get_state_dict(self._wrapper)
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        gradients = self._gradients
+        if gradients is None or gradients.optimizer is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_checkpoint(checkpoint_folder(output_dir), gradients)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if checkpoint_folder(resume_from_checkpoint).is_dir():
+            return  # its weights come with its optimizer, compared with their hashes
+        if self._wrapper is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_whole_state_dict(self._wrapper, _saved_weights(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        gradients = self._gradients
+        if checkpoint is None or gradients is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder, of_scheduler = checkpoint_folder(checkpoint), Path(checkpoint) / SCHEDULER_NAME
+        if gradients.optimizer is None:
+            if folder.is_dir():
+                raise CheckpointError(
+                    f"{folder} has the state of this library's AdamW or SGD; resume with the optimizer that saved it"
+                )
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif folder.is_dir():
+            load_checkpoint(folder, gradients)
+            self.lr_scheduler.load_state_dict(torch.load(of_scheduler, weights_only=True))
+        elif of_scheduler.is_file():  # else it is one of `save_only_model`
+            raise CheckpointError(
+                f"{checkpoint} has an optimizer that was saved without use_shardstack; start from its weights, with "
+                "from_pretrained, or resume without use_shardstack"
+            )
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if (gradients := self._gradients) is None or best is None:
+            super()._load_best_model()
+        elif checkpoint_folder(best).is_dir():
+            load_checkpoint(checkpoint_folder(best), gradients, weights_alone=True)
+        else:
+            load_whole_state_dict(gradients.wrapper, _saved_weights(best))
+
+
+def _saved_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Returns the whole weights that `save_pretrained` has written."""
+    from safetensors.torch import load_file
+
+    files = sorted(Path(folder).glob("model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no model*.safetensors; give a checkpoint with weights")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -1,0 +1,300 @@
+"""A plain accelerate loop under `use_shardstack`: one reduction a step, and the numbers of one process."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.unit._spawn import run_distributed
+from tests.unit.adapters.accelerate._trainers import (
+    STRATEGIES,
+    counted_reductions,
+    fresh_accelerate,
+    pad,
+    samples,
+    tiny,
+)
+
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'shardstack[hf]'")
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'shardstack[hf]'")
+
+load_checkpoint_in_model = pytest.importorskip("accelerate").load_checkpoint_in_model
+
+EPS = 2.0**-23
+UNITS = 3
+
+
+class Loop:
+    """The loop of accelerate's own examples: what is prepared, and a step."""
+
+    def __init__(
+        self, strategy: str | None, optimizer: Any = torch.optim.AdamW, reverse: bool = False, **options: Any
+    ):
+        from accelerate import Accelerator
+
+        from core.adapters.accelerate import ShardstackPlugin, use_shardstack
+
+        model = tiny("llama", tied=True)
+        options = {"lr": 0.01} | options
+        optimizer = optimizer(model.parameters(), **options)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        loader = DataLoader(samples(12), batch_size=1, collate_fn=pad, shuffle=False)
+        accumulation = 6 // dist.get_world_size()
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=accumulation, step_scheduler_with_optimizer=False
+        )
+        if strategy is not None:
+            use_shardstack(self.accelerator, ShardstackPlugin(strategy))
+        if reverse:
+            self.loader, self.scheduler, self.optimizer, self.model = self.accelerator.prepare(
+                loader, scheduler, optimizer, model
+            )
+        else:
+            self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+                model, optimizer, loader, scheduler
+            )
+
+    def epoch(self, clip: float | None = 0.3, by_value: float | None = None) -> tuple[list[float], list[int]]:
+        """Returns the norms and the reductions of each step."""
+        norms: list[float] = []
+        reductions: list[int] = []
+        with counted_reductions() as begun:
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    self.accelerator.backward(self.model(**batch).loss)
+                    if self.accelerator.sync_gradients:
+                        if by_value is not None:
+                            self.accelerator.clip_grad_value_(self.model.parameters(), by_value)
+                        if clip is not None:
+                            norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), clip)))
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    if self.accelerator.sync_gradients:
+                        self.scheduler.step()
+                        reductions.append(len(begun))
+                        begun.clear()
+        return norms, reductions
+
+    def weights(self) -> dict[str, Tensor]:
+        state = self.accelerator.get_state_dict(self.model)
+        names = [name for name, _ in self.accelerator.unwrap_model(self.model).named_parameters()]
+        return {name: state[name].clone() for name in names if name in state}
+
+
+def _loops(strategies: list[str | None], settings: dict[str, Any], by_value: float | None) -> list[Any]:
+    found = []
+    for strategy in strategies:
+        with fresh_accelerate():
+            loop = Loop(strategy, **settings)
+            norms, reductions = loop.epoch(by_value=by_value)
+            more, _ = loop.epoch(by_value=by_value)
+            found.append((norms + more, reductions, loop.weights(), loop.scheduler.get_last_lr()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_value"),
+    [
+        ({"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}, None),
+        ({"optimizer": torch.optim.AdamW, "lr": 0.01, "eps": 1e-3, "reverse": True}, 0.02),
+    ],
+    ids=["sgd", "adamw, clipped by value, optimizer first"],
+)
+def test_a_loop_computes_what_it_does_in_one_process(settings, by_value):
+    ((norms, _, weights, rates),) = run_distributed(_loops, 1, [None], settings, by_value)[0]
+    of_ranks = run_distributed(_loops, 2, list(STRATEGIES), settings, by_value)
+    for strategy, found in zip(STRATEGIES, of_ranks[0], strict=True):
+        # Sums in another order, as in test_trainer; AdamW's eps of 1e-3 keeps it from enlarging that by more than 10.
+        torch.testing.assert_close(found[0], norms, rtol=256 * EPS, atol=0.0)
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[2][name], weight, rtol=0.0, atol=4 * 0.1 * 256 * EPS)
+            assert torch.equal(found[2][name], of_ranks[0][0][2][name]), (strategy, name)
+        assert found[1] == [UNITS if strategy in ("optim_grads_params", "fsdp2") else 1] * 2
+        assert found[3] == rates
+
+
+def _by_the_users_own() -> None:
+    with fresh_accelerate(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step")
+        loop = Loop("optim_grads_params")
+        loop.epoch()
+        expected = loop.weights()
+        state = loop.optimizer.state_dict()
+    with fresh_accelerate():
+        loop = Loop("optim_grads_params")
+        prepared, loop.optimizer = loop.optimizer, _StepsByItself(loop.optimizer)
+        loop.epoch()
+        assert all(torch.equal(loop.weights()[name], weight) for name, weight in expected.items())
+        prepared.load_state_dict(state)
+        loop.scheduler.step()
+        assert [group["lr"] for group in prepared.megatron.param_groups] == loop.scheduler.get_last_lr()
+        with pytest.raises(Exception, match="step was given a closure"):
+            prepared.step(lambda: 0.0)
+
+
+class _StepsByItself:
+    """Calls the step of the optimizer that the user has built."""
+
+    def __init__(self, prepared: Any) -> None:
+        self.prepared = prepared
+
+    def step(self) -> None:
+        if self.prepared.gradient_state.sync_gradients:
+            self.prepared.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.prepared.zero_grad()
+
+
+def test_the_users_own_optimizer_and_scheduler_act():
+    run_distributed(_by_the_users_own, 1)
+
+
+def _foreign() -> None:
+    from core.errors import OptimizerError
+
+    with fresh_accelerate():
+        loop = Loop("no_shard", torch.optim.Adagrad)
+        before = loop.weights()
+        loop.epoch()
+        assert loop.optimizer.megatron is None
+        after = loop.weights()
+        assert dist.get_rank() > 0 or any(not torch.equal(after[name], weight) for name, weight in before.items())
+    for strategy in ("optim_grads", "fsdp2"):
+        with fresh_accelerate(), pytest.raises(OptimizerError, match="Adagrad cannot update the shards"):
+            Loop(strategy, torch.optim.Adagrad)
+
+
+def test_another_optimizer_is_kept_over_replicas_and_refused_over_shards():
+    run_distributed(_foreign, 2)
+
+
+def _saved_states(folder: str, pairs: list[tuple[str, str]]) -> None:
+    for number, (saving, loading) in enumerate(pairs):
+        where = f"{folder}/{number}"
+        with fresh_accelerate():
+            loop = Loop(saving)
+            loop.epoch()
+            loop.accelerator.save_state(where)
+            loop.epoch()
+            expected, rates = loop.weights(), loop.scheduler.get_last_lr()
+        with fresh_accelerate():
+            loop = Loop(loading)
+            with torch.no_grad(), loop.model.whole_parameters():
+                for parameter in loop.model.parameters():
+                    parameter.zero_()
+            loop.accelerator.load_state(where)
+            loop.epoch()
+            assert loop.scheduler.get_last_lr() == rates
+            found = loop.weights()
+            assert all(torch.equal(found[name], weight) for name, weight in expected.items()), (saving, loading)
+
+
+OTHERS = [(strategy, strategy) for strategy in ("no_shard", "optim", "optim_grads")] + [("optim", "no_shard")]
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("optim_grads_params", "optim_grads_params"), ("fsdp2", "fsdp2"), ("fsdp2", "optim_grads")],
+        pytest.param(OTHERS, marks=pytest.mark.long),
+    ],
+    ids=["some", "others"],
+)
+def test_save_state_and_load_state_continue_bitwise(pairs, tmp_path):
+    run_distributed(_saved_states, 2, str(tmp_path), pairs)
+    run_distributed(_saved_states, 1, str(tmp_path / "one"), [("optim_grads_params", "fsdp2")])
+
+
+def _by_hooks_and_idioms(folder: str) -> None:
+    for strategy in ("optim_grads_params", "fsdp2", "optim"):
+        with fresh_accelerate():
+            _save_in_every_way(f"{folder}/{strategy}", Loop(strategy))
+
+
+def _save_in_every_way(folder: str, loop: Loop) -> None:
+    import transformers
+
+    seen: list[Any] = []
+    loop.epoch()
+    accelerator = loop.accelerator
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(len(models)))
+    accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(models.pop()))
+    accelerator.save_state(folder)
+    loop.epoch()
+    expected = loop.weights()
+    accelerator.load_state(folder)
+    assert seen == [1, loop.model]  # the hook has taken the model, and has loaded nothing
+    found = loop.weights()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    accelerator.save_model(loop.model, f"{folder}/whole")
+    accelerator.unwrap_model(loop.model).save_pretrained(
+        f"{folder}/pretrained",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(loop.model),
+    )
+    accelerator.wait_for_everyone()
+    plain = tiny("llama", tied=True)
+    load_checkpoint_in_model(plain, f"{folder}/whole")
+    for loaded in (plain, transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/pretrained")):
+        assert all(torch.equal(dict(loaded.named_parameters())[name], w) for name, w in expected.items())
+
+
+def test_hooks_and_the_ways_to_save_a_model_work(tmp_path):
+    run_distributed(_by_hooks_and_idioms, 2, str(tmp_path))
+
+
+def _two_backwards(strategy: str) -> list[str]:
+    """Returns for backwards without and with `no_sync` around the first what came of it."""
+    from core.adapters.accelerate.checkpoints import whole_state_dict
+    from core.errors import ShardstackError
+
+    found: list[Any] = []
+    for uses_no_sync in (True, False):
+        with fresh_accelerate():
+            loop = Loop(strategy, torch.optim.SGD, lr=0.1)
+            loop.accelerator.sync_gradients = True
+            batches = [pad(samples(12)[index : index + 2]) for index in (dist.get_rank(), 6 + dist.get_rank())]
+            try:
+                with loop.accelerator.no_sync(loop.model) if uses_no_sync else nullcontext():
+                    loop.accelerator.backward(loop.model(**batches[0]).loss)
+                loop.accelerator.backward(loop.model(**batches[1]).loss)
+                loop.optimizer.step()
+                found.append(whole_state_dict(loop.model, keep=True))
+            except ShardstackError as error:
+                found.append(str(error))
+    if isinstance(found[1], str):
+        return [found[1]]
+    # Where each is reduced by itself, sums over ranks and backwards are in another order; a step is 0.1 of them.
+    return [name for name, weight in found[0].items() if (found[1][name] - weight).abs().max() > 0.1 * 64 * EPS]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_backwards_of_a_step_count_both_or_raise(strategy):
+    for found in run_distributed(_two_backwards, 2, strategy):
+        assert not found or "inside no_sync" in found[0], found
+
+
+def _loaded_without(folder: str) -> None:
+    from core.errors import CheckpointError
+
+    with fresh_accelerate():
+        loop = Loop(None)
+        loop.epoch()
+        loop.accelerator.save_state(folder)
+    with fresh_accelerate():
+        loop = Loop("optim")
+        with pytest.raises(CheckpointError, match="was not saved by an accelerator of use_shardstack"):
+            loop.accelerator.load_state(folder)
+
+
+def test_a_state_that_was_saved_without_is_refused(tmp_path):
+    run_distributed(_loaded_without, 1, str(tmp_path))
