@@ -27,6 +27,7 @@ PUBLIC = (
     "core.adapters.oumi",
     "core.adapters.optimus",
     "core.adapters.ml",
+    "core.adapters.lightning",
     "core.adapters.megatron_lm",
     "core.adapters.torchtitan",
     "core.errors",
