@@ -115,13 +115,14 @@ class _LastReduces:
         self._sharded = sharded
         self._num_micro_batches = num_micro_batches
         self._num_forwards = 0  # with gradients, of all steps so far; `_before_forward` counts
-        head = getattr(sharded.module, "lm_head", None)
+        head: Any = getattr(sharded.module, "lm_head", None)
         self._rest = [module for module in sharded.fsdp_modules if module is not head]
         sharded.module.register_forward_pre_hook(self._before_forward)
         if isinstance(head, FSDPModule):
             sharded.module.register_forward_hook(self._after_forward)
+            head.register_forward_pre_hook(self._before_head)
             self._set_sync_of_head = head.set_requires_gradient_sync
-            head.set_requires_gradient_sync = self._set_sync_of_last  # type: ignore[method-assign]
+            head.set_requires_gradient_sync = self._set_sync_of_last
 
     @property
     def _is_last(self) -> bool:
@@ -132,9 +133,16 @@ class _LastReduces:
             self._num_forwards += 1
             self._sharded.set_gradient_sync(self._is_last)
 
+    @property
+    def _is_chunked(self) -> bool:
+        return bool(getattr(self._sharded.module, "_skip_lm_head", False))  # torchtitan's mark
+
+    def _before_head(self, module: FSDPModule, args: Any) -> None:
+        if self._is_chunked:  # gather nothing ahead in its backward: what is not used in a chunk is freed with it
+            module.set_modules_to_backward_prefetch([module])
+
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        is_chunked = getattr(module, "_skip_lm_head", False)  # torchtitan's mark: the loss calls the output layer
-        if is_chunked and self._is_last and output.requires_grad:
+        if self._is_chunked and self._is_last and output.requires_grad:
             self._set_sync_of_rest(False)
             output.register_hook(self._after_chunks)
 
