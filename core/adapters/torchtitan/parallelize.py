@@ -118,7 +118,7 @@ class _LastReduces:
         head: Any = getattr(sharded.module, "lm_head", None)
         self._rest = [module for module in sharded.fsdp_modules if module is not head]
         sharded.module.register_forward_pre_hook(self._before_forward)
-        if isinstance(head, FSDPModule):
+        if head is not None:  # a unit, by `_units`
             sharded.module.register_forward_hook(self._after_forward)
             head.register_forward_pre_hook(self._before_head)
             self._set_sync_of_head = head.set_requires_gradient_sync
