@@ -22,12 +22,12 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tenso
           tests/unit/diagnostics/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder
 
 # What the tests need: the trainers that core/adapters has a door for are among it.
-TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,test
+TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,docs,test
 
 # Whole files, in their order: the long ones come first.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-short test-long test-gpu drill fuzz-files fuzz mutation check fix clean
+.PHONY: train test test-short test-long test-gpu drill fuzz-files fuzz mutation docs check fix clean
 
 # A stamp per set of extras: nothing is installed again until setup.py or the constraints change.
 $(VENV)/.installed-%: setup.py $(VENV)/constraints.txt
@@ -85,6 +85,10 @@ fuzz: $(TESTED)
 mutation: $(TESTED)
 	$(BIN)/python -m tests.mutation $(ARGS)
 
+# The pages of docs/ and the packages as a site, in site/; a dead link or anchor is an error.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+
 check: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -96,4 +100,4 @@ fix: $(VENV)/.installed-train,test,dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-torch-* build dist *.egg-info
+	rm -rf .venv .venv-torch-* build dist site *.egg-info

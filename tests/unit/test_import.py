@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEED_EXTRAS = ("core.adapters.accelerate", "core.adapters.lightning")
+NEED_EXTRAS = tuple(f"core.adapters.{door}" for door in ("accelerate", "lightning", "megatron_lm", "torchtitan"))
 """Packages that import an optional dependency at their top, because they subclass what is in it. Each says so itself,
 with the name of the extra."""
 
@@ -43,7 +43,17 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (folder / f"{name}.py").write_text(text)
     program = ROOT / "tests" / "unit" / "_import_alone.py"
     run = subprocess.run(
-        [sys.executable, "-I", "-W", "error", program, f"{ROOT}{os.pathsep}{folder}", *MODULES, *PLANTED],
+        [
+            sys.executable,
+            "-I",
+            "-W",
+            "error",
+            program,
+            f"{ROOT}{os.pathsep}{folder}",
+            *MODULES,
+            *NEED_EXTRAS,
+            *PLANTED,
+        ],
         env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -56,6 +66,11 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("module", MODULES)
 def test_torch_and_numpy_are_enough(module: str, problems: dict[str, str]) -> None:
     assert not problems[module], problems[module]
+
+
+@pytest.mark.parametrize("package", NEED_EXTRAS)
+def test_a_door_without_its_system_names_the_extra(package: str, problems: dict[str, str]) -> None:
+    assert "MissingExtraError" in problems[package] and "pip install 'shardstack[" in problems[package]
 
 
 def test_other_packages_and_warnings_would_show(problems: dict[str, str]) -> None:

@@ -1,8 +1,8 @@
 """transformers' Trainer and accelerate's loops on this library's wrappers, by one line: `use_shardstack`."""
 
-from .versions import check_version
+from ..versions import check_version
 
-check_version("accelerate")
+check_version("accelerate", __name__)
 
 from .plugin import ShardstackPlugin  # noqa: E402
 from .use import use_shardstack  # noqa: E402

@@ -9,10 +9,10 @@ from accelerate import Accelerator
 from ...distributed import _BaseDataParallel
 from ...distributed.model.rewrapping import reject_wrapped
 from ...errors import ConfigError
+from ..versions import check_version
 from .accelerator import ShardstackAccelerator
 from .plugin import ShardstackPlugin
 from .unsupported import reject_arguments, reject_settings
-from .versions import check_version
 
 Target = TypeVar("Target")
 
@@ -40,7 +40,7 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
         _become(target, ShardstackAccelerator)
         vars(target)["plugin"] = plugin
         return target
-    check_version("transformers")
+    check_version("transformers", "core.adapters.accelerate")
     from transformers import Trainer
 
     from .trainer import ShardstackTrainer

@@ -1,8 +1,8 @@
 """Lightning's strategies, for its Trainer and its Fabric, on this library's wrappers. Importing it registers them."""
 
-from .versions import check_version
+from ..versions import check_version
 
-check_version()
+check_version("lightning", __name__)
 
 from .fabric_strategy import ShardstackFabricStrategy  # noqa: E402
 from .optimizers import ShardstackOptimizer  # noqa: E402

@@ -43,6 +43,8 @@ class ShardedModel:
     Args:
         module: the model, on any device; its parameters may be DTensors of tensor parallelism already.
         plan: what is to be done to it, from `plan_fsdp2`.
+        initializes: if False, ranks keep their tensors, and those on the meta device stay there, sharded: the caller
+            allocates and fills them before the first forward, as by ``to_empty`` and its own initialization.
 
     Attributes:
         plan: as given.
@@ -52,10 +54,11 @@ class ShardedModel:
         WrapError: a model that is sharded already, that cannot be, or that differs between ranks.
     """
 
-    def __init__(self, module: nn.Module, plan: FSDP2Plan) -> None:
+    def __init__(self, module: nn.Module, plan: FSDP2Plan, *, initializes: bool = True) -> None:
         reject_different_models(module, plan, [unit.names for unit in plan.units])
-        start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes)
-        start.equalize()
+        start = InitialValues(module, plan.groups.whole, from_first_rank=plan.equalizes) if initializes else None
+        if start is not None:
+            start.equalize()
         transform_units(plan.transforms)
         self.module = module
         self.plan = plan
@@ -76,8 +79,9 @@ class ShardedModel:
         register_forward_methods(
             module, members, plan.forward_methods, prepare=self.prepare_forward, free=self.reshard
         )
-        start.allocate("cpu" if plan.offloads else None)
-        start.fill()
+        if start is not None:
+            start.allocate("cpu" if plan.offloads else None)
+            start.fill()
         # The tensors that units are gathered into exist. Set for good by the first forward, in `prepare_forward`.
         self._has_allocated = False
         # A backward raised. Set when it is noticed, in `_end_failed_backward`; cleared by `recover`, which returns it.

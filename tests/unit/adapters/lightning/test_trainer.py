@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from core.adapters.lightning import ShardstackOptimizer, ShardstackStrategy, versions
+from core.adapters.lightning import ShardstackOptimizer, ShardstackStrategy
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import CheckpointError, ConfigError, MissingExtraError, OptimizerError, WrapError
+from core.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.optimizer import OptimizerConfig
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.lightning._module import (
@@ -317,16 +317,3 @@ def _settings_of_the_wrapper(folder: str) -> None:
 
 def test_settings_and_names(tmp_path):
     run_distributed(_settings_of_the_wrapper, 2, str(tmp_path))
-
-
-def test_another_version_of_lightning_is_refused_and_none_at_all(monkeypatch):
-    monkeypatch.setattr(versions.metadata, "version", lambda name: "2.5.1")
-    with pytest.raises(ConfigError, match=r"lightning 2\.5\.1 is installed.*lightning>=2\.6,<2\.7"):
-        versions.check_version()
-
-    def absent(name: str) -> str:
-        raise versions.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(versions.metadata, "version", absent)
-    with pytest.raises(MissingExtraError, match=r"pip install 'shardstack\[lightning\]'"):
-        versions.check_version()

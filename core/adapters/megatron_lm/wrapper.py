@@ -1,0 +1,150 @@
+"""The FSDP2 wrapper of this library as Megatron-LM constructs, calls and saves its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from typing import Any
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel as MegatronWrapper
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import nn
+
+from ... import distributed
+from ...distributed import TorchFullyShardedDataParallelConfig
+from ...distributed.groups import Ranks
+from ...distributed.model.rewrapping import reject_wrapped
+from ...distributed.plan.units import UnitChoice
+from ...errors import ParallelConfigError
+
+DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
+    TransformerLayer,
+    LanguageModelEmbedding,
+    RotaryEmbedding,
+    tensor_parallel.ColumnParallelLinear,
+)
+"""Megatron-LM's layers that become units, as in its own wrapper; only outermost instances count."""
+
+registered_settings: dict[str, Any] = {}
+"""Fields of `TorchFullyShardedDataParallelConfig` for every wrapper that is constructed from now on. `register` sets
+them, for what no flag of Megatron-LM carries to the wrapper."""
+
+
+class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
+    """`core.distributed.TorchFullyShardedDataParallel` inside Megatron-LM.
+
+    It takes the arguments that Megatron-LM's ``get_model`` gives, and its models: units are Megatron-LM's layers, and
+    an output layer that shares the embedding's weight reads it from the root, which is gathered for the whole forward.
+    The constructor sets ``config.no_sync_func``, so that of the micro-batches of a step only the last one reduces
+    gradients, and marks parameters with ``is_torch_fsdp2_param``, which Megatron-LM's checkpoints read.
+
+    Args:
+        config: the model's, of Megatron-LM's classes.
+        ddp_config: Megatron-LM's ``TorchFullyShardedDataParallelConfig`` or ``DistributedDataParallelConfig``, or one
+            of this library. Fields that differ from their defaults are translated; those that FSDP2 cannot honour
+            raise.
+        module: the model; usually a ``Float16Module`` in bf16 or fp16, whose optimizer keeps fp32 masters.
+        sub_modules_to_wrap: classes of units; `DEFAULT_UNIT_CLASSES` by default.
+        disable_bucketing: changes nothing.
+        process_group: the ranks to shard over; by default Megatron-LM's data-parallel group with context parallelism.
+        pg_collection: Megatron-LM's; its ``dp_cp`` serves as `process_group`.
+
+    Raises:
+        ParallelConfigError: pipeline or expert parallelism, gradient accumulation fusion, a ``config.no_sync_func`` of
+            another origin, or a field that FSDP2 cannot honour.
+        WrapError: a model that is wrapped already.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: nn.Module,
+        sub_modules_to_wrap: Iterable[UnitChoice] | None = None,
+        disable_bucketing: bool = False,
+        process_group: Ranks | None = None,
+        *,
+        pg_collection: Any = None,
+    ) -> None:
+        reject_wrapped(module, (MegatronWrapper, distributed._BaseDataParallel))
+        _reject_unsupported(config)
+        if process_group is None:
+            process_group = (
+                parallel_state.get_data_parallel_group(with_context_parallel=True)
+                if pg_collection is None
+                else pg_collection.dp_cp
+            )
+        _mark_embeddings(module)
+        super().__init__(
+            config,
+            translated(ddp_config),
+            module,
+            DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
+            disable_bucketing,
+            process_group,
+        )
+        self.ddp_config = ddp_config  # what Megatron-LM reads of it are fields of its own class
+        for parameter in module.parameters():
+            parameter.is_torch_fsdp2_param = True  # type: ignore[attr-defined]
+        config.no_sync_func = self.no_sync
+
+
+def translated(ddp_config: Any) -> TorchFullyShardedDataParallelConfig:
+    """Returns the settings of a wrapper: what a config of Megatron-LM changes, and what was registered.
+
+    Raises:
+        ParallelConfigError: both set a field, to different values; or FSDP2 cannot honour one.
+    """
+    changed = _changed_fields(ddp_config)
+    for name, value in registered_settings.items():
+        if changed.get(name, value) != value:
+            raise ParallelConfigError(
+                f"{name} is {changed[name]!r} in Megatron-LM's settings and {value!r} in register(); give it once"
+            )
+    return TorchFullyShardedDataParallelConfig(**(changed | registered_settings))
+
+
+def _changed_fields(ddp_config: Any) -> dict[str, Any]:
+    found = {}
+    for field in fields(ddp_config):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        value = getattr(ddp_config, field.name)
+        if value != default:
+            found[field.name] = value
+    return found
+
+
+def _reject_unsupported(config: Any) -> None:
+    no_sync = getattr(config, "no_sync_func", None)
+    is_of_a_wrapper = isinstance(getattr(no_sync, "__self__", None), TorchFullyShardedDataParallel)
+    if no_sync is not None and not is_of_a_wrapper:
+        raise ParallelConfigError(
+            f"config.no_sync_func is {no_sync!r}, and the wrapper sets its own no_sync; leave it None"
+        )
+    for name, reason in _UNSUPPORTED.items():
+        value = getattr(config, name, None)
+        if value is True or (value or 1) > 1:
+            raise ParallelConfigError(f"{name} is {value!r} with --use-torch-fsdp2: {reason}")
+
+
+_UNSUPPORTED = {
+    "pipeline_model_parallel_size": "units are gathered for one micro-batch at a time, and stages have several under "
+    "way; use pipeline size 1",
+    "expert_model_parallel_size": "one group shards every parameter, and experts have a group of their own; use "
+    "expert size 1",
+    "gradient_accumulation_fusion": "its kernel adds to main_grad, a buffer that FSDP2 does not have; pass "
+    "--no-gradient-accumulation-fusion",
+}
+
+
+def _mark_embeddings(module: nn.Module) -> None:
+    """Marks weights that the output layer reads from the embedding, and units whose backward reads no weight."""
+    submodule: Any
+    for submodule in module.modules():
+        if getattr(submodule, "share_embeddings_and_output_weights", False):
+            submodule.shared_embedding_or_output_weight().shared_embedding = True
+        if isinstance(submodule, LanguageModelEmbedding):
+            submodule.weights_used_in_backward = False

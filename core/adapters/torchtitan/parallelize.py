@@ -1,0 +1,189 @@
+"""`parallelize`: what a torchtitan model is given to in place of its own ``parallelize_fn``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.compile import apply_compile
+
+from ... import device
+from ...distributed import TorchFullyShardedDataParallelConfig
+from ...distributed.fsdp2.sharded_model import ShardedModel
+from ...distributed.groups import DataParallelGroups
+from ...distributed.model.rewrapping import reject_wrapped
+from ...distributed.plan import plan_fsdp2
+from ...distributed.plan.units import UnitChoice
+from ...errors import ParallelConfigError
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> nn.Module:
+    """Shards a torchtitan model in place over its data-parallel ranks, in torchtitan's order and by its settings.
+
+    Activation checkpointing and compilation are torchtitan's own, and come first. Units are the token embedding, each
+    layer and the output layer; the final norm is the root's. Gradients are summed, as torchtitan's loss is divided by
+    the tokens of all ranks. Of the micro-batches of a step, ``global_batch_size / (local_batch_size * ranks)``, the
+    last one reduces. Tensors on the meta device stay there: the trainer's ``to_empty`` and ``init_weights`` follow.
+
+    Args:
+        model: torchtitan's; it keeps its class's methods and its parameters' names.
+        parallel_dims: its meshes; ``dp_shard`` and ``dp_replicate`` may be above 1.
+        training: ``TrainingConfig``; dtypes of mixed precision, batch sizes and ``enable_cpu_offload`` are read.
+        parallelism: ``ParallelismConfig``; ``fsdp_reshard_after_forward`` is read.
+        compile_config: ``CompileConfig``.
+        ac_config: the activation checkpointing's config, or None.
+        dump_folder: for activation checkpointing's reports.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ParallelConfigError: tensor, context, pipeline or expert parallelism, or a setting that cannot be honoured.
+        WrapError: a model that is sharded already.
+    """
+    _reject_unsupported(parallel_dims, training, parallelism)
+    reject_wrapped(model)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    mesh = _mesh(parallel_dims, parallelism)
+    settings = TorchFullyShardedDataParallelConfig(
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never",
+        reshard_overrides=("lm_head=True",) if parallelism.fsdp_reshard_after_forward == "always" else (),
+        cpu_offload=training.enable_cpu_offload,
+        pin_memory=device.device_type() != "cpu",
+        sync_module_states=False,
+    )
+    plan = plan_fsdp2(
+        model,
+        SimpleNamespace(calculate_per_token_loss=True),  # gradients are summed
+        settings,
+        DataParallelGroups.of_mesh(mesh),
+        _units(model),
+        caller="core.adapters.torchtitan.parallelize",
+        mp_policy=MixedPrecisionPolicy(
+            TORCH_DTYPE_MAP[training.mixed_precision_param],
+            TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            cast_forward_inputs=False,
+        ),
+    )
+    sharded = ShardedModel(model, plan, initializes=False)
+    sharded.make_callable_without_wrapper()
+    ranks = plan.groups.whole.size()
+    per_step = training.local_batch_size * ranks
+    asked = training.global_batch_size
+    _LastReduces(sharded, 1 if asked < 0 else asked // per_step)
+    return model
+
+
+class _LastReduces:
+    """Lets the last micro-batch of each step reduce gradients, and the others keep theirs on their rank.
+
+    The trainer does not say which micro-batch is the last, and runs the same number in every step: forwards with
+    gradients are counted. A loss in chunks runs forward and backward of the output layer once for each chunk, between
+    the forward and the backward of the rest: it has the last chunk reduce, which counts in the last micro-batch alone,
+    and in these backwards the rest, which has no gradients yet, must not reduce.
+
+    Args:
+        sharded: the model.
+        num_micro_batches: of a step.
+    """
+
+    def __init__(self, sharded: ShardedModel, num_micro_batches: int) -> None:
+        self._sharded = sharded
+        self._num_micro_batches = num_micro_batches
+        self._num_forwards = 0  # with gradients, of all steps so far; `_before_forward` counts
+        head: Any = getattr(sharded.module, "lm_head", None)
+        self._rest = [module for module in sharded.fsdp_modules if module is not head]
+        sharded.module.register_forward_pre_hook(self._before_forward)
+        if head is not None:  # a unit, by `_units`
+            sharded.module.register_forward_hook(self._after_forward)
+            head.register_forward_pre_hook(self._before_head)
+            self._set_sync_of_head = head.set_requires_gradient_sync
+            head.set_requires_gradient_sync = self._set_sync_of_last
+
+    @property
+    def _is_last(self) -> bool:
+        return self._num_forwards % self._num_micro_batches == 0
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._num_forwards += 1
+            self._sharded.set_gradient_sync(self._is_last)
+
+    @property
+    def _is_chunked(self) -> bool:
+        return bool(getattr(self._sharded.module, "_skip_lm_head", False))  # torchtitan's mark
+
+    def _before_head(self, module: FSDPModule, args: Any) -> None:
+        if self._is_chunked:  # gather nothing ahead in its backward: what is not used in a chunk is freed with it
+            module.set_modules_to_backward_prefetch([module])
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_chunked and self._is_last and output.requires_grad:
+            self._set_sync_of_rest(False)
+            output.register_hook(self._after_chunks)
+
+    def _after_chunks(self, gradient: torch.Tensor) -> None:
+        """The backward of the rest begins; that of the output layer has ended, and is not to reduce again."""
+        self._set_sync_of_rest(True)
+        self._set_sync_of_head(False, recurse=False)
+
+    def _set_sync_of_rest(self, enabled: bool) -> None:
+        for module in self._rest:
+            module.set_requires_gradient_sync(enabled, recurse=False)
+
+    def _set_sync_of_last(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        self._set_sync_of_head(requires_gradient_sync and self._is_last, recurse=recurse)
+
+
+def _units(model: nn.Module) -> list[UnitChoice]:
+    """The items of lists of layers, and the embedding and the output layer of a decoder."""
+    embedding, head = (getattr(model, name, None) for name in ("tok_embeddings", "lm_head"))
+    if embedding is not None and (head is None or embedding.weight is not head.weight):
+        embedding.weights_used_in_backward = False
+    return [nn.ModuleList, nn.ModuleDict, *(module for module in (embedding, head) if module is not None)]
+
+
+def _mesh(parallel_dims: Any, parallelism: Any) -> Any:
+    """Returns the mesh of one axis, or of ``(replicate, shard)``; its shard axis has a name of the SPMD backend."""
+    shard = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"
+    return parallel_dims.get_mesh(["dp_replicate", shard] if parallel_dims.dp_replicate_enabled else shard)
+
+
+def _reject_unsupported(parallel_dims: Any, training: Any, parallelism: Any) -> None:
+    for axis, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
+        if getattr(parallel_dims, axis) > 1:
+            raise ParallelConfigError(
+                f"{name}_parallel_degree is {getattr(parallel_dims, axis)}, and core.adapters.torchtitan shards over "
+                "data-parallel ranks alone; set it to 1, or keep the model's own parallelize_fn"
+            )
+    if parallelism.spmd_backend == "full_dtensor":
+        raise ParallelConfigError(
+            "spmd_backend is 'full_dtensor', which makes parameters DTensors before they are sharded; set "
+            "--parallelism.spmd_backend to spmd_types or partial_dtensor"
+        )
+    if parallelism.enable_fsdp_symm_mem:
+        raise ParallelConfigError(
+            "enable_fsdp_symm_mem is set, and symmetric memory is not supported here; drop the flag, or keep the "
+            "model's own parallelize_fn"
+        )
+    if not training.disable_cuda_graphs and device.device_type() == "cuda":
+        raise ParallelConfigError(
+            "disable_cuda_graphs is False: a graph replays one micro-batch's collectives in all of them, and here the "
+            "last one alone reduces; pass --training.disable_cuda_graphs"
+        )

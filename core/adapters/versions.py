@@ -1,0 +1,49 @@
+"""Checks the version of a system that has a door here, when the door is imported."""
+
+from __future__ import annotations
+
+from importlib import metadata, util
+
+from torch.torch_version import TorchVersion
+
+from ..errors import ConfigError, MissingExtraError
+
+SUPPORTED = {
+    "accelerate": ("1.15", "2", "hf"),
+    "lightning": ("2.6", "2.7", "lightning"),
+    "megatron-core": ("0.16", "0.21", "megatron"),
+    "torchtitan": ("0.3", "0.4", "titan"),
+    "transformers": ("5.23", "6", "hf"),
+}
+"""The first version that a door knows, the first that it does not, and the extra that installs it; `setup.py` has the
+same."""
+
+
+def check_version(package: str, door: str) -> None:
+    """Raises unless a supported version of a package is installed.
+
+    Args:
+        package: of `SUPPORTED`.
+        door: the adapter that needs it, for messages.
+
+    Raises:
+        MissingExtraError: it is not installed.
+        ConfigError: another version.
+    """
+    at_least, below, extra = SUPPORTED[package]
+    if util.find_spec(package.partition("-")[0]) is None:
+        raise MissingExtraError(package, extra, door)
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise MissingExtraError(package, extra, door) from None
+    if TorchVersion(found) < TorchVersion(at_least) or not TorchVersion(_released(found)) < TorchVersion(below):
+        raise ConfigError(
+            f"{package} {found} is installed, and {door} knows {package}>={at_least},<{below}; install one of these: "
+            f"pip install 'shardstack[{extra}]'"
+        )
+
+
+def _released(version: str) -> str:
+    """Returns the version that a candidate or a development version precedes."""
+    return version.split("rc")[0].split(".dev")[0]

@@ -1,0 +1,112 @@
+"""The parts of programs that pages show, run with what they take for granted; and the commands, which exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from core.distributed import (
+    DistributedDataParallelConfig,
+    FullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
+from tests.functional._program import REPOSITORY, programs_in
+from tests.unit._spawn import run_distributed
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+RUN_ELSEWHERE = {"coming-from-megatron-lm": "test_megatron_script.py", "torchtitan": "test_torchtitan.py"}
+
+
+def _zero3() -> dict[str, Any]:
+    settings = FullyShardedDataParallelConfig()
+    model = wrap_model(nn.Linear(4, 4), SimpleNamespace(), settings, process_group=dist.group.WORLD)
+    return {"torch": torch, "model": model}
+
+
+def _reproducible() -> dict[str, Any]:
+    gpt = nn.Linear(4, 1)
+    return {
+        "torch": torch,
+        "nullcontext": nullcontext,
+        "wrap_model": _wrap,
+        "steps": 2,
+        "count": 2,
+        "DistributedDataParallelConfig": DistributedDataParallelConfig,
+        "finalize_model_grads": finalize_model_grads,
+        "gpt": gpt,
+        "config": SimpleNamespace(gradient_accumulation_fusion=False),
+        "optimizer": SimpleNamespace(step=lambda: None),
+        "hash_of": lambda step, index: 10 * step + index,
+        "samples": lambda step, index: torch.full((2, 4), float(step + index)),
+        "loss_of": lambda model, samples: model(samples).mean(),
+    }
+
+
+def _wrap(*args: Any) -> nn.Module:
+    return wrap_model(*args, process_group=dist.group.WORLD)
+
+
+CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {"fully-sharded": _zero3, "reproducible": _reproducible}
+
+
+def _runs(page: str, program: str) -> None:
+    exec(program, CONTEXTS[page]())
+
+
+def _fragments() -> list[tuple[str, str]]:
+    found = [(page.stem, program) for page in PAGES for program in programs_in(page)]
+    return [(page, program) for page, program in found if not _imports(program) and page not in RUN_ELSEWHERE]
+
+
+def _imports(program: str) -> bool:
+    return any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.parse(program).body)
+
+
+@pytest.mark.parametrize(("page", "program"), _fragments(), ids=lambda value: value if value in CONTEXTS else "")
+def test_a_fragment_runs_with_what_it_takes_for_granted(page: str, program: str) -> None:
+    run_distributed(_runs, 2, page, program)
+
+
+def _commands() -> list[str]:
+    """Lines of indented blocks that call Python, a launcher or make."""
+    starts = r"(?:\.venv/bin/)?(?:python|torchrun|make)"
+    return [line for page in PAGES for line in re.findall(rf"^    ({starts} .*)$", page.read_text(), re.MULTILINE)]
+
+
+def test_every_command_names_files_modules_and_targets_that_exist() -> None:
+    commands = _commands()
+    assert len(commands) > 30
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    for command in commands:
+        for path in re.findall(r"(?:examples|benchmarks|tests)/[\w./]+\.py", command):
+            assert (REPOSITORY / path).is_file(), command
+        for module in re.findall(r"-m (core\.[\w.]+)", command):
+            path = REPOSITORY / module.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), command
+        if command.startswith("make "):
+            assert command.split()[1] in targets, command
+
+
+def test_every_flag_of_an_example_that_a_command_shows_exists() -> None:
+    known = {
+        "pretrain_gpt.py": (REPOSITORY / "core" / "training").rglob("*.py"),
+        "convert.py": [REPOSITORY / "examples" / "gpt" / "convert.py"],
+    }
+    for script, sources in known.items():
+        text = "\n".join(path.read_text() for path in sources)
+        text += "\n".join(path.read_text() for path in (REPOSITORY / "core").rglob("*config*.py"))
+        shown = [c for c in _commands() if f"examples/gpt/{script}" in c]
+        assert shown, script
+        for command in shown:
+            for flag in re.findall(r"--([a-z0-9-]+)", command.partition(script)[2]):
+                assert flag in text or flag.replace("-", "_") in text, f"--{flag} in {command}"

@@ -1,0 +1,239 @@
+"""Megatron-LM's schedule, gradients and optimizer on this library's FSDP2 wrapper, and what they check of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.errors import ConfigError, ParallelConfigError, ShardstackError, WrapError
+from tests.functional._program import run_program
+from tests.unit._spawn import run_distributed
+from tests.unit.adapters import _megatron
+
+pytest.importorskip("megatron.core")
+
+UNITS = 5  # two layers, the embedding, the output layer, and the root, which has the last norm
+
+
+def _trains_as_one_process(tied: bool, per_token: bool) -> None:
+    from core.adapters import megatron_lm
+
+    with _megatron.groups(), _megatron.counted() as calls:
+        model = _megatron.build(tied, calculate_per_token_loss=per_token)
+        model = _megatron.wrap(megatron_lm.TorchFullyShardedDataParallel, model)
+        losses, norms, _ = _megatron.train(model)
+        found = _megatron.weights(model)
+        expected_losses, expected_norms, expected = _megatron.serial(2, tied, per_token)
+    units = UNITS - 2 * tied  # the root has the embedding, which the output layer reads
+    assert calls["foreach_reduce"] == units * _megatron.STEPS, "more than one reduction a step"
+    # Norms are sums of squares by shard, not by parameter: that rounding scales the clipped gradients, and Adam
+    # carries it on. A step changes a weight by `LR`, which is 0.01.
+    torch.testing.assert_close(losses, expected_losses[dist.get_rank()], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-2 * _megatron.LR)
+
+
+@pytest.mark.parametrize(("tied", "per_token"), [(False, False), (True, False), (False, True)])
+def test_it_trains_as_one_process_with_one_reduction_a_step(tied: bool, per_token: bool) -> None:
+    run_distributed(_trains_as_one_process, 2, tied, per_token)
+
+
+def _skips_together() -> list[Any]:
+    from core.adapters import megatron_lm
+
+    steps: list[int] = []
+
+    def overflow_once(optimizer: Any) -> None:
+        steps.append(len(steps))
+        if steps[-1] == 1 and dist.get_rank() == 1:  # in the shard of one rank alone
+            next(model.parameters()).grad.to_local().fill_(float("inf"))
+
+    with _megatron.groups():
+        model = _megatron.build(fp16=True)
+        model = _megatron.wrap(megatron_lm.TorchFullyShardedDataParallel, model)
+        scaler = {"initial_loss_scale": 256.0, "min_loss_scale": 1.0, "hysteresis": 1}
+        losses, norms, optimizer = _megatron.train(model, each_step=overflow_once, fp16=True, **scaler)
+        scale = optimizer.get_loss_scale().item()
+        assert {p.dtype for p in model.parameters()} == {torch.float16}
+        assert all(p.isfinite().all() for p in _megatron.weights(model).values())
+        expected = _megatron.serial(2)[0][dist.get_rank()]
+    of_first_step = slice(_megatron.MICRO_BATCHES)
+    assert losses[of_first_step] == pytest.approx(expected[of_first_step], rel=2e-3)  # fp16 has 11 bits
+    return [norm is None for norm in norms] + [scale]
+
+
+def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all_in_fp16() -> None:
+    assert run_distributed(_skips_together, 2) == [[False, True, False, False, 128.0]] * 2
+
+
+def _saves_every_shard() -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from core.adapters import megatron_lm
+
+    with _megatron.groups():
+        plain = {name: p.detach().clone() for name, p in _megatron.build().named_parameters()}
+        model = _megatron.wrap(megatron_lm.TorchFullyShardedDataParallel, _megatron.build())
+        assert all(p.is_torch_fsdp2_param for p in model.parameters())
+        state = model.module.sharded_state_dict()
+        pieces = {key: piece for key, piece in state.items() if isinstance(piece, ShardedTensor)}
+        missing = {name: whole.clone() for name, whole in plain.items()}
+        for rank_pieces in _gathered({k: (p.key, p.global_offset, p.data.detach()) for k, p in pieces.items()}):
+            for key, (_, offset, data) in rank_pieces.items():
+                data = data.to_local() if hasattr(data, "to_local") else data
+                offset = offset[len(offset) - data.ndim :]  # layers are one tensor, stacked
+                place = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+                torch.testing.assert_close(data, plain[key][place], rtol=0.0, atol=0.0)
+                missing[key][place] = torch.nan
+        assert all(whole.isnan().all() for whole in missing.values()), "some rows are in no rank's checkpoint"
+
+
+def _gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def test_megatrons_sharded_state_dict_has_every_row_at_its_place() -> None:
+    run_distributed(_saves_every_shard, 2)
+
+
+def _stock() -> type:
+    from core.adapters.megatron_lm import registration
+
+    return registration._STOCK
+
+
+def test_the_class_is_replaced_wherever_megatron_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from core.adapters import megatron_lm
+
+    training = ModuleType("megatron.training.training")  # imported before, under the name that it gives the class
+    training.torch_FSDP = _stock()
+    monkeypatch.setitem(sys.modules, training.__name__, training)
+    megatron_lm.register()
+    import megatron.core.distributed as stock_package
+
+    assert training.torch_FSDP is megatron_lm.TorchFullyShardedDataParallel
+    assert stock_package.TorchFullyShardedDataParallel is megatron_lm.TorchFullyShardedDataParallel
+
+
+def test_a_script_that_has_the_class_already_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from core.adapters import megatron_lm
+
+    script = ModuleType("pretrain_mine")
+    script.DP = _stock()
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    with pytest.raises(ShardstackError, match=r"pretrain_mine imported .* before core.adapters.megatron_lm"):
+        megatron_lm.register()
+
+
+def _raises_one_line(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(error, match=match) as raised:
+        args[0](*args[1:], **kwargs)
+    assert "\n" not in str(raised.value)
+
+
+def _rejects() -> None:
+    from core.adapters import megatron_lm
+
+    kind = megatron_lm.TorchFullyShardedDataParallel
+    with _megatron.groups():
+        once = _megatron.wrap(kind, _megatron.build())
+        _raises_one_line(WrapError, "wrapper already", _megatron.wrap, kind, once)
+        model = _megatron.build()
+        model.config.no_sync_func = once.no_sync  # of a model built before with the same config
+        _megatron.wrap(kind, model)
+        for name, value, match in (
+            ("no_sync_func", print, "leave it None"),
+            ("pipeline_model_parallel_size", 2, "use pipeline size 1"),
+            ("expert_model_parallel_size", 2, "use expert size 1"),
+            ("gradient_accumulation_fusion", True, "--no-gradient-accumulation-fusion"),
+        ):
+            model = _megatron.build()
+            setattr(model.config, name, value)
+            _raises_one_line(ParallelConfigError, match, _megatron.wrap, kind, model)
+        _raises_one_line(
+            ConfigError, "nothing says how to initialise", _megatron.wrap, kind, _megatron.build().to("meta")
+        )
+
+
+def test_a_model_or_config_that_it_cannot_take_is_one_line() -> None:
+    run_distributed(_rejects, 1)
+
+
+def test_settings_of_megatron_are_translated_or_refused() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
+
+    from core.adapters import megatron_lm
+    from core.adapters.megatron_lm.wrapper import translated
+
+    assert translated(TorchFullyShardedDataParallelConfig()).reshard_after_forward is True
+    assert translated(TorchFullyShardedDataParallelConfig(reshard_after_forward=2)).reshard_after_forward == 2
+    assert translated(DistributedDataParallelConfig(check_for_nan_in_grad=True)).check_for_nan_in_grad
+    _raises_one_line(
+        ParallelConfigError,
+        "use_distributed_optimizer",
+        translated,
+        DistributedDataParallelConfig(use_distributed_optimizer=True),
+    )
+    try:
+        megatron_lm.register(grad_reduce_in_fp32=True, reshard_after_forward=False)
+        assert translated(TorchFullyShardedDataParallelConfig()).grad_reduce_in_fp32
+        given = TorchFullyShardedDataParallelConfig(reshard_after_forward=2)
+        _raises_one_line(ParallelConfigError, "give it once", translated, given)
+    finally:
+        megatron_lm.register()
+    _raises_one_line(ParallelConfigError, "no setting of FSDP2", megatron_lm.register, grad_reduce_fp32=True)
+
+
+def _provided(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> SimpleNamespace:
+    from core.adapters import megatron_lm
+
+    given = SimpleNamespace(**{"use_torch_fsdp2": False, "ckpt_format": "torch_dist", "optimizer": "adam"} | arguments)
+    variables = ModuleType("megatron.training.global_vars")
+    variables.get_args = lambda: given
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    provider = megatron_lm.with_fsdp2(lambda: "model")
+    assert [provider(), provider()] == ["model", "model"]  # an evaluation builds it again
+    return given
+
+
+def test_with_fsdp2_selects_the_wrapper_after_the_check_of_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _provided(monkeypatch, fp16=True, untie_embeddings_and_output_weights=False).use_torch_fsdp2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("use_torch_fsdp2", True), ("use_distributed_optimizer", True), ("ckpt_format", "torch"), ("optimizer", "muon")],
+)
+def test_with_fsdp2_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch, flag: str, value: Any) -> None:
+    name = "--" + flag.replace("_", "-")
+    _raises_one_line(ParallelConfigError, re.escape(name), _provided, monkeypatch, **{flag: value})
+
+
+def test_a_script_runs_unchanged_by_its_path(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(
+        "import sys\n"
+        "from megatron.core.distributed import TorchFullyShardedDataParallel\n"
+        "print(TorchFullyShardedDataParallel.__module__, *sys.argv[1:])\n"
+    )
+    module = tmp_path / "module.py"  # as -m core.adapters.megatron_lm, in a process that has torch already
+    module.write_text("from core.adapters.megatron_lm.__main__ import main\nmain()\n")
+    ended = run_program(module, script, "--flag", folder=tmp_path)
+    assert ended.out == "core.adapters.megatron_lm.wrapper --flag\n", ended.err
+
+
+def test_a_script_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from core.adapters.megatron_lm.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["core.adapters.megatron_lm", "pretrain_gtp.py"])
+    _raises_one_line(ConfigError, r"pretrain_gtp\.py was given, which is no file", main)

@@ -1,0 +1,114 @@
+"""torchtitan's own trainer on this library's FSDP2 engine: what it trains to, what it sends, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from core.errors import ParallelConfigError, WrapError
+from tests.functional._program import REPOSITORY, programs_in
+from tests.unit._spawn import run_distributed
+from tests.unit.adapters import _megatron, _titan
+
+pytest.importorskip("torchtitan")
+
+UNITS = 5  # the embedding, two layers, the output layer, and the root, which has the last norm
+
+
+def _trains_as_one_process(chunked: bool, backend: str, tied: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder, _titan.cpu_is_the_device(), _megatron.counted() as calls:
+        from core.adapters.torchtitan import with_fsdp2
+
+        config = _titan.config_of(folder, chunked=chunked, tied=tied)
+        config.parallelism.spmd_backend = backend
+        losses, norms, trainer = _titan.train(with_fsdp2(config))
+        model = trainer.model_parts[0]
+        found = _megatron.weights(model)
+        expected_losses, expected_norms, expected = _titan.serial(_titan.config_of(folder, tied=tied), 2)
+    assert calls["foreach_reduce"] == (UNITS - tied) * _titan.STEPS, "more than one reduction a step"
+    # torchtitan's norm adds the squares of an embedding's 2^19 elements in fp32, which is random rounding of the order
+    # of 2^9.5 times 2^-24, that is 4e-5; it scales what is clipped, and AdamW carries it on.
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.05 * _titan.LR)
+
+
+@pytest.mark.parametrize(
+    ("chunked", "backend", "tied"),
+    [(False, "spmd_types", False), (True, "spmd_types", False), (False, "partial_dtensor", True)],
+)
+def test_its_trainer_trains_as_one_process_with_one_reduction_a_step(chunked: bool, backend: str, tied: bool) -> None:
+    run_distributed(_trains_as_one_process, 2, chunked, backend, tied)
+
+
+def _raises_one_line(error: type[Exception], match: str, function: Any) -> None:
+    with pytest.raises(error, match=match) as raised:
+        function()
+    assert "\n" not in str(raised.value)
+
+
+def _rejects() -> None:
+    with tempfile.TemporaryDirectory() as folder, _titan.cpu_is_the_device():
+        from torchtitan.trainer import Trainer
+
+        from core.adapters.torchtitan import with_fsdp2
+
+        for section, name, value in (
+            ("parallelism", "spmd_backend", "full_dtensor"),
+            ("parallelism", "enable_fsdp_symm_mem", True),
+        ):
+            config = with_fsdp2(_titan.config_of(folder))
+            setattr(getattr(config, section), name, value)
+            _raises_one_line(ParallelConfigError, name, lambda config=config: Trainer(config))
+
+        def twice(model: torch.nn.Module, **settings: Any) -> torch.nn.Module:
+            return shard(shard(model, **settings), **settings)
+
+        config = with_fsdp2(_titan.config_of(folder))
+        shard = config.model_spec.parallelize_fn
+        config.model_spec.parallelize_fn = twice
+        _raises_one_line(WrapError, "cannot be sharded again", lambda: Trainer(config))
+
+
+def test_a_setting_or_model_that_it_cannot_take_is_one_line() -> None:
+    run_distributed(_rejects, 1)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
+def test_parallelism_within_a_model_is_refused_by_name(axis: str) -> None:
+    from core.adapters.torchtitan import parallelize
+
+    sizes = SimpleNamespace(**{"tp": 1, "cp": 1, "pp": 1, "ep": 1} | {axis: 2})
+    settings = {"training": None, "parallelism": None, "compile_config": None, "ac_config": None, "dump_folder": ""}
+    _raises_one_line(
+        ParallelConfigError,
+        "_parallel_degree is 2",
+        lambda: parallelize(torch.nn.Linear(1, 1), parallel_dims=sizes, **settings),
+    )
+
+
+def _finds_configs() -> None:
+    with _titan.cpu_is_the_device():
+        from torchtitan.config import ConfigManager
+
+        from core.adapters.torchtitan import parallelize
+
+        flags = ["--module", "core.adapters.torchtitan", "--config", "llama3_debugmodel", "--training.steps", "3"]
+        config = ConfigManager().parse_args(flags)
+        assert config.model_spec.parallelize_fn is parallelize and config.training.steps == 3
+        with pytest.raises(ValueError, match="'llama3_debug' not found"):
+            ConfigManager().parse_args([*flags[:3], "llama3_debug"])
+        for program in programs_in(REPOSITORY / "docs" / "torchtitan.md"):
+            names: dict[str, Any] = {}
+            exec(program, names)
+            shown = [value() for name, value in names.items() if re.match("llama3_.*_sharded", name)]
+            assert [config.model_spec.parallelize_fn for config in shown] == [parallelize]
+
+
+def test_its_command_finds_its_configs_and_the_pages_own() -> None:
+    run_distributed(_finds_configs, 1)
