@@ -23,13 +23,14 @@ PUBLIC = (
     "core.dist_checkpointing",
     "core.verify",
     "core.diagnostics",
+    "core.adapters.accelerate",
+    "core.adapters.lightning",
+    "core.adapters.megatron_lm",
+    "core.adapters.torchtitan",
     "core.adapters.nemo",
     "core.adapters.oumi",
     "core.adapters.optimus",
     "core.adapters.ml",
-    "core.adapters.lightning",
-    "core.adapters.megatron_lm",
-    "core.adapters.torchtitan",
     "core.errors",
 )
 """Packages whose names users import."""

@@ -11,14 +11,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ...errors import OptimizerError
-from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from ...optimizer import MegatronOptimizer, get_megatron_optimizer
+from ..torch_optimizers import same_update, unlike_ours
 from .gradients import StepGradients
-
-Refusals = dict[str, Any]
-"""Settings of an optimizer with the one value that this library's has."""
-
-_OF_ADAM: Refusals = {"amsgrad": False, "maximize": False, "differentiable": False}
-_OF_SGD: Refusals = {"dampening": 0, "nesterov": False, "maximize": False, "differentiable": False}
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -102,11 +97,12 @@ def prepare_optimizer(
         {**group, "params": [replaced.get(param, param) for param in group["params"]]}
         for group in optimizer.param_groups
     ]
-    config = _config_of(optimizer)
+    # fp32 masters of bf16 weights, if there are any, as the update has.
+    config = same_update(optimizer, bf16=True)
     strategy = gradients.wrapper.plan.strategy
     if config is None and strategy != "no_shard":
         raise OptimizerError(
-            f"{_described(optimizer)} cannot update the shards of {strategy}; use AdamW, SGD or Adam without weight "
+            f"{unlike_ours(optimizer)} cannot update the shards of {strategy}; use AdamW, SGD or Adam without weight "
             "decay, with torch's defaults otherwise, or ShardstackPlugin('no_shard')"
         )
     if config is None:
@@ -139,31 +135,3 @@ def _set_groups(built: MegatronOptimizer, groups: Sequence[dict[str, Any]]) -> N
     for group in groups:
         params = [mains[param] for param in group["params"]]
         built.optimizer.add_param_group(group | {"params": params, "lr": float(group["lr"])})
-
-
-def _config_of(optimizer: torch.optim.Optimizer) -> OptimizerConfig | None:
-    """Returns what builds the same update; None if this library has none."""
-    kind, groups = type(optimizer), optimizer.param_groups
-    if kind in (torch.optim.AdamW, torch.optim.Adam) and _has(groups, _OF_ADAM):
-        if kind is torch.optim.Adam and any(group["weight_decay"] for group in groups):
-            return None  # adds the decay to the gradient
-        return OptimizerConfig(optimizer="adam", lr=float(groups[0]["lr"]), clip_grad=0.0, bf16=True)
-    momenta = {group.get("momentum") for group in groups}
-    if kind is torch.optim.SGD and _has(groups, _OF_SGD) and len(momenta) == 1:
-        momentum = float(momenta.pop() or 0.0)
-        return OptimizerConfig(
-            optimizer="sgd", sgd_momentum=momentum, lr=float(groups[0]["lr"]), clip_grad=0.0, bf16=True
-        )
-    return None
-
-
-def _has(groups: list[dict[str, Any]], values: Refusals) -> bool:
-    return all(group.get(name, value) == value for group in groups for name, value in values.items())
-
-
-def _described(optimizer: torch.optim.Optimizer) -> str:
-    settings = ["amsgrad", "maximize", "differentiable", "nesterov", "dampening"]
-    if type(optimizer) is torch.optim.Adam:
-        settings.append("weight_decay")
-    given = [f"{name}={optimizer.defaults[name]}" for name in settings if optimizer.defaults.get(name)]
-    return f"{type(optimizer).__name__}({', '.join(given)})" if given else type(optimizer).__name__

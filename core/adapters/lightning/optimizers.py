@@ -15,6 +15,7 @@ from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import OptimizerError
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from ..torch_optimizers import same_update, unlike_ours
 from .torch_state import TorchOptimizer
 
 
@@ -168,26 +169,11 @@ def _zero(wrapper: _BaseDataParallel) -> None:
 
 
 def _config_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> OptimizerConfig:
-    """The settings of torch's AdamW, Adam or SGD; each group's own are set afterwards."""
-    name, group = type(optimizer).__name__, optimizer.param_groups[0]
-    changed = [
-        f"{key}={one[key]!r}"
-        for one in optimizer.param_groups
-        for key in ("amsgrad", "maximize", "nesterov", "dampening", "differentiable")
-        if one.get(key)
-    ]
-    if type(optimizer) is torch.optim.Adam and any(
-        one["weight_decay"] and not one.get("decoupled_weight_decay", False) for one in optimizer.param_groups
-    ):
-        changed.append("weight_decay (use AdamW, whose is decoupled)")
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD) or changed:
+    config = same_update(optimizer)
+    if config is None:
         raise OptimizerError(
-            f"{name}{f' with {changed[0]}' if changed else ''} cannot update shards of the sharding "
-            f"{wrapper.plan.strategy!r}; use torch's AdamW or SGD in their plain form, ShardstackOptimizer, or the "
-            "sharding 'fsdp2' or 'no_shard', which take any optimizer"
+            f"{unlike_ours(optimizer)} cannot update shards of the sharding {wrapper.plan.strategy!r}; use AdamW, SGD "
+            "or Adam without weight decay, as torch's defaults have them, or ShardstackOptimizer; the shardings "
+            "'fsdp2' and 'no_shard' take any optimizer"
         )
-    common: dict[str, Any] = {"lr": float(group["lr"]), "clip_grad": 0.0}
-    if isinstance(optimizer, torch.optim.SGD):
-        return OptimizerConfig(optimizer="sgd", sgd_momentum=group["momentum"], weight_decay=0.0, **common)
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    return OptimizerConfig(adam_beta1=beta1, adam_beta2=beta2, adam_eps=group["eps"], weight_decay=0.0, **common)
+    return config

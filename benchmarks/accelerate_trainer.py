@@ -1,6 +1,6 @@
 """Compares transformers' Trainer under its own DDP and FSDP2 with `use_shardstack`: errors and collectives of a step.
 
-    python benchmarks/trainer_doors.py [--steps 8] [--layers 4] [--hidden 64]
+    python benchmarks/accelerate_trainer.py [--steps 8] [--layers 4] [--hidden 64]
 
 Each row trains one small Llama on ragged data on two gloo ranks, in windows of 3 micro-batches and a shorter last one,
 with SGD and clipping, and compares every loss, norm and weight with the same Trainer in one process. Bytes are what a
