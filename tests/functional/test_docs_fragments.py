@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
-from collections.abc import Callable
-from contextlib import nullcontext
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from core.distributed import (
     DistributedDataParallelConfig,
@@ -22,20 +28,27 @@ from core.distributed import (
 )
 from tests.functional._program import REPOSITORY, programs_in
 from tests.unit._spawn import run_distributed
+from tests.unit.adapters.accelerate._trainers import fresh_accelerate, pad, samples, tiny, trainer_of
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 RUN_ELSEWHERE = {"coming-from-megatron-lm": "test_megatron_script.py", "torchtitan": "test_torchtitan.py"}
 
 
-def _zero3() -> dict[str, Any]:
+Context = dict[str, Any]
+"""Names that a fragment takes for granted."""
+
+
+@contextmanager
+def _zero3() -> Iterator[Context]:
     settings = FullyShardedDataParallelConfig()
     model = wrap_model(nn.Linear(4, 4), SimpleNamespace(), settings, process_group=dist.group.WORLD)
-    return {"torch": torch, "model": model}
+    yield {"torch": torch, "model": model}
 
 
-def _reproducible() -> dict[str, Any]:
+@contextmanager
+def _reproducible() -> Iterator[Context]:
     gpt = nn.Linear(4, 1)
-    return {
+    yield {
         "torch": torch,
         "nullcontext": nullcontext,
         "wrap_model": _wrap,
@@ -56,11 +69,46 @@ def _wrap(*args: Any) -> nn.Module:
     return wrap_model(*args, process_group=dist.group.WORLD)
 
 
-CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {"fully-sharded": _zero3, "reproducible": _reproducible}
+@contextmanager
+def _accelerate() -> Iterator[Context]:
+    from accelerate import Accelerator
+
+    from core.adapters.accelerate import ShardstackPlugin, use_shardstack
+
+    model = tiny("llama", tied=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names, 0)
+    before = Path.cwd()
+    os.chdir(names[0])
+    try:
+        with fresh_accelerate():
+            yield {
+                "Accelerator": partial(Accelerator, cpu=True),
+                "ShardstackPlugin": ShardstackPlugin,
+                "use_shardstack": use_shardstack,
+                "trainer": trainer_of(tiny("llama", tied=True), names[0], None),
+                "model": model,
+                "optimizer": optimizer,
+                "loader": DataLoader(samples(6), batch_size=1, collate_fn=pad),
+                "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+            }
+    finally:
+        os.chdir(before)
+        dist.barrier()
+        shutil.rmtree(names[0], ignore_errors=True)
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[Context]]] = {
+    "fully-sharded": _zero3,
+    "reproducible": _reproducible,
+    "trainer-and-accelerate": _accelerate,
+}
 
 
 def _runs(page: str, program: str) -> None:
-    exec(program, CONTEXTS[page]())
+    with CONTEXTS[page]() as context:
+        exec(program, context)
 
 
 def _fragments() -> list[tuple[str, str]]:
