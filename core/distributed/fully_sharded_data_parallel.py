@@ -121,6 +121,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 offloads=plan.offloads,
                 pins_memory=plan.pins_memory,
                 allocate=allocate_grads,
+                keeps_grads=plan.tree is not None and not plan.tree.interleaves,
             )
             for buffer in plan.buffers
         ]

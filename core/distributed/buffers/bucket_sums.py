@@ -80,9 +80,13 @@ class BucketSums:
         """Adds what was set aside to the last sum of a step, `whole` `[numel]`, before it is reduced."""
         if self._of_shards:
             return
-        kept = [] if self._bucket.releases_grads else self._sums.tensors
+        free = self._sums.tensors
         self._sums.added_to([whole])
-        self._spare += kept
+        if not self._bucket.releases_grads:
+            self._spare += free
+            return
+        for memory in free:
+            self._bucket.buffer.give_back_grads(memory)
 
     @torch.no_grad()
     def finish(self) -> None:

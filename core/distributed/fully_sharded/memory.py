@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -30,6 +31,8 @@ class ShardedBuffer(FlatMemory):
         offloads: shards are in the host's memory.
         pins_memory: in a part of it that the device copies from while it computes.
         allocate: of the memory of whole gradients.
+        keeps_grads: whole gradients of several micro-batches wait for each other, so that all of their memory goes
+            round. To free and allocate it costs more than to add it up.
 
     Attributes:
         shards: `[numel / num_shards]`, this rank's shard of each bucket, one after the other: one tensor, so that its
@@ -50,6 +53,7 @@ class ShardedBuffer(FlatMemory):
         offloads: bool = False,
         pins_memory: bool = False,
         allocate: Allocate = passing_memory,
+        keeps_grads: bool = False,
     ) -> None:
         self.names = [param.name for bucket in plan.buckets for param in bucket.params]
         self.params = [params[name] for name in self.names]
@@ -70,7 +74,10 @@ class ShardedBuffer(FlatMemory):
         # Memory for whole gradients, of each size that several units have, as long as the model is wrapped. Taken by a
         # unit's first gradient, given back when it is reduced; both by the thread that runs backward.
         sizes = Counter(bucket.elements for bucket in plan.buckets)
-        self._grad_slots: dict[int, list[Tensor]] = {size: [] for size, count in sizes.items() if count > 1}
+        self._grad_slots: dict[int, list[Tensor]] = {
+            size: [] for size, count in sizes.items() if count > 1 or keeps_grads
+        }
+        self._most_grad_slots = math.inf if keeps_grads else _GRAD_SLOTS
         self.buckets: list[Bucket] = []
         for planned in plan.buckets if plan.is_trained else ():
             bucket = Bucket(self, planned.layout)
@@ -88,7 +95,7 @@ class ShardedBuffer(FlatMemory):
 
     def give_back_grads(self, whole: Tensor) -> None:
         kept = self._grad_slots.get(whole.numel())
-        if kept is not None and len(kept) < _GRAD_SLOTS:
+        if kept is not None and len(kept) < self._most_grad_slots:
             kept.append(whole)
 
     def shard_of(self, bucket: BucketPlan) -> Tensor:

@@ -15,6 +15,7 @@ from core import parallel_state
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    FullyShardedDataParallel,
     FullyShardedDataParallelConfig,
     _BaseDataParallel,
     finalize_model_grads,
@@ -272,3 +273,26 @@ def _count_waiting(name: str, fields: dict[str, Any], count: int, waiting: int) 
         most = max(most, held)
     # Next to the sum that is added to: flat buffers are padded by a few hundred elements, FSDP2's parameters are not.
     assert waiting * whole <= most <= (waiting + 1) * (whole + 1000)
+
+
+def _count_allocations(count: int) -> int:
+    """Of whole gradients in the second step of a fully sharded model."""
+    model = _wrap("zero3")
+    assert isinstance(model, FullyShardedDataParallel)
+    model.expect_micro_batches(count)
+    calls: list[int] = []
+    for step in range(2):
+        for buffer in model._buffers_of_shards if step else ():
+            allocate = buffer._allocate
+            buffer._allocate = lambda *size, allocate=allocate: (calls.append(1), allocate(*size))[1]
+        model.zero_grad_buffer()
+        for number in range(count):
+            with nullcontext() if number == count - 1 else model.no_sync():
+                loss_of(model, _tokens(number)).backward()
+        finalize_model_grads([model])
+    return len(calls)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_memory_of_sums_that_wait_goes_round(count):
+    assert run_distributed(_count_allocations, 2, count) == [0, 0]
