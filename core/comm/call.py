@@ -45,7 +45,7 @@ class Collective:
     """
 
     __slots__ = (
-        *("ended_at", "event", "kind", "num_bytes", "number", "occurrence"),
+        *("ended_at", "event", "has_failed", "kind", "num_bytes", "number", "occurrence"),
         *("on_device", "outer", "record", "started_at", "what"),
     )
 
@@ -54,7 +54,8 @@ class Collective:
         self.on_device = on_device
         self.number, self.occurrence = record.count(kind, what)
         self.started_at = time.time()
-        self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs
+        self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs, or if it failed
+        self.has_failed = False  # set by `explain`, on any thread: an error ended the call, and nothing waits in it
         # Where the accelerator is through with the call: `ended` records it there. Any thread may query it.
         self.event: device.Event | None = None
         # The collective that this thread was already in: `__enter__` sets it, and `__exit__` returns to it.
@@ -71,6 +72,11 @@ class Collective:
     def is_over(self) -> bool:
         """Whether the result is in memory, on an accelerator too; waits for nothing."""
         return self.ended_at is not None and (self.event is None or self.event.query())
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the call neither has its result nor failed; waits for nothing."""
+        return not self.has_failed and not self.is_over
 
     def __enter__(self) -> Collective:
         self.outer, _here.collective = getattr(_here, "collective", None), self
@@ -89,6 +95,7 @@ class Collective:
         Raises:
             OutOfStepError: from `error`.
         """
+        self.has_failed = True
         for explain in _EXPLAIN:
             explain(error, self)
 
@@ -109,7 +116,7 @@ class _Unrecorded(Collective):
     """Does nothing: what `recorded` returns while recording is off."""
 
     def __init__(self) -> None:
-        self.ended_at, self.event, self.on_device = None, None, False
+        self.ended_at, self.event, self.on_device, self.has_failed = None, None, False, False
 
     def ended(self) -> None:
         pass

@@ -51,8 +51,8 @@ class CollectiveRecord:
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
         self.limit_s = group_time_limit(group).total_seconds()
-        # The first call that the ring has dropped before an accelerator was through with it. Set by `collective`,
-        # which replaces it once it is over.
+        # The first call that the ring has dropped while it was under way on an accelerator. Set by `collective`, which
+        # replaces it once it is not.
         self._dropped: Collective | None = None
         self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
         # The last published state: the number of calls and how many of the last ones are over. Only `publish` uses it.
@@ -67,15 +67,15 @@ class CollectiveRecord:
     def collective(self, kind: str, what: str, num_bytes: int, on_device: bool = False) -> Collective:
         """Records that a collective begins."""
         call = Collective(self, kind, what, num_bytes, on_device)
-        if len(self.calls) == NUM_CALLS_KEPT and (self._dropped is None or self._dropped.is_over):
-            self._dropped = None if self.calls[0].is_over else self.calls[0]
+        if len(self.calls) == NUM_CALLS_KEPT and (self._dropped is None or not self._dropped.is_under_way):
+            self._dropped = self.calls[0] if self.calls[0].is_under_way else None
         self.calls.append(call)
         return call
 
     def first_unfinished(self) -> Collective | None:
-        """Returns the first call that is not over, on an accelerator too; None if all are."""
+        """Returns the first call that is under way, on an accelerator too; None if all have ended or failed."""
         calls = [*([] if self._dropped is None else [self._dropped]), *self.calls]
-        return next((call for call in calls if not call.is_over), None)
+        return next((call for call in calls if call.is_under_way), None)
 
     def publish(self) -> None:
         """Writes the last calls into the store for other ranks, if there are new ones."""

@@ -72,6 +72,13 @@ def test_the_first_unfinished_call_is_remembered_when_the_ring_has_dropped_it() 
         assert record_of().first_unfinished() is None
 
 
+def test_a_call_that_raised_is_under_way_no_more() -> None:
+    with fake_world(rank=0, world_size=2):
+        with pytest.raises(OSError, match="disk full"), record_of().collective("save", "the checkpoint", 0):
+            raise OSError("disk full")
+        assert not record_of().calls[0].is_over and record_of().first_unfinished() is None
+
+
 def test_a_tensor_on_the_device_is_recorded_with_an_event() -> None:
     class _OnGPU(torch.Tensor):
         is_cuda = True
