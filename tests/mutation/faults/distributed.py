@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Mutation
 from tests.mutation.suites import CONTRACT, DDP, LAYOUTS, OUTSIDE_THE_LOOP, SHARDED_STATE
 
+_BUCKETS = "tests/unit/distributed/buffers/test_buckets.py"
 _SLOTS = "tests/unit/distributed/fully_sharded/test_gathering.py"
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
@@ -136,7 +137,7 @@ MUTATIONS = (
         "core.distributed.buffers.bucket_group.BucketGroup.start_param_sync",
         r"else:(\s+self\._lane\.run)",
         r"elif not bucket.offset:\1",
-        (DDP, SHARDED_STATE[0], _EQUALITY),
+        (_BUCKETS, SHARDED_STATE[0], _EQUALITY),
     ),
     Mutation(
         "replicas of a hybrid are summed over the wrong group",
