@@ -21,7 +21,8 @@ import torch
 
 from core.datasets.prepare import prepare
 from core.training.log import read_log
-from tests.functional._cases import METRICS, Case, Golden, Leg, merged_flags, rounded
+from tests.functional._cases import Case, Leg, merged_flags
+from tests.functional._golden import METRICS, Golden, rounded
 from tests.functional._program import PROGRAMS, Ended, program_environment, run_program
 
 LIMIT_S = 600.0

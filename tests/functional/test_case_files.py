@@ -12,18 +12,15 @@ import pytest
 from core.training.arguments import parse_arguments
 from core.training.config import validate
 from tests.functional._case_runs import COMMON
-from tests.functional._cases import (
+from tests.functional._cases import CaseError, merged_flags, read_case, read_cases
+from tests.functional._golden import (
     METRICS,
     TOLERANCES,
-    CaseError,
     Golden,
     differences,
     explain_update,
     golden_path,
-    merged_flags,
     precision,
-    read_case,
-    read_cases,
     read_golden,
     write_golden,
 )

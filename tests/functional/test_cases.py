@@ -20,16 +20,14 @@ import pytest
 pytest.importorskip("yaml", reason="the case files are read by PyYAML, which this Python does not have")
 
 from tests.functional._case_runs import CPU, CaseRunner, as_golden, gpu_target
-from tests.functional._cases import (
+from tests.functional._cases import Case, CaseError, read_cases
+from tests.functional._golden import (
     TOLERANCES,
-    Case,
-    CaseError,
     Golden,
     differences,
     explain_update,
     golden_path,
     precision,
-    read_cases,
     read_golden,
     write_golden,
 )

@@ -13,8 +13,8 @@ import functools
 
 import pytest
 
-from tests.functional._cases import TOLERANCES
 from tests.functional._equality import SGD, Tolerance, assert_close
+from tests.functional._golden import TOLERANCES
 from tests.functional._parallel_runs import Layout, Trained, run_layout, run_serial
 from tests.functional._runs import HYBRIDS, WRAPPERS, Curve, Training
 from tests.unit._spawn import run_distributed

@@ -20,7 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.mutation.faults import MUTATIONS, Mutation
+from tests.mutation.faults import MUTATIONS
+from tests.mutation.mutation import Mutation
 from tests.mutation.plant import REPOSITORY, file_of, mutated
 
 PAGE = REPOSITORY / "docs" / "mutations.md"

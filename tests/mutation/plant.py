@@ -7,7 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from tests.mutation.faults import Mutation
+from tests.mutation.mutation import Mutation
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def mutated(mutation: Mutation, root: Path = REPOSITORY) -> str:
     if count != 1:
         raise ValueError(
             f"{mutation.name}: {mutation.pattern!r} matches {count} times in {mutation.function}; change the pattern "
-            f"in tests/mutation/faults.py to match once in\n{sound}"
+            f"under tests/mutation/faults to match once in\n{sound}"
         )
     if ast.unparse(ast.parse(source)) == sound:
         raise ValueError(f"{mutation.name}: the replacement {mutation.replacement!r} changes nothing; give another")

@@ -1,10 +1,17 @@
-"""The tolerance between two sums of the same numbers in another order."""
+"""Tensors of the same names compared: bit by bit, or as two sums of the same numbers in another order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Raises AssertionError unless both have the same names, and the same bits under each."""
+    assert found.keys() == expected.keys()
+    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not wrong, f"differ: {wrong}"
 
 
 def assert_same_sums(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], additions: int) -> None:

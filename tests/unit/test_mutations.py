@@ -8,7 +8,8 @@ import re
 import pytest
 
 from tests.mutation.__main__ import PAGE, write_table
-from tests.mutation.faults import MUTATIONS, Mutation
+from tests.mutation.faults import AREAS, MUTATIONS
+from tests.mutation.mutation import Mutation
 from tests.mutation.plant import REPOSITORY, file_of, mutated, source_of
 
 
@@ -16,9 +17,13 @@ def test_there_are_enough_of_different_names():
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 25
 
 
+@pytest.mark.parametrize("area", AREAS)
+def test_a_fault_is_in_the_file_of_what_it_changes(area: str):
+    assert [m.name for m in AREAS[area] if not m.function.startswith(f"core.{area}.")] == []
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_fault_is_a_change_of_core_with_tests_to_notice(mutation: Mutation):
-    assert mutation.function.startswith("core.")
     assert ast.parse(mutated(mutation))
     for test in mutation.tests:
         path, _, name = test.partition("::")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -145,6 +146,15 @@ def batches(rank: int, count: int = 3) -> list[torch.Tensor]:
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(-1))
+
+
+def accumulate(model: nn.Module, *, sync_last: bool = True) -> None:
+    """Makes the backwards of this rank's micro-batches, all but the last inside `no_sync`, or all of them."""
+    steps = batches(dist.get_rank())
+    for index, tokens in enumerate(steps):
+        synchronises = sync_last and index == len(steps) - 1
+        with nullcontext() if synchronises else model.no_sync():
+            loss_of(model, tokens).backward()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

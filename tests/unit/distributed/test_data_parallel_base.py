@@ -14,25 +14,22 @@ from torch import nn
 from core.distributed import finalize_model_grads
 from core.errors import ShardstackError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._rounding import assert_same
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed import _toys
-from tests.unit.distributed._toys import GradientTraffic, batches, build, full, gradients, loss_of, oracle, toy
+from tests.unit.distributed._toys import (
+    GradientTraffic,
+    accumulate,
+    batches,
+    build,
+    full,
+    gradients,
+    loss_of,
+    oracle,
+    toy,
+)
 
 pytestmark = pytest.mark.parametrize("kind", _toys.WRAPPERS)
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
-    assert not wrong, f"differ: {wrong}"
-
-
-def accumulate(model: nn.Module, *, sync_last: bool = True) -> None:
-    steps = batches(dist.get_rank())
-    for index, tokens in enumerate(steps):
-        synchronises = sync_last and index == len(steps) - 1
-        with nullcontext() if synchronises else model.no_sync():
-            loss_of(model, tokens).backward()
 
 
 def _accumulates_like_the_oracle(kind: str, tied: bool) -> None:

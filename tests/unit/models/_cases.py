@@ -59,6 +59,12 @@ CASES = {
     "geglu-rope": Case(_SMALL | {"gated_linear_unit": True}, tied=False, positions="rope"),
 }
 
+SMALL = CASES["gelu-learned-tied"]
+
+
+def small_config(**changes: Any) -> TransformerConfig:
+    return TransformerConfig(**(SMALL.config | changes))
+
 
 def build(case: Case, **changes: Any) -> GPTModel:
     """Returns the model of `case`, some fields of its config changed, with whole biases and norms off their trivial

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import parallel_state
-from core.errors import ConfigError, DataError, ParallelConfigError
+from core.errors import ConfigError
 from core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    column_linear,
     draw_init_seed,
     initialize_parameters,
 )
 from tests.unit._spawn import run_distributed
-from tests.unit.tensor_parallel._layers import all_gather, config, integer_tensor, integers, own
-
-S, B, H, OUT, V = 6, 2, 4, 10, 12
-
-
-def _pair(cls: type[nn.Module], *sizes: int, sequence_parallel: bool = False, **options: Any) -> list[nn.Module]:
-    """Returns the serial layer and this rank's part of it, with equal values because both have one seed."""
-    layers_built = []
-    for tp, group in ((1, None), (2, dist.group.WORLD)):
-        torch.manual_seed(0)
-        built = cls(
-            *sizes, config=config(tp, sequence_parallel and tp > 1), init_method=integers, tp_group=group, **options
-        )
-        if getattr(built, "bias", None) is not None:  # they start at zero, which a lost bias would equal
-            whole = integer_tensor(OUT, seed=3)
-            with torch.no_grad():
-                built.bias.copy_(own(whole, 0) if built.bias.shape != whole.shape else whole)
-        layers_built.append(built)
-    return layers_built
+from tests.unit.tensor_parallel._layers import OUT, B, H, S, V, all_gather, config, integer_tensor, integers, own, pair
 
 
 def _check_column(sequence_parallel: bool, gather_output: bool, skip_bias_add: bool) -> None:
-    serial, parallel = _pair(
+    serial, parallel = pair(
         ColumnParallelLinear,
         H,
         OUT,
@@ -72,7 +50,7 @@ def _check_column(sequence_parallel: bool, gather_output: bool, skip_bias_add: b
 
 
 def _check_row(sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: bool) -> None:
-    serial, parallel = _pair(
+    serial, parallel = pair(
         RowParallelLinear,
         H,
         OUT,
@@ -102,7 +80,7 @@ def _check_row(sequence_parallel: bool, input_is_parallel: bool, skip_bias_add: 
 
 
 def _check_embedding(sequence_parallel: bool) -> None:
-    serial, parallel = _pair(
+    serial, parallel = pair(
         VocabParallelEmbedding, V, H, sequence_parallel=sequence_parallel, reduce_scatter_embeddings=sequence_parallel
     )
     ids = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(5))  # [b, s]
@@ -117,7 +95,7 @@ def _check_embedding(sequence_parallel: bool) -> None:
 
 def _check_tied() -> None:
     """The output layer reads the embedding's rows: one table, two gradients that add up in it."""
-    embedding, embedding_part = _pair(VocabParallelEmbedding, V, H)
+    embedding, embedding_part = pair(VocabParallelEmbedding, V, H)
     ids = torch.arange(S * B).view(B, S) % V
     upstream = integer_tensor(B, S, V)
     for table, cut in ((embedding, None), (embedding_part, -1)):
@@ -140,51 +118,8 @@ def _check_tied() -> None:
     assert torch.equal(all_gather(embedding_part.weight.grad, 0), embedding.weight.grad)
 
 
-class _Order(TorchDispatchMode):
-    """The matrix products of a backward, in one list with the collectives' starts and waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default:
-            self.seen.append("product")
-        return func(*args, **(kwargs or {}))
-
-    def watch(self, collective: Any, name: str) -> Any:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.seen.append(f"start {name}")
-            result = collective(*args, **kwargs)
-            work = result[1] if isinstance(result, tuple) else result
-
-            class _Waited:
-                def wait(_self) -> None:
-                    self.seen.append(f"wait {name}")
-                    work.wait()
-
-            return (result[0], _Waited()) if isinstance(result, tuple) else _Waited()
-
-        return watched
-
-
-def _backward_order(sequence_parallel: bool, frozen: bool, with_input_grad: bool) -> list[str]:
-    _, layer = _pair(ColumnParallelLinear, H, OUT, sequence_parallel=sequence_parallel)
-    layer.weight.requires_grad_(not frozen)
-    x = integer_tensor(S // 2 if sequence_parallel else S, B, H).requires_grad_(with_input_grad)
-    loss = layer(x)[0].sum()
-    with pytest.MonkeyPatch.context() as patch, _Order() as order:
-        patch.setattr(dist, "all_reduce", order.watch(dist.all_reduce, "all-reduce"))
-        for name in ("gather_first_dim", "reduce_scatter_first_dim"):
-            patch.setattr(column_linear, name, order.watch(getattr(column_linear, name), name.split("_first")[0]))
-        loss.backward()
-    assert (layer.weight.grad is None) == frozen
-    assert layer.bias.grad is not None
-    return order.seen
-
-
 def _check_autocast() -> None:
-    serial, parallel = _pair(ColumnParallelLinear, H, OUT)
+    serial, parallel = pair(ColumnParallelLinear, H, OUT)
     results = []
     for layer in (serial, parallel):
         x = integer_tensor(S, B, H).requires_grad_()
@@ -201,7 +136,7 @@ def _check_autocast() -> None:
 
 
 def _check_copied_and_saved() -> None:
-    _, layer = _pair(RowParallelLinear, H, OUT, sequence_parallel=True)
+    _, layer = pair(RowParallelLinear, H, OUT, sequence_parallel=True)
     twin = copy.deepcopy(layer)
     assert twin.tp_group is layer.tp_group
     assert twin.weight.partition_dim == 1
@@ -241,7 +176,7 @@ def _two_layers(tp: int) -> tuple[ColumnParallelLinear, RowParallelLinear]:
 
 def _check_under_fsdp2() -> None:
     """FSDP2 gathers the fp32 weight as bf16 and frees it between forward and backward; the integers fit in bf16."""
-    serial, parallel = _pair(ColumnParallelLinear, H, OUT)
+    serial, parallel = pair(ColumnParallelLinear, H, OUT)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     mesh = parallel_state.get_data_parallel_mesh()  # of this rank alone
     fully_shard(parallel, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
@@ -255,27 +190,6 @@ def _check_under_fsdp2() -> None:
     assert torch.equal(x_cast.grad, x.grad)
     assert torch.equal(all_gather(parallel.weight.grad.to_local(), 0), serial.weight.grad)
     assert torch.equal(all_gather(parallel.bias.grad.to_local(), 0), serial.bias.grad)
-
-
-def _refusals() -> list[str]:
-    messages = []
-    group = dist.group.WORLD
-    for build in (
-        lambda: ColumnParallelLinear(4, 5, config=config(2), init_method=integers, tp_group=group),
-        lambda: RowParallelLinear(5, 4, config=config(2), init_method=integers, tp_group=group),
-        lambda: VocabParallelEmbedding(5, 4, config=config(2), init_method=integers, tp_group=group),
-        lambda: ColumnParallelLinear(4, 4, config=config(4), init_method=integers, tp_group=group),
-        lambda: RowParallelLinear(
-            4, 4, config=config(2, True), init_method=integers, input_is_parallel=False, tp_group=group
-        ),
-    ):
-        with pytest.raises(ParallelConfigError) as caught:
-            build()
-        messages.append(str(caught.value))
-    embedding = VocabParallelEmbedding(V, H, config=config(2), init_method=integers, tp_group=group)
-    with pytest.raises(DataError) as unknown:
-        embedding(torch.tensor([[0, 99]]))
-    return [*messages, str(unknown.value)]
 
 
 @pytest.mark.parametrize("skip_bias_add", [False, True])
@@ -300,32 +214,6 @@ def test_a_tied_output_layer_adds_its_gradient_to_the_embedding():
     run_distributed(_check_tied, 2)
 
 
-def test_column_backward_adds_the_input_gradient_while_it_computes_the_weights():
-    assert run_distributed(_backward_order, 2, False, False, True)[0] == [
-        "product",
-        "start all-reduce",
-        "product",
-        "wait all-reduce",
-    ]
-    assert run_distributed(_backward_order, 2, True, False, True)[0] == [
-        "start gather",
-        "product",
-        "start reduce_scatter",
-        "wait gather",
-        "product",
-        "wait reduce_scatter",
-    ]
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_frozen_weight_costs_no_product(sequence_parallel: bool):
-    name = "reduce_scatter" if sequence_parallel else "all-reduce"
-    frozen = run_distributed(_backward_order, 2, sequence_parallel, True, True)[0]
-    assert frozen == ["product", f"start {name}", f"wait {name}"]
-    no_input = run_distributed(_backward_order, 2, sequence_parallel, False, False)[0]
-    assert no_input == (["start gather", "wait gather", "product"] if sequence_parallel else ["product"])
-
-
 def test_column_parallel_under_autocast():
     run_distributed(_check_autocast, 2)
 
@@ -342,24 +230,6 @@ def test_marks_survive_copies_and_assignment():
     run_distributed(_check_copied_and_saved, 2)
 
 
-def test_sizes_that_do_not_fit_are_errors_that_name_the_value_and_the_fix():
-    column, row, embedding, degree, whole_input, unknown = run_distributed(_refusals, 2)[1]
-    assert "output_size of a ColumnParallelLinear is 5" in column
-    assert "make it 6" in column
-    assert "input_size of a RowParallelLinear is 5" in row
-    assert "vocabulary (num_embeddings) of a VocabParallelEmbedding is 5" in embedding
-    assert "tensor_model_parallel_size is 4" in degree
-    assert "has 2 rank(s)" in degree
-    assert "input_is_parallel=False" in whole_input
-    assert "token id 99" in unknown
-    assert "12 tokens" in unknown
-
-
-def test_a_degree_without_a_group_says_how_to_get_one():
-    with pytest.raises(ParallelConfigError, match="call initialize_model_parallel"):
-        ColumnParallelLinear(4, 4, config=config(2), init_method=integers)
-
-
 def test_alone_a_linear_layer_is_torchs_and_looks_the_same_to_autograd():
     layer = ColumnParallelLinear(H, OUT, config=config(), init_method=integers)
     output, bias = layer(integer_tensor(S, B, H))
@@ -367,10 +237,3 @@ def test_alone_a_linear_layer_is_torchs_and_looks_the_same_to_autograd():
     assert bias is None
     assert torch.equal(output, reference)
     assert output.grad_fn.name() == reference.grad_fn.name()
-
-
-@pytest.mark.parametrize("bad", [-1, V])
-def test_alone_an_unknown_token_is_a_data_error(bad: int):
-    embedding = VocabParallelEmbedding(V, H, config=config(), init_method=integers)
-    with pytest.raises(DataError, match=f"token id {bad} is outside the vocabulary of {V}"):
-        embedding(torch.tensor([[1, bad]]))

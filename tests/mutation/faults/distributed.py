@@ -1,0 +1,221 @@
+"""Faults of `core.distributed`."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Mutation
+from tests.mutation.suites import CONTRACT, DDP, LAYOUTS, OUTSIDE_THE_LOOP, SHARDED_STATE
+
+_BUCKETS = "tests/unit/distributed/buffers/test_buckets.py"
+_SLOTS = "tests/unit/distributed/fully_sharded/test_gathering.py"
+_FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
+_FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
+_UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
+_STARTS = "tests/unit/distributed/model/test_initial_values.py"
+_PRECISION = ("tests/unit/distributed/plan/test_precision.py", "tests/unit/distributed/fsdp2/test_fsdp_precision.py")
+_EQUALITY = "tests/functional/test_equality_of_wrappers.py"
+_REPRODUCIBLE_LOOP = "tests/unit/distributed/test_reproducible.py"
+
+MUTATIONS = (
+    # ---- wrappers
+    Mutation(
+        "a step without gradients of all ranks is let through",
+        "core.distributed.gradient_state.GradientState.check_may_step",
+        r"if not self\.is_reduced:",
+        "if not self.is_reduced and self.phase is Phase.ZEROED:",
+        (f"{OUTSIDE_THE_LOOP}[a_step_without_finalizing-zero2]",),
+    ),
+    Mutation(
+        "the first gradient is not scaled",
+        "core.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel._scale_gradients",
+        r"_foreach_mul_\(gradients",
+        "_foreach_mul_(gradients[1:]",
+        (CONTRACT, _FSDP2),
+    ),
+    Mutation(
+        "FSDP2 keeps gradients from step to step",
+        "core.distributed.torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel._zero_gradients",
+        r"\w+\.grad = None",
+        "pass",
+        (CONTRACT, _FSDP2),
+    ),
+    Mutation(
+        "an inner no_sync ends the outer one",
+        "core.distributed.data_parallel_base._BaseDataParallel.no_sync",
+        r"_set_gradient_sync\(before\)",
+        "_set_gradient_sync(True)",
+        (CONTRACT,),
+    ),
+    Mutation(
+        "each rank divides by its own number of tokens",
+        "core.distributed.finalize_model_grads._one_over_global_tokens",
+        r"all_reduce_by_backend\(total",
+        "all_reduce_by_backend(total.clone()",
+        (_FINALIZE, CONTRACT),
+    ),
+    Mutation(
+        "gradients of norms stay partial under sequence parallelism",
+        "core.distributed.finalize_model_grads._sum_over_sequence_parallel_ranks",
+        r"torch\._foreach_copy_\(.*\)",
+        "pass",
+        (_FINALIZE, LAYOUTS),
+    ),
+    # ---- plan
+    Mutation(
+        "units that share a weight are not united",
+        "core.distributed.plan.units._unite_sharers",
+        r"in owners\.values\(\)",
+        "in ()",
+        _UNITS,
+    ),
+    Mutation(
+        "gradients are reduced in the compute dtype, not in reduce_dtype",
+        "core.distributed.plan.precision.mixed_precision_policy",
+        "reduce_dtype or param_dtype",
+        "param_dtype",
+        _PRECISION,
+    ),
+    Mutation(
+        "a shard ends one element early",
+        "core.distributed.plan.flat_plan.BucketPlan.places_in_shard",
+        r"\(start, end\) if",
+        "(start, end - 1) if",
+        (DDP, *SHARDED_STATE),
+    ),
+    Mutation(
+        "a parameter begins on the last element of the one before",
+        "core.distributed.plan.layout.lay_out",
+        r"begin = round_up\(.*",
+        "begin = max(begin - 1, 0)",
+        ("tests/unit/distributed/plan/test_layout.py", DDP),
+    ),
+    # ---- model
+    Mutation(
+        "the first tensor of replicas is not made equal",
+        "core.distributed.model.initial_values.InitialValues.equalize",
+        r"broadcast_tensors\(self\._equalized",
+        "broadcast_tensors(self._equalized[1:]",
+        (_STARTS, CONTRACT),
+    ),
+    # ---- buffers
+    Mutation(
+        "the sum of a global batch over ranks is not made a mean",
+        "core.distributed.buffers.bucket_sums.BucketSums.finish",
+        r"shard\.mul_\(.*\)",
+        "pass",
+        (f"{_REPRODUCIBLE_LOOP}::test_a_loop_of_ones_own_has_the_same_gradients_on_one_two_and_four_ranks",),
+    ),
+    Mutation(
+        "parameters that are being gathered are read at once",
+        "core.distributed.buffers.bucket_group.BucketGroup.start_param_sync",
+        r"make_pending\(.*\)",
+        "pass",
+        (f"{OUTSIDE_THE_LOOP}[an_average_of_weights_is_kept_by_references-zero1_overlap]",),
+    ),
+    Mutation(
+        "a frozen parameter is updated with zeros",
+        "core.distributed.buffers.grad_slot.GradSlot.has_gradient",
+        "return .*",
+        "return True",
+        (f"{OUTSIDE_THE_LOOP}[frozen_parameters_do_not_decay-zero1]",),
+    ),
+    Mutation(
+        "gradients are summed and not averaged",
+        "core.distributed.buffers.reduction.BucketReduction.reduce",
+        r"scale = 1\.0 / self\.group\.size\(\)",
+        "scale = 1.0",
+        (DDP,),
+    ),
+    Mutation(
+        "the first bucket is not reduced",
+        "core.distributed.buffers.bucket_group.BucketGroup.start_grad_sync",
+        r"else:(\s+self\._lane\.run)",
+        r"elif self.bucket.offset:\1",
+        (DDP, CONTRACT),
+    ),
+    Mutation(
+        "only the first bucket's parameters are gathered",
+        "core.distributed.buffers.bucket_group.BucketGroup.start_param_sync",
+        r"else:(\s+self\._lane\.run)",
+        r"elif not bucket.offset:\1",
+        (_BUCKETS, SHARDED_STATE[0], _EQUALITY),
+    ),
+    Mutation(
+        "replicas of a hybrid are summed over the wrong group",
+        "core.distributed.buffers.reduction.BucketReduction.reduce",
+        r"reduce\(part, self\.replica_group",
+        "reduce(part, self.shard_group",
+        (DDP, CONTRACT, _EQUALITY),
+    ),
+    Mutation(
+        "gradients of the step before are not cleared",
+        "core.distributed.buffers.grad_slot.GradSlot.clear",
+        r"self\.content = self\.content\.cleared\(\)",
+        "self.content = self.content.cleared() if self.is_written_by_layer else self.content",
+        (DDP, CONTRACT),
+    ),
+    Mutation(
+        "a gradient that has not arrived is not zero",
+        "core.distributed.buffers.grad_slot.GradSlot.complete",
+        r"\.zero_\(\)",
+        ".add_(1)",
+        (DDP, CONTRACT),
+    ),
+    # ---- fully_sharded
+    Mutation(
+        "what was gathered before a step is used after it",
+        "core.distributed.fully_sharded.gathering.ParameterGathering.forget",
+        r"unit\.slot\.owner = None",
+        "pass",
+        (f"{_EQUALITY}::test_wrappers_are_equal_bitwise_on_two_ranks[adamw-zero3-2]",),
+    ),
+    Mutation(
+        "a backward reads the parameters that another unit was gathered into the slot",
+        "core.distributed.fully_sharded.gathering.ParameterGathering._watch",
+        r"tensor\.register_hook\(.*\)",
+        "pass",
+        (_SLOTS,),
+    ),
+    Mutation(
+        "two units that run at once share a slot",
+        "core.distributed.fully_sharded.gathering.ParameterGathering._reject_running",
+        r"if owner is not None and owner\.running:",
+        "if False:",
+        (_SLOTS,),
+    ),
+    Mutation(
+        "a write to a gathered parameter is lost",
+        "core.distributed.fully_sharded.unit.Unit.hide",
+        r"if before != self\._versions:",
+        "if False:",
+        (_SLOTS,),
+    ),
+    # ---- fsdp2
+    Mutation(
+        "FSDP2 forgets what was set aside of a global batch",
+        "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._complete",
+        r"if not self\.sums\.tensors:",
+        "if True:",
+        (f"{_REPRODUCIBLE_LOOP}::test_a_loop_of_ones_own_has_the_same_gradients_on_one_two_and_four_ranks",),
+    ),
+    Mutation(
+        "gathered parameters survive a step",
+        "core.distributed.fsdp2.sharded_model.ShardedModel.prepare_forward",
+        r"(if self\._values\.are_stale\(\)):",
+        r"\1 and (not self._has_allocated):",
+        ("tests/unit/distributed/fsdp2/test_sharded_model.py",),
+    ),
+    Mutation(
+        "a backward that raised is forgotten",
+        "core.distributed.fsdp2.sharded_model.ShardedModel._end_failed_backward",
+        r"self\._has_failed = True",
+        "pass",
+        (f"{OUTSIDE_THE_LOOP}[a_step_goes_on_after_a_backward_that_raised_and_is_made_again-fsdp2]",),
+    ),
+    Mutation(
+        "FSDP2 reduces every micro-batch",
+        "core.distributed.fsdp2.sharded_model.ShardedModel.set_gradient_sync",
+        r"set_requires_gradient_sync\(enabled",
+        "set_requires_gradient_sync(True",
+        (CONTRACT, _FSDP2),
+    ),
+)

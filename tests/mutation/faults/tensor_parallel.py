@@ -1,0 +1,66 @@
+"""Faults of `core.tensor_parallel`."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Mutation
+
+_LOSS_IN_PARTS = "tests/unit/tensor_parallel/test_linear_cross_entropy.py"
+
+MUTATIONS = (
+    Mutation(
+        "a column-parallel layer's input keeps this rank's gradient",
+        "core.tensor_parallel.column_linear._ColumnParallelLinear.backward",
+        r"dist\.all_reduce\(grad_input.*\)",
+        "None",
+        ("tests/unit/tensor_parallel/test_layers.py",),
+    ),
+    Mutation(
+        "the backward of entering a parallel region adds nothing",
+        "core.tensor_parallel.mappings._CopyToModelParallelRegion.backward",
+        r"reduce_from_tensor_model_parallel_region\((\w+), ctx\.group\)",
+        r"\1",
+        ("tests/unit/tensor_parallel/test_mappings.py",),
+    ),
+    Mutation(
+        "targets are looked up in the first rank's vocabulary",
+        "core.tensor_parallel.cross_entropy._VocabParallelCrossEntropy.forward",
+        r"group_rank\(group\)",
+        "0",
+        ("tests/unit/tensor_parallel/test_cross_entropy.py",),
+    ),
+    Mutation(
+        "loss in parts: the gradient of a part is not scaled by that of its tokens",
+        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.backward",
+        r"of_logits\.mul_\(scale\)",
+        "of_logits",
+        (_LOSS_IN_PARTS,),
+    ),
+    Mutation(
+        "loss in parts: a tensor-parallel rank takes targets for columns of its own",
+        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.backward",
+        r"local = target - .*",
+        "local = target",
+        (f"{_LOSS_IN_PARTS}::test_two_ranks_share_the_vocabulary",),
+    ),
+    Mutation(
+        "loss in parts: a rank normalises by its own vocabulary",
+        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.forward",
+        r"torch\.logsumexp\(everyone\[:, 0\], dim=0\)",
+        "mine[0, 0]",
+        (f"{_LOSS_IN_PARTS}::test_two_ranks_share_the_vocabulary",),
+    ),
+    Mutation(
+        "loss in parts: the largest logit is left in the exponent",
+        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.forward",
+        r"logits\.amax\(dim=1\)",
+        "torch.zeros_like(logits[:, 0])",
+        (_LOSS_IN_PARTS,),
+    ),
+    Mutation(
+        "loss in parts: the gradient of the input is that of the last part",
+        "core.tensor_parallel.linear_cross_entropy._add_product",
+        r"total\.addmm_\(left, right\)",
+        "torch.mm(left, right, out=total)",
+        (_LOSS_IN_PARTS,),
+    ),
+)

@@ -1,0 +1,60 @@
+"""Faults of `core.training`."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Mutation
+from tests.mutation.suites import REPRODUCIBLE
+
+_CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
+
+MUTATIONS = (
+    Mutation(
+        "dropout depends on a micro-batch's place on its rank, not in the global batch",
+        "core.training.train_step.train_step",
+        r"seeds\.enter\(.*\)",
+        "seeds.enter(i)",
+        (f"{REPRODUCIBLE}[8 micro-batches-ddp-4]",),
+    ),
+    Mutation(
+        "the schedule moves on in a step that was skipped",
+        "core.training.running_step.RunningStep._conclude",
+        r"if outcome\.updated:",
+        "if True:",
+        ("tests/unit/training/test_train_step.py",),
+    ),
+    Mutation(
+        "document starts are not split as tokens are",
+        "core.training.train_step._own_chunks",
+        r"own_chunks\(tensor\)",
+        "own_chunks(tensor if name != 'document_starts' else tensor.roll(1, 0))",
+        (_CUT_STEP,),
+    ),
+    Mutation(
+        "each context-parallel rank divides by its own number of tokens",
+        "core.training.train_step._tokens_a_rank",
+        r" / parallel_state\.get_context_parallel_world_size\(\)",
+        "",
+        (_CUT_STEP,),
+    ),
+    Mutation(
+        "a batch is used before its copy to the GPU is complete",
+        "core.training.device_batches._Recorded.wait",
+        r"computing\.wait_event\(.*\)",
+        "pass",
+        ("tests/unit/training/test_device_batches.py",),
+    ),
+    Mutation(
+        "a batch's memory on the GPU is reused while the step reads it",
+        "core.training.device_batches._Recorded.wait",
+        r"tensor\.record_stream\(computing\)",
+        "pass",
+        ("tests/unit/training/test_device_batches.py",),
+    ),
+    Mutation(
+        "context-parallel ranks read different samples",
+        "core.training.data._loader",
+        r"get_data_parallel_rank\(\)",
+        "get_data_parallel_rank(with_context_parallel=True)",
+        ("tests/unit/training/test_data.py::test_ranks_of_one_model_read_the_same_whole_sequences",),
+    ),
+)

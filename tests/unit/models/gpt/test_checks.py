@@ -1,0 +1,96 @@
+"""Arguments, degrees, batches and process groups that a GPTModel cannot take."""
+
+import pytest
+import torch
+
+from core import parallel_state
+from core.errors import ConfigError, DataError, ParallelConfigError
+from core.models.gpt import GPTModel
+from core.transformer import TransformerConfig
+from core.transformer.mlp import MLP
+from core.transformer.spec_utils import ModuleSpec
+from tests.unit._spawn import run_distributed
+from tests.unit.models._cases import BATCH, LENGTH, SMALL, VOCAB, batch, build, small_config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"position_embedding_type": "alibi"}, '\'alibi\'.*"rope" or "learned_absolute"'),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"max_sequence_length": -1}, "max_sequence_length is -1"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        GPTModel(small_config(), **({"vocab_size": VOCAB, "max_sequence_length": LENGTH} | arguments))
+
+
+@pytest.mark.parametrize("degree", ["pipeline_model_parallel_size", "expert_model_parallel_size"])
+def test_degrees_that_models_do_not_have_are_refused(degree):
+    with pytest.raises(ParallelConfigError, match=f"{degree} is 2"):
+        GPTModel(
+            small_config(**{degree: 2}), vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope"
+        )
+
+
+def test_batches_that_cannot_be_taken():
+    model = build(SMALL)
+    ids, labels = batch()
+    mask = torch.zeros(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool)
+    for arguments, message in (
+        ((torch.zeros(1, LENGTH + 1, dtype=torch.long),), f"{LENGTH + 1} tokens.*max_sequence_length of {LENGTH}"),
+        ((ids[0],), r"takes \[batch, sequence\]"),
+        ((ids, None, None, None, labels[:, 1:]), r"labels has shape \[2, 11\], but input_ids \[2, 12\]"),
+        ((ids, torch.arange(LENGTH)), r"position_ids has shape \[12\]"),
+        ((ids, torch.full_like(ids, LENGTH)), f"positions outside 0 to {LENGTH - 1}"),
+        ((ids, None, mask[:, 0]), r"attention_mask has shape \[2, 12, 12\]"),
+        ((ids, None, mask.long()), r"takes torch.bool, True where a token is hidden"),
+        ((torch.full_like(ids, VOCAB),), f"token id {VOCAB}"),
+    ):
+        with pytest.raises(DataError, match=message):
+            model(*arguments)
+
+
+def _refuses_groups_of_another_degree() -> None:
+    small = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    for sizes, said in (
+        (
+            {"pipeline_model_parallel_size": 2},
+            "initialised with pipeline_model_parallel_size 2, but GPTModel supports only 1",
+        ),
+        ({"context_parallel_size": 2}, "config.context_parallel_size is 1, but .* groups of 2"),
+    ):
+        parallel_state.initialize_model_parallel(**sizes)
+        with pytest.raises(ParallelConfigError, match=said):
+            GPTModel(TransformerConfig(**small), vocab_size=16, max_sequence_length=8, position_embedding_type="rope")
+        parallel_state.destroy_model_parallel()
+    with pytest.raises(ParallelConfigError, match=r"config.context_parallel_size is 2, but .* groups of 1"):
+        GPTModel(
+            TransformerConfig(**small, context_parallel_size=2),
+            vocab_size=16,
+            max_sequence_length=8,
+            position_embedding_type="rope",
+        )
+
+
+def test_process_groups_of_a_degree_that_the_model_lacks_are_refused():
+    run_distributed(_refuses_groups_of_another_degree, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fp16_lm_cross_entropy": True}, "GPTModel: fp16_lm_cross_entropy is True"),
+        ({"rope_scaling": True}, "change rotary_base"),
+        ({"mtp_block_spec": ModuleSpec(MLP)}, "mtp_block_spec"),
+        ({"vp_stage": 0}, "a rank holds one pipeline stage"),
+    ],
+)
+def test_what_a_model_lacks_is_refused_by_megatrons_name(given, message):
+    with pytest.raises(ParallelConfigError, match=message):
+        GPTModel(small_config(), None, VOCAB, LENGTH, **given)
+    model = GPTModel(small_config(), None, VOCAB, LENGTH)
+    ids, _ = batch()
+    with pytest.raises(ParallelConfigError, match=r"packed_seq_params .* document_starts"):
+        model(ids, packed_seq_params=object())

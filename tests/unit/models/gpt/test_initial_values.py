@@ -1,0 +1,115 @@
+"""Initial values of a GPTModel: from meta, sharded, by the seed, or not at all."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from core.models.gpt import GPTModel, gpt_model
+from core.transformer import TransformerConfig, materialize
+from tests.unit._spawn import run_distributed
+from tests.unit.models._cases import CASES, LENGTH, SMALL, VOCAB, Case, batch, small_config
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta_then_materialize_equals_direct_construction(name):
+    case = CASES[name]
+
+    def make():
+        torch.manual_seed(3)
+        return GPTModel(
+            TransformerConfig(**case.config),
+            vocab_size=VOCAB,
+            max_sequence_length=LENGTH,
+            share_embeddings_and_output_weights=case.tied,
+            position_embedding_type=case.positions,
+        )
+
+    direct, after_direct = make(), torch.rand(1)
+    with torch.device("meta"):
+        model = make()
+    after_meta = torch.rand(1)
+    marks = {key: dict(vars(parameter)) for key, parameter in model.named_parameters()}
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert materialize(model, "cpu") is model
+    assert torch.equal(after_direct, after_meta)  # both drew equally from the stream
+    for (key, found), (_, expected) in zip(model.named_parameters(), direct.named_parameters(), strict=True):
+        assert torch.equal(found, expected), key
+        assert vars(found) == vars(expected) == marks[key], key
+    ids, labels = batch()
+    assert torch.equal(model(ids, labels=labels), direct(ids, labels=labels))
+
+
+UNEVEN = Case(SMALL.config | {"hidden_size": 15, "num_attention_heads": 3}, tied=True, positions="learned_absolute")
+
+
+def _make_uneven():
+    torch.manual_seed(3)
+    return GPTModel(
+        TransformerConfig(**UNEVEN.config),
+        vocab_size=VOCAB + 1,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=UNEVEN.tied,
+        position_embedding_type=UNEVEN.positions,
+    )
+
+
+def _materialize_sharded():
+    direct = _make_uneven()
+    with torch.device("meta"):
+        model = _make_uneven()
+    for layer in model.decoder.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    materialize(model)
+    for (name, found), (_, expected) in zip(model.named_parameters(), direct.named_parameters(), strict=True):
+        assert isinstance(found, DTensor)
+        assert torch.equal(found.full_tensor(), expected), name
+        assert {key: getattr(found, key) for key in vars(expected)} == vars(expected), name
+    ids, labels = batch()
+    return torch.equal(model(ids, labels=labels), direct(ids, labels=labels))
+
+
+def test_meta_then_sharded_then_materialized_equals_direct_construction():
+    assert run_distributed(_materialize_sharded, 2) == [True, True]
+
+
+def test_the_seed_decides_initial_values_and_names_tell_them_apart():
+    torch.manual_seed(1)
+    first = GPTModel(
+        small_config(init_method_std=0.02),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+    )
+    torch.manual_seed(2)
+    other = GPTModel(
+        small_config(init_method_std=0.02),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+    )
+    assert not torch.equal(first.output_layer.weight, other.output_layer.weight)
+    layers = first.decoder.layers
+    assert not torch.equal(layers[0].mlp.linear_fc1.weight, layers[1].mlp.linear_fc1.weight)
+    assert layers[0].mlp.linear_fc1.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert layers[0].mlp.linear_fc2.weight.std().item() == pytest.approx(0.02 / 2, rel=0.1)  # sqrt(2 x 2 layers)
+    assert torch.equal(layers[0].input_layernorm.weight, torch.ones(16))
+    assert not layers[0].mlp.linear_fc1.bias.any()
+
+
+def test_without_initialization_nothing_is_filled_and_the_draw_is_the_same(monkeypatch):
+    filled = []
+    monkeypatch.setattr(gpt_model, "initialize_parameters", lambda model, seed: filled.append(seed))
+    seeds = []
+    for perform in (True, False):
+        torch.manual_seed(5)
+        seeds.append(
+            GPTModel(
+                small_config(perform_initialization=perform),
+                vocab_size=VOCAB,
+                max_sequence_length=LENGTH,
+                position_embedding_type="rope",
+            ).init_seed
+        )
+    assert seeds[0] == seeds[1] and filled == seeds[:1]

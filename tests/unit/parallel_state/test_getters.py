@@ -1,0 +1,100 @@
+"""Every getter against an oracle, for every order and from every rank, in simulated worlds."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch.distributed as dist
+
+from core import parallel_state as ps
+from core.errors import ParallelConfigError
+from core.rank_generator import RankGenerator
+from tests.unit._ranks import fake_world
+from tests.unit.parallel_state._oracle import (
+    DEFAULT_ORDER,
+    GROUPS,
+    Case,
+    check_every_getter,
+    experts_fit,
+    ranks_of,
+)
+
+ORDERS = ["-".join(tokens) for tokens in permutations(("tp", "cp", "ep", "dp", "pp"))]
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks_a_world"),
+    [
+        (Case(8, tp=2, pp=2), 8),
+        (Case(8, tp=2, cp=2, ep=2), 8),
+        (Case(8, pp=2, cp=2), 8),
+        (Case(16, tp=2, pp=2, cp=2, ep=2), 2),
+        (Case(16, tp=2, cp=2, instances=2), 2),
+        (Case(16, pp=2, cp=2, instances=2), 2),
+        (Case(16, pp=2, cp=2, ep=2, instances=2), 2),
+    ],
+    ids=str,
+)
+def test_every_getter_under_every_order(case: Case, ranks_a_world: int) -> None:
+    fitting = 0
+    for number, order in enumerate(ORDERS):
+        fits = experts_fit(case, order)
+        fitting += fits
+        for step in range(ranks_a_world):  # over the orders every rank has its turn
+            rank = (number + step * (case.world // ranks_a_world)) % case.world
+            with fake_world(rank, case.world):
+                if fits:
+                    case.initialize(order)
+                    check_every_getter(case, order, rank)
+                else:
+                    with pytest.raises(ParallelConfigError, match=r"order '.*' .*; put .* as in the default order"):
+                        case.initialize(order)
+                    assert not ps.is_initialized()
+    assert fitting >= 20, "the default order and its like must be among those that fit"
+
+
+@pytest.mark.parametrize("order", [DEFAULT_ORDER, "cp-tp-dp-ep-pp", "dp-tp-cp-pp-ep"])
+@pytest.mark.parametrize("case", [Case(64, tp=4, pp=2, cp=2), Case(64, tp=2, pp=4, instances=2)], ids=str)
+def test_a_world_of_64(case: Case, order: str) -> None:
+    for rank in (0, 1, 37, 63):
+        with fake_world(rank, case.world):
+            case.initialize(order)
+            check_every_getter(case, order, rank)
+
+
+def test_the_documented_groups_of_eight_ranks() -> None:
+    seen: dict[str, set[tuple[int, ...]]] = {"tp": set(), "dp": set(), "pp": set()}
+    for rank in range(8):
+        with fake_world(rank, 8):
+            ps.initialize_model_parallel(2, 2)
+            for kind, groups in seen.items():
+                groups.add(tuple(ranks_of(GROUPS[kind]())))
+    assert seen["tp"] == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    assert seen["dp"] == {(0, 2), (1, 3), (4, 6), (5, 7)}
+    assert seen["pp"] == {(0, 4), (1, 5), (2, 6), (3, 7)}
+
+
+def test_optimizer_instances_shard_over_the_inner_part() -> None:
+    with fake_world(5, 16):
+        ps.initialize_model_parallel(2, context_parallel_size=2, num_distributed_optimizer_instances=2)
+        assert ranks_of(GROUPS["dp-cp"]()) == [1, 3, 5, 7, 9, 11, 13, 15]
+        assert ranks_of(GROUPS["partial dp-cp"]()) == [1, 3, 5, 7]
+        assert ranks_of(GROUPS["inter"]()) == [5, 13]
+        assert ranks_of(GROUPS["intra"]()) == list(range(8))
+        assert ps.get_data_parallel_mesh().mesh.tolist() == [[1, 3, 5, 7], [9, 11, 13, 15]]
+
+
+def test_groups_of_equal_ranks_are_one_process_group() -> None:
+    with fake_world(1, 8):
+        ps.initialize_model_parallel(2)
+        assert ps.get_data_parallel_group() is ps.get_data_parallel_group(with_context_parallel=True)
+        assert ps.get_data_parallel_mesh().get_group() is ps.get_data_parallel_group()
+        assert ps.get_device_mesh().get_group("tp") is ps.get_tensor_model_parallel_group()
+        # the default group, this rank alone, tp, dp, and one of ours that spans the world
+        assert len(dist.distributed_c10d._world.pg_map) == 5
+        assert ps.get_intra_distributed_optimizer_instance_group() is not dist.group.WORLD
+
+
+def test_the_generator_is_found_where_megatron_keeps_it() -> None:
+    assert ps.RankGenerator is RankGenerator

@@ -1,0 +1,121 @@
+"""Groups of real ranks: collectives over each, their time limit, and their mesh."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from core import parallel_state as ps
+from tests.unit._spawn import run_distributed
+from tests.unit.parallel_state._oracle import (
+    DEFAULT_ORDER,
+    GROUPS,
+    Case,
+    check_every_getter,
+    expected_groups,
+)
+
+
+def _sum_over(group: dist.ProcessGroup | None) -> int:
+    value = torch.tensor(10 ** dist.get_rank())  # the sum shows which ranks took part
+    dist.all_reduce(value, group=group)
+    return int(value)
+
+
+def _sums_over_every_kind(case: Case) -> dict[str, int]:
+    case.initialize()
+    sums = {kind: _sum_over(group) for kind, getter in GROUPS.items() if (group := getter()) is not None}
+    ps.destroy_model_parallel()
+    return sums | {"default": _sum_over(None), "groups left": len(dist.distributed_c10d._world.pg_map)}
+
+
+def _then(first: Case, second: Case) -> tuple[dict[str, int], dict[str, int]]:
+    return _sums_over_every_kind(first), _sums_over_every_kind(second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Case(2, tp=2), Case(2)),
+        (Case(4, tp=2, ep=2), Case(4, cp=2, instances=2)),
+        (Case(4, pp=4), Case(4, pp=2, instances=2)),
+    ],
+    ids=str,
+)
+def test_collectives_over_every_group_and_again_with_other_sizes(first: Case, second: Case) -> None:
+    for rank, answers in enumerate(run_distributed(_then, first.world, first, second)):
+        for case, sums in zip((first, second), answers, strict=True):
+            expected = {kind: ranks for kind, ranks in expected_groups(case, DEFAULT_ORDER, rank).items() if ranks}
+            expected["default"] = list(range(case.world))
+            assert sums.pop("groups left") == 1, case
+            assert sums == {kind: sum(10**other for other in ranks) for kind, ranks in expected.items()}, (case, rank)
+
+
+def _timeouts(minutes: float) -> tuple[set[float], float]:
+    def seconds(group: dist.ProcessGroup | None) -> float:
+        assert group is not None
+        backend = group._get_backend(torch.device("cpu"))
+        return float(backend.options._timeout.total_seconds())
+
+    before = seconds(dist.group.WORLD)
+    ps.initialize_model_parallel(2, distributed_timeout_minutes=minutes)
+    assert seconds(dist.group.WORLD) == before
+    return {seconds(getter()) for getter in GROUPS.values()}, before
+
+
+def test_every_group_but_the_default_one_has_the_time_limit_asked_for() -> None:
+    for ours, default in run_distributed(_timeouts, 2, 7.5):
+        assert ours == {450.0}
+        assert default != 450.0
+
+
+def _rank_0_reads_alone() -> bool:
+    ps.initialize_model_parallel(2)
+    if dist.get_rank() == 0:
+        check_every_getter(Case(2, tp=2), DEFAULT_ORDER, 0)
+    return True
+
+
+def test_getters_do_not_communicate() -> None:
+    assert run_distributed(_rank_0_reads_alone, 2) == [True, True]
+
+
+def _through_the_mesh() -> tuple[list[float], list[int]]:
+    ps.initialize_model_parallel(num_distributed_optimizer_instances=2)
+    mesh = ps.get_data_parallel_mesh()
+    shard = torch.tensor([10.0 ** dist.get_rank()])
+    whole = DTensor.from_local(shard, mesh, (Partial("sum"), Shard(0))).full_tensor()
+    return whole.tolist(), [_sum_over(ps.get_device_mesh()[axis].get_group()) for axis in ("dp_replicate", "dp_shard")]
+
+
+def test_tensors_live_on_the_mesh_of_optimizer_instances() -> None:
+    answers = run_distributed(_through_the_mesh, 4)
+    assert [whole for whole, _ in answers] == [[101.0, 1010.0]] * 4  # summed across instances, joined within one
+    assert [sums for _, sums in answers] == [[101, 11], [1010, 11], [101, 1100], [1010, 1100]]
+
+
+def _when_groups_stood(slow_rank: int) -> tuple[float, float]:
+    """When this rank had made its last group, and when it was let go."""
+    new_group, made = dist.new_group, [0.0]
+
+    def late(*args, **options):
+        if dist.get_rank() == slow_rank:
+            time.sleep(0.05)
+        group = new_group(*args, **options)
+        made[0] = time.monotonic()
+        return group
+
+    with mock.patch.object(dist, "new_group", late):
+        ps.initialize_model_parallel(2)
+    return made[0], time.monotonic()
+
+
+def test_no_rank_goes_on_under_gloo_before_all_have_their_groups() -> None:
+    """A rank that closed its groups while another was still connecting would make that one fail."""
+    times = run_distributed(_when_groups_stood, 2, 1)
+    assert min(released for _, released in times) >= max(made for made, _ in times)
