@@ -21,7 +21,7 @@ LIMIT_S = 300.0
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    """The hash of each tensor of a checkpoint, whatever its layout."""
+    """The hash of each tensor of a checkpoint, under any layout."""
     index = json.loads((folder / "checkpoint.json").read_text())
     return {name: entry["hash"] for name, entry in index["tensors"].items()}
 
