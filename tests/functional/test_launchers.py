@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import latest_checkpoint
-from tests.functional._program import REPOSITORY, TINY, program_environment
+from tests.functional._program import LIMIT_S, REPOSITORY, TINY, program_environment
 
 FAILING = REPOSITORY / "tests" / "functional" / "_failing_rank.py"
 EXAMPLES = REPOSITORY / "examples"
-LIMIT_S = 300.0
 
 
 def _hashes(folder: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pytest
 
 from core.errors import MissingExtraError
-from tests.functional._program import REPOSITORY
+from tests.functional._program import LIMIT_S, REPOSITORY
 
 
 def _public() -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_S,
     )
     assert ended.returncode == 0, ended.stderr
     pages = {path.parent.name for path in (tmp_path / "site").rglob("index.html")}
