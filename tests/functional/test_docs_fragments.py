@@ -126,9 +126,10 @@ def test_a_fragment_runs_with_what_it_takes_for_granted(page: str, program: str)
 
 
 def _commands() -> list[str]:
-    """Lines of indented blocks that call Python, a launcher or make."""
-    starts = r"(?:\.venv/bin/)?(?:python|torchrun|make)"
-    return [line for page in PAGES for line in re.findall(rf"^    ({starts} .*)$", page.read_text(), re.MULTILINE)]
+    """Lines of indented blocks that call Python, a launcher or make, with the lines that continue them."""
+    starts = r"(?:\.venv/bin/)?(?:python|torchrun|srun|make)"
+    texts = [page.read_text().replace("\\\n", " ") for page in PAGES]
+    return [line for text in texts for line in re.findall(rf"^    ({starts} .*)$", text, re.MULTILINE)]
 
 
 def test_every_command_names_files_modules_and_targets_that_exist() -> None:
