@@ -18,7 +18,7 @@ def arguments(
 
     Args:
         doc: of the benchmark's module.
-        only: the kinds of measurements, of which people may ask for one.
+        only: the kinds of measurements; `--only` takes one.
         rows: what may be named; without names the benchmark runs its own choice.
         of: what one of them is called.
         launches: processes a candidate for the memory peak.

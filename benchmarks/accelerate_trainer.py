@@ -10,15 +10,11 @@ rank sends for all collectives of a step, in a ring; reductions are those of gra
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -26,6 +22,8 @@ import torch
 import torch.distributed as dist
 from _measure import CollectivePayload, machine, run_on_ranks
 from torch import Tensor
+
+from tests.unit.adapters.accelerate._trainers import counted_reductions, fresh_accelerate, pad
 
 ROWS = ("ddp", "fsdp2 of accelerate", "no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")
 VOCAB = 199
@@ -54,18 +52,6 @@ def samples(count: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Pads a batch."""
-    rest = max(len(row["input_ids"]) for row in rows)
-    filled = {"input_ids": 0, "labels": -100}
-    batch = {
-        name: torch.stack([torch.nn.functional.pad(row[name], (0, rest - len(row[name])), value=fill) for row in rows])
-        for name, fill in filled.items()
-    }
-    mask = [torch.arange(rest) < len(row["input_ids"]) for row in rows]
-    return batch | {"attention_mask": torch.stack(mask).long()}
-
-
 def model_of(layers: int, hidden: int) -> Any:
     """Returns a small Llama with random weights, tied."""
     import transformers
@@ -82,18 +68,12 @@ def model_of(layers: int, hidden: int) -> Any:
 def run_row(row: str | None, options: argparse.Namespace) -> Run:
     """Trains one row on this rank."""
     import transformers
-    from accelerate.state import AcceleratorState, GradientState
 
     from core.adapters.accelerate import ShardstackPlugin, use_shardstack
     from core.adapters.accelerate.checkpoints import whole_state_dict
     from core.dist_checkpointing.views.whole_tensor import whole
 
     world = dist.get_world_size()
-    os.environ.update(LOCAL_RANK=str(dist.get_rank()), LOCAL_WORLD_SIZE=str(world))
-    if world == 1:
-        del os.environ["LOCAL_RANK"]
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
     with tempfile.TemporaryDirectory() as folder:
         args = transformers.TrainingArguments(
             folder, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=1,
@@ -110,7 +90,7 @@ def run_row(row: str | None, options: argparse.Namespace) -> Run:
             use_shardstack(trainer, ShardstackPlugin(row))
         elif row == "fsdp2 of accelerate":
             use_fsdp2_on_cpu(trainer)
-        with CollectivePayload() as payload, _recorded_reductions() as begun:
+        with CollectivePayload() as payload, counted_reductions() as begun:
             trainer.train()
     if is_ours:
         weights = {name: tensor.numpy() for name, tensor in whole_state_dict(trainer._wrapper, keep=True).items()}
@@ -125,23 +105,6 @@ def run_row(row: str | None, options: argparse.Namespace) -> Run:
         [entry["loss"] for entry in logs], [float(entry["grad_norm"]) for entry in logs], weights,
         reductions / options.steps, payload.total() / 1024 / options.steps,
     )  # fmt: skip
-
-
-@contextmanager
-def _recorded_reductions() -> Iterator[list[str]]:
-    """Gives a list to which each reduction of gradients by this library is added."""
-    from core.comm.record import CollectiveRecord
-
-    begun: list[str] = []
-    collective = CollectiveRecord.collective
-
-    def note(record: Any, kind: str, what: str, *args: Any, **options: Any) -> Any:
-        if what.startswith("the gradients of"):
-            begun.append(what)
-        return collective(record, kind, what, *args, **options)
-
-    with mock.patch.object(CollectiveRecord, "collective", note):
-        yield begun
 
 
 def use_fsdp2_on_cpu(trainer: Any) -> None:
@@ -159,7 +122,11 @@ def use_fsdp2_on_cpu(trainer: Any) -> None:
 
 def run_rows(rows: list[str | None], options: argparse.Namespace) -> list[Run]:
     """Trains all rows on this rank."""
-    return [run_row(row, options) for row in rows]
+    found = []
+    for row in rows:
+        with fresh_accelerate():
+            found.append(run_row(row, options))
+    return found
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import tempfile
 import warnings
 from collections import Counter
@@ -34,6 +33,8 @@ from core.adapters.lightning.sharding import NAMES
 from core.comm import gloo
 from core.dist_checkpointing import model_state_dict
 from core.distributed.parameter_owner import owner_of
+from tests.unit.adapters.lightning._module import ranks_of_lightning
+from tests.unit.adapters.lightning._module import trainer as trainer_of
 
 RANKS, MICRO_BATCHES, CLIP, LR = 2, 3, 0.1, 0.5
 VOCABULARY, WIDTH, LAYERS = 8192, 256, 4
@@ -139,7 +140,6 @@ def _strategy(name: str) -> Any:
 
 def train(name: str, steps: int) -> tuple[Counter[str], list[float], dict[str, Any]]:
     """Bytes of a step of this rank, norms, and the whole weights as arrays."""
-    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0"}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     module = Module(shards="ModelParallel" in name)
@@ -158,22 +158,10 @@ def train(name: str, steps: int) -> tuple[Counter[str], list[float], dict[str, A
                 counted.append(Counter(self.payload.bytes))
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=RANKS,
-            strategy=_strategy(name),
-            max_epochs=1,
-            accumulate_grad_batches=MICRO_BATCHES,
-            gradient_clip_val=CLIP,
-            callbacks=[Count()],
-            default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(module, DataLoader(batches(dist.get_rank(), steps), batch_size=None))  # type: ignore[arg-type]
+        settings: Any = {"accumulate_grad_batches": MICRO_BATCHES, "gradient_clip_val": CLIP, "callbacks": [Count()]}
+        with ranks_of_lightning():
+            trainer = trainer_of(_strategy(name), folder, **settings)
+            trainer.fit(module, DataLoader(batches(dist.get_rank(), steps), batch_size=None))  # type: ignore[arg-type]
     wrapper: Any = owner_of(next(module.parameters()))
     if wrapper is None:
         return counted[0], module.norms, _whole(module)

@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import latest_checkpoint
-from tests.functional._program import REPOSITORY, TINY, program_environment
+from tests.functional._program import LIMIT_S, REPOSITORY, TINY, program_environment
 
 FAILING = REPOSITORY / "tests" / "functional" / "_failing_rank.py"
 EXAMPLES = REPOSITORY / "examples"
-LIMIT_S = 300.0
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    """The hash of each tensor of a checkpoint, whatever its layout."""
+    """The hash of each tensor of a checkpoint, under any layout."""
     index = json.loads((folder / "checkpoint.json").read_text())
     return {name: entry["hash"] for name, entry in index["tensors"].items()}
 

@@ -110,4 +110,4 @@ def test_two_tasks_meet_with_slurms_variables_alone() -> None:
         )
         for rank in range(2)
     ]
-    assert [task.communicate(timeout=300)[0].split() for task in tasks] == [["3", "2"]] * 2
+    assert [task.communicate(timeout=600)[0].split() for task in tasks] == [["3", "2"]] * 2

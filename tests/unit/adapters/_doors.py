@@ -241,17 +241,29 @@ def serial(num_ranks: int, micro_batches: int = 1) -> tuple[list[list[float]], l
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
     gradients = []
     for step in range(STEPS):
-        totals: dict[str, torch.Tensor] = {}
-        for rank in range(num_ranks):
-            model.zero_grad()
-            for micro in range(micro_batches):
-                loss = model(batch(step, micro, rank))
-                (loss / micro_batches).backward()
-                losses[rank].append(loss.item())
-            for name, p in model.named_parameters():
-                totals[name] = totals[name] + p.grad if rank else p.grad.clone()
+        means = mean_gradients(model, step, micro_batches, losses)
         for name, p in model.named_parameters():
-            p.grad = totals[name] / num_ranks
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            p.grad = means[name].clone()
+        gradients.append(means)
         optimizer.step()
     return losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def mean_gradients(
+    model: nn.Module, step: int, micro_batches: int, losses: list[list[float]]
+) -> dict[str, torch.Tensor]:
+    """The mean of all ranks' gradients in a step, added in the order of ranks, by the names of parameters.
+
+    Args:
+        losses: by rank; those of the step's micro-batches are appended.
+    """
+    totals: dict[str, torch.Tensor] = {}
+    for rank, of_rank in enumerate(losses):
+        model.zero_grad()
+        for micro in range(micro_batches):
+            loss = model(batch(step, micro, rank))
+            (loss / micro_batches).backward()
+            of_rank.append(loss.item())
+        for name, p in model.named_parameters():
+            totals[name] = totals[name] + p.grad if rank else p.grad.clone()
+    return {name: total / len(losses) for name, total in totals.items()}

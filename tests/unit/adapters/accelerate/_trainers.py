@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,11 @@ from core.comm.record import CollectiveRecord
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")
+
+
+def some_and_others(name: str, some: Any, others: Any) -> pytest.MarkDecorator:
+    """Parametrizes a test by what runs with every commit, and by the rest, in the long set."""
+    return pytest.mark.parametrize(name, [some, pytest.param(others, marks=pytest.mark.long)], ids=["some", "others"])
 
 
 @dataclass
@@ -55,7 +61,7 @@ def fresh_accelerate(local: int | None = None) -> Iterator[None]:
 
 
 def samples(count: int) -> list[dict[str, Tensor]]:
-    """Sequences of 3 to 9 tokens, the first of which has no labels but on its last two."""
+    """Sequences of 3 to 9 tokens; the first tokens of most have no labels."""
     generator = torch.Generator().manual_seed(7)
     found = []
     for index in range(count):

@@ -19,6 +19,7 @@ from tests.unit.adapters.accelerate._trainers import (
     fresh_accelerate,
     pad,
     samples,
+    some_and_others,
     tiny,
 )
 
@@ -197,17 +198,11 @@ def _saved_states(folder: str, pairs: list[tuple[str, str]]) -> None:
             assert all(torch.equal(found[name], weight) for name, weight in expected.items()), (saving, loading)
 
 
+SOME = [("optim_grads_params", "optim_grads_params"), ("fsdp2", "fsdp2"), ("fsdp2", "optim_grads")]
 OTHERS = [(strategy, strategy) for strategy in ("no_shard", "optim", "optim_grads")] + [("optim", "no_shard")]
 
 
-@pytest.mark.parametrize(
-    "pairs",
-    [
-        [("optim_grads_params", "optim_grads_params"), ("fsdp2", "fsdp2"), ("fsdp2", "optim_grads")],
-        pytest.param(OTHERS, marks=pytest.mark.long),
-    ],
-    ids=["some", "others"],
-)
+@some_and_others("pairs", SOME, OTHERS)
 def test_save_state_and_load_state_continue_bitwise(pairs, tmp_path):
     run_distributed(_saved_states, 2, str(tmp_path), pairs)
     run_distributed(_saved_states, 1, str(tmp_path / "one"), [("optim_grads_params", "fsdp2")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import STRATEGIES, Trained, fresh_accelerate, tiny, train, trainer_of
 from tests.unit.adapters.accelerate.test_trainer import EPS, assert_as_one_process, assert_same_bits
+from tests.unit.distributed._hugging_face import VOCAB
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'shardstack[hf]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'shardstack[hf]'")
@@ -112,4 +114,4 @@ def test_low_precision_is_the_same_under_every_strategy(in_bf16, tmp_path):
         if in_bf16 and strategy == "fsdp2":  # FSDP2 rounds gradients to bf16 once more than buffers do
             continue
         assert_same_bits(trained, found[0])
-    assert all(abs(loss - 2.6) < 0.3 for loss in one.losses) and EPS < 2.0**-8
+    assert all(abs(loss - math.log(VOCAB)) < 0.3 for loss in one.losses)  # of a model that has learned little

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from core.dist_checkpointing import FlatRange, model_state_dict
 from core.distributed import _BaseDataParallel
 from core.distributed.parameter_owner import owner_of
-from tests.unit.adapters._doors import Net, batch
+from tests.unit.adapters._doors import Net, batch, mean_gradients
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params", "fsdp2")
 STEPS, MICRO_BATCHES, CLIP = 4, 3, 0.05
@@ -106,16 +106,7 @@ def serial(
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
     norms: list[float] = []
     for step in range(steps):
-        totals: dict[str, torch.Tensor] = {}
-        for rank in range(num_ranks):
-            model.zero_grad()
-            for micro in range(micro_batches):
-                loss = model(batch(step, micro, rank))
-                (loss / micro_batches).backward()
-                losses[rank].append(loss.item())
-            for name, p in model.named_parameters():
-                totals[name] = totals[name] + p.grad if rank else p.grad.clone()
-        gradients = [total / num_ranks for total in totals.values()]
+        gradients = mean_gradients(model, step, micro_batches, losses).values()
         norm = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt().float()
         norms.append(norm.item())
         factor = (CLIP / (norm.double() + 1e-6)).clamp(max=1.0).float()

@@ -75,20 +75,12 @@ def test_meta_then_sharded_then_materialized_equals_direct_construction():
 
 
 def test_the_seed_decides_initial_values_and_names_tell_them_apart():
-    torch.manual_seed(1)
-    first = GPTModel(
-        small_config(init_method_std=0.02),
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-        position_embedding_type="rope",
-    )
-    torch.manual_seed(2)
-    other = GPTModel(
-        small_config(init_method_std=0.02),
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-        position_embedding_type="rope",
-    )
+    def drawn(seed):
+        torch.manual_seed(seed)
+        config = small_config(init_method_std=0.02)
+        return GPTModel(config, vocab_size=VOCAB, max_sequence_length=LENGTH, position_embedding_type="rope")
+
+    first, other = drawn(1), drawn(2)
     assert not torch.equal(first.output_layer.weight, other.output_layer.weight)
     layers = first.decoder.layers
     assert not torch.equal(layers[0].mlp.linear_fc1.weight, layers[1].mlp.linear_fc1.weight)
