@@ -215,6 +215,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
             CheckpointError: several models or optimizers, or values that no checkpoint holds.
         """
         trained, values = self._split(state)
+        values = {name: _state_of(value) for name, value in values.items()}
         model = self.get_module_state_dict(trained.wrapper)
         unknown = [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]
         if unknown:
@@ -257,7 +258,11 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     # ---- inside
 
     def _split(self, state: Mapping[str, Any]) -> tuple[Trained, dict[str, Any]]:
-        """Returns the model with its optimizer, and the other values, of stateful objects their state."""
+        """Returns the model with its optimizer, and the other values.
+
+        Raises:
+            CheckpointError: several models or optimizers, or an optimizer that was not set up.
+        """
         models = [value for value in state.values() if isinstance(value, nn.Module)]
         optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
         if len(models) != 1 or len(optimizers) > 1:
@@ -267,6 +272,11 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
             )
         wrapper = wrapper_of(models[0])
         optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
+        if optimizer is not None and optimizer not in self._updates:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} was not set up; give the one that fabric.setup or "
+                "fabric.setup_optimizers returned"
+            )
         updates = self._updates[optimizer][1] if optimizer is not None else None
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
         return Trained(wrapper, optimizer, updates), others
@@ -276,3 +286,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         if wrapper not in self._norms:
             self._norms[wrapper] = GradientNorm(wrapper)
         return self._norms[wrapper]
+
+
+def _state_of(value: Any) -> Any:
+    """Returns the state of an object that has one, as a scheduler; anything else as it is."""
+    return value.state_dict() if hasattr(value, "state_dict") else value
