@@ -126,6 +126,14 @@ def _scheduled(folder: str) -> None:
         assert fabric.load(f"{folder}/a", state) == {} and state["schedule"] is schedules[1]
         assert schedules[1].state_dict() == schedules[0].state_dict() and schedules[1].last_epoch == 1
         assert optimizer.param_groups[0]["lr"] == 0.25
+        net = Net()
+        with torch.no_grad():
+            net.head.weight.zero_()
+        weight, bias = net.head.weight, [p for p in net.parameters() if p is not net.head.weight]
+        model, optimizer = fabric.setup(net, torch.optim.SGD([{"params": [weight]}, {"params": bias}], 0.5))
+        with pytest.raises(CheckpointError, match="saved with 1 groups of parameters, and the optimizer has 2"):
+            fabric.load(f"{folder}/a", {"model": model, "optimizer": optimizer})
+        assert not whole(net)["head.weight"].any(), "refused before the model is filled"
         with pytest.raises(CheckpointError, match="SGD was not set up"):
             fabric.save(f"{folder}/b", {"model": model, "optimizer": torch.optim.SGD(net.parameters(), 0.1)})
 
