@@ -178,7 +178,7 @@ def _saved_groups(trained: Trained, metadata: Mapping[str, Any], folder: Path) -
     """Returns the settings of the optimizer's groups, which hold no tensors."""
     if trained.optimizer is None:
         return []
-    groups: list[dict[str, Any]] = decode(metadata["param_groups"], {}.__getitem__)
+    groups: list[dict[str, Any]] = decode(metadata["param_groups"], dict[str, torch.Tensor]().__getitem__)
     if len(groups) != len(trained.optimizer.param_groups):
         raise CheckpointError(
             f"{folder} was saved with {len(groups)} groups of parameters, and the optimizer has "

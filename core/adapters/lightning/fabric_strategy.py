@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
@@ -26,7 +24,7 @@ from .checkpoint import Trained, load_folder, save_folder
 from .optimizers import ShardstackOptimizer, Updates, updates_of, zero_through_wrapper
 from .precision import SUPPORTED
 from .processes import Processes
-from .sharding import FSDP2, Units, sharding_config, wrap
+from .sharding import FSDP2, wrap
 
 
 class ShardstackFabricStrategy(Processes, ParallelStrategy):
@@ -36,8 +34,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     step zeroes them. `fabric.clip_gradients` clips by the norm of the whole model.
 
     Args:
-        sharding, units, process_group_backend, timeout: as in `ShardstackStrategy`.
-        **lightning: arguments of Lightning's `ParallelStrategy`.
+        sharding: as in `ShardstackStrategy`.
+        **arguments: ``units``, ``process_group_backend`` and ``timeout``, as there; and Lightning's.
 
     Raises:
         ConfigError: a sharding that there is none of.
@@ -45,20 +43,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 
     launcher_class = _SubprocessScriptLauncher
 
-    def __init__(
-        self,
-        sharding: str | DistributedDataParallelConfig = FSDP2,
-        *,
-        units: Units | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        **lightning: Any,
-    ) -> None:
-        self.settings = sharding_config(sharding)
-        self.units = units
-        self.process_group_backend = process_group_backend
-        self.process_group_timeout = timeout
-        super().__init__(**lightning)
+    def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
+        super().__init__(sharding, **arguments)
         self._backward_sync_control = self._no_sync = NoSync()
         # By wrapper and by optimizer; filled as they are set up, and never cleared.
         self._norms: dict[nn.Module, GradientNorm] = {}
