@@ -19,12 +19,13 @@ from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..gradient_norm import GradientNorm
+from ..strategies import FSDP2
 from .backward_sync import NoSync, wrapper_of
 from .checkpoint import Trained, load_folder, save_folder
 from .optimizers import ShardstackOptimizer, Updates, updates_of, zero_through_wrapper
 from .precision import SUPPORTED
 from .processes import Processes
-from .sharding import FSDP2, wrap
+from .sharding import wrap
 
 
 class ShardstackFabricStrategy(Processes, ParallelStrategy):

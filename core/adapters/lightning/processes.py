@@ -18,7 +18,8 @@ from torch import nn
 from ... import device
 from ...distributed import DistributedDataParallelConfig
 from ...errors import ConfigError
-from .sharding import FSDP2, Units, sharding_config
+from ..strategies import FSDP2
+from .sharding import Units, sharding_config
 
 T = TypeVar("T")
 
