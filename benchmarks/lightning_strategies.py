@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from core.adapters.lightning import ShardstackStrategy
-from core.adapters.lightning.sharding import NAMES
+from core.adapters.strategies import STRATEGIES
 from core.comm import gloo
 from core.dist_checkpointing import model_state_dict
 from core.distributed.parameter_owner import owner_of
@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     steps = parser.parse_args().steps
-    names = ["Lightning DDP", "Lightning ModelParallel (FSDP2)", *(f"shardstack {name}" for name in NAMES)]
+    names = ["Lightning DDP", "Lightning ModelParallel (FSDP2)", *(f"shardstack {name}" for name in STRATEGIES)]
     start = {f"net.{name}": p.detach().clone() for name, p in Net().named_parameters()}
     torch.set_num_threads(1)  # as the ranks: threads would add up in another order
     norms, weights = one_process(steps, exact_norm)

@@ -15,19 +15,18 @@ from ...distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
     TorchFullyShardedDataParallel,
-    TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
     wrap_model,
 )
-from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES, shards_parameters
+from ...distributed.distributed_data_parallel_config import shards_parameters
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.plan.units import UnitChoice
 from ...errors import ConfigError
 from ...text import choices
 from ..meshes import data_parallel_mesh
+from ..strategies import STRATEGIES, config_class, config_of
 from ..units import units_by_class
 
-STRATEGIES = (*SHARDING_STRATEGIES, "fsdp2")
 _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
 
 
@@ -72,7 +71,7 @@ class ShardstackPlugin:
     @property
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded too, so that ranks gather them."""
-        return self.sharding_strategy == "fsdp2" or shards_parameters(self.sharding_strategy)
+        return shards_parameters(self.ddp_config.sharding_strategy)
 
     def wrap(self, model: nn.Module) -> _BaseDataParallel:
         """Returns the model wrapped; its gradients are summed over ranks, not averaged.
@@ -112,12 +111,7 @@ class ShardstackPlugin:
 
 
 def _config(strategy: str, settings: dict[str, Any]) -> DistributedDataParallelConfig:
-    kind: type[DistributedDataParallelConfig] = DistributedDataParallelConfig
-    if strategy == "fsdp2":
-        kind = TorchFullyShardedDataParallelConfig
-    elif shards_parameters(strategy):
-        kind = FullyShardedDataParallelConfig
-    known = [field.name for field in dataclasses.fields(kind) if field.name not in _DECIDED_HERE]
+    known = [field.name for field in dataclasses.fields(config_class(strategy)) if field.name not in _DECIDED_HERE]
     for name in settings:
         if name in _DECIDED_HERE:
             raise ConfigError(f"{name} is given, and sharding_strategy and hybrid decide it; drop it")
@@ -128,6 +122,4 @@ def _config(strategy: str, settings: dict[str, Any]) -> DistributedDataParallelC
             "reproducible_across_ranks is set, which needs each rank's samples in an order that accelerate's data "
             "loaders do not have; drop it, or train as docs/reproducible.md does"
         )
-    if strategy in SHARDING_STRATEGIES and not shards_parameters(strategy):
-        return kind(data_parallel_sharding_strategy=strategy, **settings)
-    return kind(**settings)
+    return config_of(strategy, **settings)

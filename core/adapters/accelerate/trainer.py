@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME
 
+from ...dist_checkpointing.foreign.safetensors_io import open_safetensors
 from ...distributed import _BaseDataParallel
 from ...errors import CheckpointError
 from .accelerator import ShardstackAccelerator
@@ -125,10 +126,13 @@ class ShardstackTrainer(Trainer):
 
 
 def _saved_weights(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns the whole weights that `save_pretrained` has written."""
-    from safetensors.torch import load_file
+    """Returns the whole weights that `save_pretrained` has written.
 
+    Raises:
+        CheckpointError: there are none, or damaged ones.
+    """
     files = sorted(Path(folder).glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no model*.safetensors; give a checkpoint with weights")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    readers = [open_safetensors(file) for file in files]
+    return {name: reader.get_tensor(name) for reader in readers for name in reader.keys()}  # noqa: SIM118  # no dict

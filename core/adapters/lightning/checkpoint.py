@@ -100,7 +100,8 @@ def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer:
         with_optimizer: continue the optimizer, and the random streams on an equal number of ranks.
 
     Raises:
-        CheckpointError: on all ranks: another kind of file, another model, or damaged.
+        CheckpointError: on all ranks: another kind of file, another model or optimizer, before anything is changed;
+            or damaged.
     """
     ranks = Ranks()
     metadata = ranks.from_first(lambda: _checked_metadata(folder, with_optimizer))
@@ -117,16 +118,19 @@ def load_folder(folder: Path, trained: Trained, *, strict: bool, with_optimizer:
         if name.startswith(_VALUES)
     }
     streams = _streams(metadata) if with_optimizer else None
+    groups: list[dict[str, Any]] = []
     if with_optimizer:
+        groups = _saved_groups(trained, metadata, folder)
         wanted |= _optimizer_tensors(trained, [name for name in index.tensors if name.startswith(_OPTIMIZER)], wanted)
-    own = {} if streams is None else {f"{_RNG}rank{dist.get_rank()}": streams}
-    load(wanted | others | own, folder, strict=False, cast=True)
     missing = [name for name in wanted if name not in index.tensors]
     if missing:
         raise CheckpointError(f"{folder} lacks state that this optimizer has: {', '.join(missing[:5])}")
+    own = {} if streams is None else {f"{_RNG}rank{dist.get_rank()}": streams}
+    load(wanted | others | own, folder, strict=False, cast=True)
     if with_optimizer and trained.updates is not None and trained.optimizer is not None:
         trained.updates.load_state_scalars(metadata["optimizer"])
-        _set_groups(trained.optimizer, decode(metadata["param_groups"], others.__getitem__), folder)
+        for group, saved in zip(trained.optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name in group})
     if streams is not None:
         set_rng_state(unpack(streams, metadata["rng_layout"]))
     return decode(metadata["lightning"], others.__getitem__)
@@ -170,11 +174,14 @@ def _streams(metadata: Mapping[str, Any]) -> torch.Tensor | None:
     return torch.empty(sum(size for _, size in metadata["rng_layout"]), dtype=torch.uint8)
 
 
-def _set_groups(optimizer: Optimizer, groups: list[dict[str, Any]], folder: Path) -> None:
-    if len(groups) != len(optimizer.param_groups):
+def _saved_groups(trained: Trained, metadata: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Returns the settings of the optimizer's groups, which hold no tensors."""
+    if trained.optimizer is None:
+        return []
+    groups: list[dict[str, Any]] = decode(metadata["param_groups"], dict[str, torch.Tensor]().__getitem__)
+    if len(groups) != len(trained.optimizer.param_groups):
         raise CheckpointError(
             f"{folder} was saved with {len(groups)} groups of parameters, and the optimizer has "
-            f"{len(optimizer.param_groups)}; build it as it was then"
+            f"{len(trained.optimizer.param_groups)}; build it as it was then"
         )
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in saved.items() if name in group})
+    return groups

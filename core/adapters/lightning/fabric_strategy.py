@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.fabric.strategies import ParallelStrategy
 from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
@@ -21,12 +19,13 @@ from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..gradient_norm import GradientNorm
+from ..strategies import FSDP2
 from .backward_sync import NoSync, wrapper_of
 from .checkpoint import Trained, load_folder, save_folder
 from .optimizers import ShardstackOptimizer, Updates, updates_of, zero_through_wrapper
 from .precision import SUPPORTED
 from .processes import Processes
-from .sharding import FSDP2, Units, sharding_config, wrap
+from .sharding import wrap
 
 
 class ShardstackFabricStrategy(Processes, ParallelStrategy):
@@ -36,8 +35,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     step zeroes them. `fabric.clip_gradients` clips by the norm of the whole model.
 
     Args:
-        sharding, units, process_group_backend, timeout: as in `ShardstackStrategy`.
-        **lightning: arguments of Lightning's `ParallelStrategy`.
+        sharding: as in `ShardstackStrategy`.
+        **arguments: ``units``, ``process_group_backend`` and ``timeout``, as there; and Lightning's.
 
     Raises:
         ConfigError: a sharding that there is none of.
@@ -45,20 +44,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 
     launcher_class = _SubprocessScriptLauncher
 
-    def __init__(
-        self,
-        sharding: str | DistributedDataParallelConfig = FSDP2,
-        *,
-        units: Units | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        **lightning: Any,
-    ) -> None:
-        self.settings = sharding_config(sharding)
-        self.units = units
-        self.process_group_backend = process_group_backend
-        self.process_group_timeout = timeout
-        super().__init__(**lightning)
+    def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
+        super().__init__(sharding, **arguments)
         self._backward_sync_control = self._no_sync = NoSync()
         # By wrapper and by optimizer; filled as they are set up, and never cleared.
         self._norms: dict[nn.Module, GradientNorm] = {}
@@ -215,6 +202,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
             CheckpointError: several models or optimizers, or values that no checkpoint holds.
         """
         trained, values = self._split(state)
+        values = {name: _state_of(value) for name, value in values.items()}
         model = self.get_module_state_dict(trained.wrapper)
         unknown = [name for name in filter or {} if not isinstance(state.get(name), nn.Module)]
         if unknown:
@@ -257,7 +245,11 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     # ---- inside
 
     def _split(self, state: Mapping[str, Any]) -> tuple[Trained, dict[str, Any]]:
-        """Returns the model with its optimizer, and the other values, of stateful objects their state."""
+        """Returns the model with its optimizer, and the other values.
+
+        Raises:
+            CheckpointError: several models or optimizers, or an optimizer that was not set up.
+        """
         models = [value for value in state.values() if isinstance(value, nn.Module)]
         optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
         if len(models) != 1 or len(optimizers) > 1:
@@ -267,6 +259,11 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
             )
         wrapper = wrapper_of(models[0])
         optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
+        if optimizer is not None and optimizer not in self._updates:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} was not set up; give the one that fabric.setup or "
+                "fabric.setup_optimizers returned"
+            )
         updates = self._updates[optimizer][1] if optimizer is not None else None
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
         return Trained(wrapper, optimizer, updates), others
@@ -276,3 +273,8 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         if wrapper not in self._norms:
             self._norms[wrapper] = GradientNorm(wrapper)
         return self._norms[wrapper]
+
+
+def _state_of(value: Any) -> Any:
+    """Returns the state of an object that has one, as a scheduler; anything else as it is."""
+    return value.state_dict() if hasattr(value, "state_dict") else value

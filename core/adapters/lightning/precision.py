@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
@@ -37,7 +36,7 @@ class _OfStrategy(Precision):
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""
-        result = partial(self._wrap_closure, model, optimizer, closure)()
+        result = self._wrap_closure(model, optimizer, closure)
         if result is not None:
             self.strategy.make_step(optimizer)
         return result

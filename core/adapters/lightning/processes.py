@@ -1,4 +1,4 @@
-"""The ranks of a strategy: how they start, meet and talk; the same for the Trainer and for Fabric."""
+"""What the strategies of the Trainer and of Fabric share: their arguments, and how ranks start, meet and talk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -15,7 +16,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_
 from torch import nn
 
 from ... import device
+from ...distributed import DistributedDataParallelConfig
 from ...errors import ConfigError
+from ..strategies import FSDP2
+from .sharding import Units, sharding_config
 
 T = TypeVar("T")
 
@@ -25,7 +29,9 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class Processes:
     """A rank for each device of each node: methods that both of Lightning's kinds of parallel strategy have to define.
 
-    Mixed into a `ParallelStrategy`. A process group that exists already, as under Ray Train, is used as it is.
+    Mixed in before a `ParallelStrategy`. A process group that exists already, as under Ray Train, is used as it is.
+
+    Its arguments are described in `ShardstackStrategy`.
     """
 
     cluster_environment: ClusterEnvironment | None
@@ -36,13 +42,24 @@ class Processes:
     num_nodes = 1
     """Set by the Trainer, or by Fabric."""
 
-    process_group_backend: str | None = None
-    """As given to the strategy. None: gloo on CPU, NCCL on CUDA."""
-
-    process_group_timeout: timedelta
-
     launcher_class: type[Any]
     """Starts the other ranks of this node, where no launcher has; Lightning's, of the Trainer or of Fabric."""
+
+    def __init__(
+        self,
+        sharding: str | DistributedDataParallelConfig = FSDP2,
+        *,
+        units: Units | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        **lightning: Any,
+    ) -> None:
+        self.settings = sharding_config(sharding)
+        self.units = units
+        self.process_group_backend = process_group_backend
+        self.process_group_timeout = timeout
+        strategy: Any = super()
+        strategy.__init__(**lightning)
 
     @property
     def is_distributed(self) -> bool:

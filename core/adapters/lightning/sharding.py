@@ -10,31 +10,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import device
-from ...distributed import (
-    DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
-    _BaseDataParallel,
-    wrap_model,
-)
-from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES, shards_parameters
+from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
+from ...distributed.distributed_data_parallel_config import shards_parameters
 from ...distributed.parameter_owner import owner_of
 from ...distributed.plan.units import UnitChoice
 from ...errors import ConfigError, ParallelConfigError, WrapError
 from ...text import choices
 from ...warn import warn_once
+from ..strategies import STRATEGIES, config_of
 from ..units import units_by_class
-
-FSDP2 = "fsdp2"
-NAMES = (*SHARDING_STRATEGIES, FSDP2)
-"""Names of shardings: those of ``data_parallel_sharding_strategy``, on buffers of our own, and torch's FSDP2."""
 
 Units = Sequence[type[nn.Module] | str]
 """Classes, or their names, plain or dotted."""
 
 
 def sharding_config(sharding: str | DistributedDataParallelConfig) -> DistributedDataParallelConfig:
-    """Returns the settings that a name stands for; settings as they are.
+    """Returns the wrapper's settings for the name of a sharding; settings as they are.
 
     Raises:
         ConfigError: no such name, or settings that a trainer cannot honour.
@@ -46,15 +37,11 @@ def sharding_config(sharding: str | DistributedDataParallelConfig) -> Distribute
                 "Lightning's sampler deals them out by rank; drop it, or use core.training"
             )
         return sharding
-    if sharding not in NAMES:
+    if sharding not in STRATEGIES:
         raise ConfigError(
-            f"sharding is {sharding!r}; {choices(str(sharding), NAMES)}, or a config of core.distributed"
+            f"sharding is {sharding!r}; {choices(str(sharding), STRATEGIES)}, or a config of core.distributed"
         )
-    if sharding == FSDP2:
-        return TorchFullyShardedDataParallelConfig()
-    if shards_parameters(sharding):
-        return FullyShardedDataParallelConfig()
-    return DistributedDataParallelConfig(data_parallel_sharding_strategy=sharding)
+    return config_of(sharding)
 
 
 def wrap(module: nn.Module, settings: DistributedDataParallelConfig, units: Units | None) -> _BaseDataParallel:
@@ -107,5 +94,5 @@ def _units(module: nn.Module, settings: DistributedDataParallelConfig, units: Un
         return list(units_by_class(module, None, "units"))
     except WrapError as error:
         if shards_parameters(settings.sharding_strategy):
-            warn_once(f"{error}. Without, the whole model is one unit, gathered at once")
+            warn_once(f"{error}. Until then the whole model is one unit, gathered at once")
         return []

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -18,14 +16,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, finalize_model_grads
+from ...distributed import _BaseDataParallel, finalize_model_grads
 from ...errors import CheckpointError, ConfigError
+from ...optimizer import MegatronOptimizer
 from ..gradient_norm import GradientNorm
 from .checkpoint import Trained, load_folder, save_folder
-from .optimizers import updates_of
+from .optimizers import Updates, updates_of
 from .precision import of_strategy
 from .processes import Processes
-from .sharding import FSDP2, Units, sharding_config, wrap
+from .sharding import wrap
 
 
 class ShardstackStrategy(Processes, ParallelStrategy):
@@ -51,26 +50,13 @@ class ShardstackStrategy(Processes, ParallelStrategy):
     launcher_class = _SubprocessScriptLauncher
     _precision_plugin: Precision | None
 
-    def __init__(
-        self,
-        sharding: str | DistributedDataParallelConfig = FSDP2,
-        *,
-        units: Units | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
-        **lightning: Any,
-    ) -> None:
-        self.settings = sharding_config(sharding)
-        self.units = units
-        self.process_group_backend = process_group_backend
-        self.process_group_timeout = timeout
-        # The norm of the last step's gradient before clipping, 0-dim in fp32; None where nothing measured it.
-        self.grad_norm: Tensor | None = None
-        self._clipped_norm: Tensor | None = None  # that of the step at hand, from `clip_by_norm` to `make_step`
-        self._norm: GradientNorm | None = None  # of the wrapped model; made when it is first needed
-        self._trained: Trained | None = None  # from `setup` on
-        self._is_accumulating = False  # inside `block_backward_sync`
-        super().__init__(**lightning)
+    grad_norm: Tensor | None = None
+    """The norm of the last step's gradient before clipping, 0-dim in fp32; None where nothing measured it."""
+
+    _clipped_norm: Tensor | None = None  # that of the step at hand, from `clip_by_norm` to `make_step`
+    _norm: GradientNorm | None = None  # of the wrapped model; made when it is first needed
+    _trained: Trained | None = None  # from `setup` on
+    _is_accumulating = False  # inside `block_backward_sync`
 
     # ---- parts
 
@@ -92,9 +78,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         Raises:
             ConfigError: asked for before the Trainer has set the strategy up.
         """
-        if self._trained is None:
-            raise ConfigError("the model is wrapped when fit, validate, test or predict begins; ask for it after that")
-        return self._trained.wrapper
+        return self._trained_model().wrapper
 
     # ---- setup
 
@@ -168,7 +152,8 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         Raises:
             ConfigError: the optimizer clips too, by another norm.
         """
-        own = getattr(getattr(self._updates(), "config", None), "clip_grad", 0.0)
+        updates = self._updates()
+        own = updates.config.clip_grad if isinstance(updates, MegatronOptimizer) else 0.0
         if own and own != max_norm:
             raise ConfigError(
                 f"gradient_clip_val is {max_norm} in the Trainer and clip_grad {own} in OptimizerConfig; give one "
@@ -270,10 +255,15 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         return self.lightning_module
 
     def _trained_model(self) -> Trained:
-        return Trained(self.wrapper) if self._trained is None else self._trained
+        if self._trained is None:
+            raise ConfigError("the model is wrapped when fit, validate, test or predict begins; ask for it after that")
+        return self._trained
 
-    def _updates(self) -> Any:
-        return self._trained_model().updates
+    def _updates(self) -> Updates:
+        updates = self._trained_model().updates
+        if updates is None:
+            raise ConfigError("the optimizer is set up when fit begins; step and clip after that")
+        return updates
 
     def _gradient_norm(self) -> GradientNorm:
         if self._norm is None:

@@ -11,19 +11,16 @@ from .flat_range import FlatRange
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a tensor that is a shard or a flat range on each rank whole, detached; every rank of the world calls it.
-
-    Holds a flat range's tensor three times while it is gathered.
-    """
+    """Gathers a tensor of which each rank holds a shard or a flat range, bit by bit, detached. All ranks call it."""
     if isinstance(tensor, DTensor):
         full: Tensor = tensor.full_tensor()
         return full.detach()
     if not isinstance(tensor, FlatRange):
         return tensor.detach()
-    found = torch.zeros(2, *tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
+    found = torch.zeros(tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
     for offsets, piece in tensor.pieces():
         place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
-        found[0][place] = piece
-        found[1][place] = 1.0
-    dist.all_reduce(found)
-    return found[0] / found[1]  # replicas of a hybrid have the same range: 2 x / 2 is x again
+        found[place] = piece
+    # Replicas of a hybrid hold the same range, and a sum of theirs would round: the largest of equal bytes and zeros.
+    dist.all_reduce(found.view(-1).view(torch.uint8), dist.ReduceOp.MAX)
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import (
     STRATEGIES,
@@ -263,6 +264,35 @@ def test_what_save_pretrained_writes_is_the_best_model_of_the_run(strategies, tm
             for name, weight in saved["weights"].items():
                 assert torch.equal(weights[name], weight), (strategy, name)
         verify(best / "shardstack")
+
+
+def _best_of_weights(folder: str) -> str:
+    import transformers
+
+    with fresh_accelerate():
+        trainer = trainer_of(
+            tiny("llama", tied=True), folder, "optim_grads_params", save_strategy="steps", save_steps=1,
+            save_only_model=True, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+            metric_for_best_model="eval_loss", greater_is_better=True,
+        )  # fmt: skip
+        trainer.train()
+        best = Path(trainer.state.best_model_checkpoint)
+        assert best.name != f"checkpoint-{trainer.state.global_step}" and not (best / "shardstack").exists()
+        found = whole_weights(trainer)
+        for name, weight in transformers.AutoModelForCausalLM.from_pretrained(best).named_parameters():
+            assert torch.equal(found[name], weight), name
+        trainer.accelerator.wait_for_everyone()
+        if trainer.args.should_save:
+            (best / "model.safetensors").write_bytes(b"damaged")
+        trainer.accelerator.wait_for_everyone()
+        with pytest.raises(CheckpointError) as refused:
+            trainer._load_best_model()
+        return str(refused.value)
+
+
+def test_the_best_model_is_loaded_from_weights_alone(tmp_path):
+    for message in run_distributed(_best_of_weights, 2, str(tmp_path)):
+        assert "is no safetensors file, or damaged" in message
 
 
 def _trained_twice(folder: str) -> tuple[Trained, Trained]:

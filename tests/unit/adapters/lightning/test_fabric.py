@@ -108,6 +108,40 @@ def test_what_cannot_work_says_so(tmp_path):
     run_distributed(_refusals, 2, str(tmp_path))
 
 
+def _scheduled(folder: str) -> None:
+    with ranks_of_lightning():
+        fabric = fabric_of("optim")
+        fabric.launch()
+        schedules = []
+        for lr in (0.5, 0.1):
+            net = Net()
+            model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr))
+            schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+            if lr == 0.5:
+                _loop(fabric, model, optimizer, range(2))
+                schedules[0].step()
+                saved = {"model": model, "optimizer": optimizer, "schedule": schedules[0]}
+                fabric.save(f"{folder}/a", saved)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedules[1]}
+        assert fabric.load(f"{folder}/a", state) == {} and state["schedule"] is schedules[1]
+        assert schedules[1].state_dict() == schedules[0].state_dict() and schedules[1].last_epoch == 1
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        net = Net()
+        with torch.no_grad():
+            net.head.weight.zero_()
+        weight, bias = net.head.weight, [p for p in net.parameters() if p is not net.head.weight]
+        model, optimizer = fabric.setup(net, torch.optim.SGD([{"params": [weight]}, {"params": bias}], 0.5))
+        with pytest.raises(CheckpointError, match="saved with 1 groups of parameters, and the optimizer has 2"):
+            fabric.load(f"{folder}/a", {"model": model, "optimizer": optimizer})
+        assert not whole(net)["head.weight"].any(), "refused before the model is filled"
+        with pytest.raises(CheckpointError, match="SGD was not set up"):
+            fabric.save(f"{folder}/b", {"model": model, "optimizer": torch.optim.SGD(net.parameters(), 0.1)})
+
+
+def test_a_schedule_is_saved_and_continued(tmp_path):
+    run_distributed(_scheduled, 2, str(tmp_path))
+
+
 def _two_layers() -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(8)
     return nn.Linear(6, 6), nn.Linear(6, 6)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from core import parallel_state
 from core.dist_checkpointing import flat_range_view, load, local_slices, local_tensor, model_state_dict, save
 from core.dist_checkpointing.views.flat_range import boxes_of_range
+from core.dist_checkpointing.views.whole_tensor import whole as gathered
 from core.errors import CheckpointError
 from tests.unit._spawn import run_distributed
 from tests.unit.dist_checkpointing._pieces import SHAPES, Toy, on_ranks, toy, whole
@@ -40,6 +41,27 @@ def test_the_view_is_the_whole_tensor_and_shares_storage():
     for wrong, start in [(torch.zeros(7), 6), (torch.zeros(7), -1), (torch.zeros(2, 2), 0), (torch.zeros(6)[::2], 0)]:
         with pytest.raises(CheckpointError, match=r"no run of a parameter of shape \[3, 4\]"):
             flat_range_view(param, wrong, start)
+
+
+def _gathered(dtype: torch.dtype) -> None:
+    """Three ranks: the first two have a half each, and the last is a replica of both."""
+    values = torch.tensor([[4e4, -0.0, 0.1], [float("nan"), float("inf"), -1.0]]).to(dtype)
+    start, end = [(0, 2), (2, 6), (0, 6)][dist.get_rank()]
+    for shape in ((2, 3), (6,), (1, 6, 1)):
+        param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+        found = gathered(flat_range_view(param, values.view(-1)[start:end].clone(), start))
+        assert found.shape == shape and torch.equal(
+            found.view(-1).view(torch.uint8), values.view(-1).view(torch.uint8)
+        )
+    empty, scalar = (torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((0, 3), ()))
+    assert gathered(flat_range_view(empty, torch.zeros(0, dtype=dtype), 0)).shape == (0, 3)
+    kept = torch.full((int(end > 2),), 0.1, dtype=dtype)
+    assert torch.equal(gathered(flat_range_view(scalar, kept, 0)), torch.tensor(0.1, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_range_is_gathered_bit_by_bit_with_replicas(dtype):
+    run_distributed(_gathered, 3, dtype)
 
 
 def _state(layout: str, *, filled: bool) -> tuple[Toy, dict[str, torch.Tensor]]:
