@@ -1,21 +1,38 @@
 # ruff: noqa: F401
-"""Imports what processes of tests need, before they are forked. No import here starts a thread or joins a group."""
+"""Imports what processes of tests need, before they are forked, and does once what each of them would do anew.
+
+Nothing here starts a thread or joins a group.
+"""
 
 import gc
+import io
 
 import matplotlib.backends.backend_agg
 import matplotlib.figure
+import PIL.Image
 import pytest
+import safetensors.torch
+import tokenizers.trainers
 import torch._dynamo
 import torch.distributed.fsdp
-import torch.distributed.tensor
+import torch.distributed.tensor.debug
 import torch.utils.tensorboard
 
+import core.dist_checkpointing.foreign
 import core.distributed
-import core.models.gpt
+import core.models.gpt.hugging_face
 import core.optimizer
 import core.training.arguments
+import core.training.frozen_parameters
+import core.training.initialize
+import core.training.launch.entry
 import core.training.loop
+import core.training.pretrained
 import core.verify
+
+# The documentation of flags, which is read from source code, and the fonts of a picture.
+REQUIRED = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "train-iters", "lr")
+core.training.arguments.parse_arguments([f"--{name}=1" for name in REQUIRED])
+matplotlib.figure.Figure().subplots().figure.savefig(io.BytesIO())
 
 gc.freeze()  # half a million objects, at which no collection in a fork has to look again

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from tests._forked import FORKED
+from tests.unit._process_state import process_state_kept
 
 START_LIMIT_S = 600.0
 JOB_LIMIT_S = 600.0  # ends a hang; of a job that takes seconds a busy machine makes minutes
@@ -148,18 +149,36 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
             fn, args = pipe.recv()
         except EOFError:
             return
-        try:
-            _name_groups_anew()
-            _seed_everything()
-            answer = (True, fn(*args))
-        except BaseException:
-            answer = (False, traceback.format_exc())
+        num_modules = len(sys.modules)
+        with process_state_kept():
+            try:
+                _name_groups_anew()
+                _seed_everything()
+                answer = (True, fn(*args))
+            except BaseException:
+                answer = (False, traceback.format_exc())
         pipe.send(answer)  # before ranks wait for each other: after a failure there is no rank to wait for
+        del fn, args, answer  # what they refer to would outlive the job
         _tear_down()
+        if len(sys.modules) > num_modules:
+            gc.freeze()  # no collection after a later job looks at a library's objects again
+
+
+def reach(point: str) -> None:
+    """Lets ranks go on that wait in `wait_for` for this point; for jobs whose ranks shall not meet in a collective."""
+    dist.distributed_c10d._get_default_store().set(f"tests/{_job}/{point}", "reached")
+
+
+def wait_for(*points: str) -> None:
+    """Waits, in no collective, until ranks of this job have called `reach` with each point."""
+    keys = [f"tests/{_job}/{point}" for point in points]
+    dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=JOB_LIMIT_S / 2))
 
 
 _hash_ranks_to_str = dist.distributed_c10d._hash_ranks_to_str
 _jobs = itertools.count()
+_job = -1
+"""Number of the job, the same on all ranks: set when it begins."""
 
 
 def _name_groups_anew() -> None:
@@ -167,7 +186,8 @@ def _name_groups_anew() -> None:
 
     Under an old name a rank would find the addresses of the old group in the store, where no rank listens anymore.
     """
-    job = next(_jobs)
+    global _job
+    _job = job = next(_jobs)
     dist.distributed_c10d._hash_ranks_to_str = lambda ranks: f"{_hash_ranks_to_str(ranks)}-{job}"
 
 
@@ -192,9 +212,28 @@ def _tear_down() -> None:
     random_streams = sys.modules.get("core.tensor_parallel.random")
     if random_streams is not None:  # else dropout of the next job would draw from the streams of this one
         random_streams.get_rng_tracker().reset()
-    torch.use_deterministic_algorithms(False)
-    os.environ.pop("SHARDSTACK_POISON_SLOTS", None)  # of a job that asked for it
+    _forget_collectives()
+    _forget_compiled()
     # Old groups must have closed their sockets before new ones open theirs: gloo closes late, and then now and then a
     # socket that has come to have the same number.
     gc.collect()
     dist.barrier()
+
+
+def _forget_collectives() -> None:
+    """Drops the records of this job's collectives: a later wait for a device would find one that was left under way."""
+    record = sys.modules.get("core.comm.record")
+    if record is None:
+        return
+    for known in record._live_records():
+        if known._published is not None:  # a question of the next job would be answered by it
+            record._store().delete_key(record._key(known.group_name, known.rank))
+    record._records.clear()
+    record._every_record.clear()
+
+
+def _forget_compiled() -> None:
+    """Drops what Dynamo has compiled: it falls back to eager where a function was compiled often before."""
+    compiling = sys.modules.get("torch._dynamo.convert_frame")
+    if compiling is not None and compiling.FRAME_COUNTER:
+        torch._dynamo.reset()

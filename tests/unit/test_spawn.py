@@ -1,8 +1,13 @@
 """The harness itself: ranks talk, failures show the rank's traceback, and the next test gets fresh ranks."""
 
+import gc
+import importlib
 import os
 import signal
 import sys
+import tempfile
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -68,18 +73,56 @@ def test_ranks_that_ended_after_their_job_are_replaced():
 
 
 def _leaves_settings_behind() -> None:
+    from core.comm.record import record_of
     from core.tensor_parallel.random import get_rng_tracker
 
     get_rng_tracker().add("left behind", 1)
+    record_of().collective("all-reduce", "left under way", 4)
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir(tempfile.gettempdir())
+    sys.argv.append("left behind")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    warnings.simplefilter("error")
     torch.use_deterministic_algorithms(True)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
 
 
-def _found_settings() -> tuple[list[str], bool]:
+def _found_settings() -> tuple[Any, ...]:
+    from core.comm.record import first_unfinished
     from core.tensor_parallel.random import get_rng_tracker
 
-    return sorted(get_rng_tracker().get_states()), torch.are_deterministic_algorithms_enabled()
+    return (
+        sorted(get_rng_tracker().get_states()),
+        first_unfinished(lambda record: -1.0),
+        dict(os.environ),
+        os.getcwd(),
+        list(sys.argv),
+        signal.getsignal(signal.SIGTERM),
+        [filter[0] for filter in warnings.filters],
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+    )
 
 
 def test_no_job_finds_what_another_has_set():
     run_distributed(_leaves_settings_behind, 2)
-    assert run_distributed(_found_settings, 2) == [([], False)] * 2
+    before = run_distributed(_found_settings, 2)
+    assert before[0][:2] == ([], None) and not before[0][7] and before[0][8] is torch.float32
+    run_distributed(_leaves_settings_behind, 2)
+    assert run_distributed(_found_settings, 2) == before
+
+
+def _objects_to_look_at(imports: str) -> int:
+    importlib.import_module(imports)
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def test_objects_of_a_library_that_a_job_has_imported_are_looked_at_once():
+    (imported,) = run_distributed(_objects_to_look_at, 1, "xmlrpc.server")
+    (later,) = run_distributed(_objects_to_look_at, 1, "xmlrpc.server")
+    assert later < imported / 2

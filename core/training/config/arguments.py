@@ -7,6 +7,7 @@ cyclopts parses flags and prints help.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +85,8 @@ def parse_call(
     return function(*bound.args, **bound.kwargs)
 
 
-def flag_documentation(kind: type) -> dict[str, str]:
+@functools.cache
+def flag_documentation(kind: type) -> Mapping[str, str]:
     """Returns the docstring under each field of a dataclass and its bases, by field name.
 
     Raises:
@@ -118,7 +120,7 @@ def _collector(defaults: dict[str, Any]) -> Any:
     for section, kind in section_types(use_torch_fsdp2=True).items():
         # FSDP2 narrows some settings of every wrapper: the flag's help is that of the wider one.
         hints = get_type_hints(kind)
-        texts = flag_documentation(kind) | flag_documentation(common[section])
+        texts = {**flag_documentation(kind), **flag_documentation(common[section])}
         entries = {entry.name: entry for entry in (*fields(kind), *fields(common[section]))}
         for name, entry in entries.items():
             if name in NOT_FLAGS or name in parameters or entry.metadata.get("is_code"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -21,35 +20,42 @@ from core.diagnostics.out_of_step import is_failure_of_backend
 from core.distributed import finalize_model_grads
 from core.errors import OutOfStepError
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import reach, run_distributed, wait_for
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 LIMIT_S = 1.0
 """The time limit of the groups that are used here."""
-BUSY_S = 300.0
-"""How long a busy machine may take to bring a rank to its collective."""
 
 
 def _short_group() -> dist.ProcessGroup:
+    dist.barrier()  # the limit is that of connecting too
     return dist.new_group(timeout=timedelta(seconds=LIMIT_S))
 
 
 def _explained(run: Any) -> str:
-    with pytest.raises(OutOfStepError) as caught:
-        run()
+    try:
+        with pytest.raises(OutOfStepError) as caught:
+            run()
+    finally:
+        reach(f"rank {dist.get_rank()} has its message")
     # A rank that waits second in a group whose time is up hears that the connection was closed by the first.
     assert re.search("Timed out|closed|pair closure", str(caught.value))
     return str(caught.value)
 
 
+def _stays_away(*waiting: int) -> str:
+    """Keeps this rank busy elsewhere until the ranks that wait for it have their messages."""
+    wait_for(*(f"rank {rank} has its message" for rank in waiting))
+    return ""
+
+
 def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
     model = build(kind, toy(tied=False), group=_short_group(), **fields)
     rank = dist.get_rank()
-    store, waits = dist.distributed_c10d._get_default_store(), f"test_out_of_step/{kind} waits"
     begin = record.CollectiveRecord.collective
 
     def begin_and_say(self: Any, *call: Any, **where: Any) -> Any:
-        store.set(waits, "yes")
+        reach("rank 0 waits")
         return begin(self, *call, **where)
 
     def step() -> None:
@@ -59,7 +65,7 @@ def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
                     loss_of(model, batches(0)[0]).backward()
                     finalize_model_grads([model])
             else:  # this rank takes its step to be over, and measures its gradients
-                store.wait([waits], timedelta(seconds=BUSY_S))
+                wait_for("rank 0 waits")
                 norm = torch.ones(1)
                 with recorded("all-reduce", "the gradient norm", norm, model.process_group):
                     dist.all_reduce(norm, group=model.process_group)
@@ -85,12 +91,11 @@ def test_a_rank_that_was_left_names_the_collective_and_where_the_other_is(kind, 
     assert f"rank 0 waited in {collective} 1 of {what} (" in skipped
 
 
-def _one_rank_leaves_in_backward(seconds: float) -> str:
+def _one_rank_leaves_in_backward() -> str:
     model = build("fsdp2", toy(tied=False), group=_short_group())
     loss = loss_of(model, batches(dist.get_rank())[0])
     if dist.get_rank() == 1:
-        time.sleep(seconds)  # as a loader that waits for its data
-        return ""
+        return _stays_away(0)  # as a loader that waits for its data
 
     def step() -> None:
         with failures_explained(model):
@@ -100,7 +105,7 @@ def _one_rank_leaves_in_backward(seconds: float) -> str:
 
 
 def test_a_rank_that_is_busy_elsewhere_is_known_by_its_last_collective():
-    message = run_distributed(_one_rank_leaves_in_backward, 2, LIMIT_S + 6)[0]
+    message = run_distributed(_one_rank_leaves_in_backward, 2)[0]
     assert re.search(r"^rank 0 of 2 waited \d+ s in vain in \S+ \d of the \w+ of unit [\w.]+ \(", message)
     assert re.search(
         r"rank 1 never came: it was in no collective, the last was all-gather 1 of the parameters of unit head \(.*\),"
@@ -115,8 +120,7 @@ def _one_of_four_stays_away() -> str:
     with recorded("all-reduce", "the loss", tensor, group):
         dist.all_reduce(tensor, group=group)
     if dist.get_rank() == 2:
-        time.sleep(LIMIT_S + 4)
-        return ""
+        return _stays_away(0, 1, 3)
 
     def run() -> None:
         with recorded("all-reduce", "the gradient norm", tensor, group):
@@ -139,8 +143,7 @@ def _one_rank_does_not_answer() -> str:
     group, tensor = _short_group(), torch.ones(4)
     if dist.get_rank() == 1:
         with mock.patch.object(record, "_publish_all"):  # as in a process that is paused
-            time.sleep(LIMIT_S + 4)
-        return ""
+            return _stays_away(0)
 
     def run() -> None:
         with recorded("all-reduce", "the loss", tensor, group):
@@ -158,8 +161,7 @@ def test_a_rank_that_does_not_answer_is_named():
 def _fails_without_records() -> str:
     group = _short_group()
     if dist.get_rank() == 1:
-        time.sleep(LIMIT_S + 1)
-        return ""
+        return _stays_away(0)
     model = nn.Linear(2, 2)
 
     def run() -> None:
@@ -183,8 +185,7 @@ def test_without_records_a_failure_says_that_there_are_none():
 def _fails_outside_of_any_record() -> str:
     model = build("ddp", toy(), group=_short_group())
     if dist.get_rank() == 1:
-        time.sleep(LIMIT_S + 1)
-        return ""
+        return _stays_away(0)
 
     def step() -> None:
         with failures_explained(model):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from core.comm import lane
 from core.distributed import finalize_model_grads
 from core.errors import ConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -51,12 +53,27 @@ def _step(model: Any, optimizer: Any, num_microbatches: int = 2) -> None:
     optimizer.step()
 
 
+@contextmanager
+def _collectives_at_once() -> Iterator[None]:
+    """Runs collectives where they are submitted: when the lane's thread frees memory depends on the machine's load."""
+
+    def submit(unused: Any, run: Callable[[], None]) -> lane.Handle:
+        task = lane._Task(run)
+        with torch.no_grad():
+            task.execute()
+        return task
+
+    with mock.patch.object(lane._ThreadLane, "submit", submit):
+        yield
+
+
 def _measures(kind: str) -> MemoryTimeline:
     model, optimizer = _model(kind)
-    for _ in range(2):
-        _step(model, optimizer)
-    _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
-    _step(model, optimizer)  # nothing that measured is left behind
+    with _collectives_at_once():
+        for _ in range(2):
+            _step(model, optimizer)
+        _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
+        _step(model, optimizer)  # nothing that measured is left behind
     return timeline
 
 
@@ -78,8 +95,9 @@ def test_each_category_holds_what_is_known_of_it(kind):
         assert 2 * WEIGHT <= _most(timeline, "gathered parameters") <= 5 * WEIGHT
     else:
         assert _most(timeline, "gathered parameters") == 0
-    # Between micro-batches gradients are whole under every wrapper; in addition there are shards and one reduction.
-    assert whole <= _most(timeline, "gradients") <= whole + whole // 2 + 2 * WEIGHT
+    # Between micro-batches gradients are whole under every wrapper; in addition there are shards, and what is sent,
+    # which a thread of the process group may free after the step has gone on.
+    assert whole <= _most(timeline, "gradients") <= whole + whole // 2 + whole
     # Backward begins with the input of every layer and the output of the last, and computes a few more.
     assert LAYERS * ACTIVATION <= _most(timeline, "activations and other") <= (LAYERS + 5.1) * ACTIVATION
     ends = [dict(zip(CATEGORIES, timeline.held[i], strict=True)) for i in (0, -1)]
@@ -95,22 +113,23 @@ def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
     model, optimizer = _model(kind)
     for _ in range(2):
         _step(model, optimizer)
-    with warnings.catch_warnings():
+    with _collectives_at_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tracker = MemTracker()
         tracker.track_external(model, optimizer.optimizer, *model.held_tensors()["gradients"])
         with tracker:
             _step(model, optimizer, num_microbatches=1)
     seen = sum(held["Total"] for held in tracker.get_tracker_snapshot("peak").values())
-    _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer, num_microbatches=1))
+    with _collectives_at_once():
+        _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer, num_microbatches=1))
     return seen, timeline.peak_bytes
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero2", "fsdp2"])
 def test_the_peak_is_that_of_another_measure(kind):
     seen, measured = run_distributed(_compares_with_a_tracker, 2, kind)[0]
-    # Threads of collectives free memory that the profiler then believes to live a little longer.
-    assert abs(measured - seen) <= (0 if kind == "ddp" else 0.1 * seen), (seen, measured)
+    # Threads of process groups free gradients that were sent, which the profiler then believes to live longer.
+    assert 0 <= measured - seen <= (0 if kind == "ddp" else LAYERS * WEIGHT), (seen, measured)
 
 
 def _refuses_to_write_nowhere() -> None:

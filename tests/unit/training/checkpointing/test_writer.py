@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +14,18 @@ import torch.distributed as dist
 
 from core.errors import OutOfStepError
 from core.training.checkpointing import writer as writer_module
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import reach, run_distributed, wait_for
 
 LIMIT_S = 1.0
 
 
 def _one_rank_is_paused_in_a_save(folder: str) -> str:
+    dist.barrier()  # the limit is that of connecting too
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
 
     def save_checkpoint(*arguments: Any, **settings: Any) -> Path:
         if dist.get_rank() == 1:
-            time.sleep(LIMIT_S + 4)
+            wait_for("rank 0 has its message")
             return Path(folder)
         dist.all_reduce(torch.ones(1), group=group)
         return Path(folder)
@@ -36,8 +36,11 @@ def _one_rank_is_paused_in_a_save(folder: str) -> str:
         if dist.get_rank() == 1:
             writer.save(SimpleNamespace())  # type: ignore[arg-type]
             return ""
-        with pytest.raises(OutOfStepError) as caught:
-            writer.save(SimpleNamespace())  # type: ignore[arg-type]
+        try:
+            with pytest.raises(OutOfStepError) as caught:
+                writer.save(SimpleNamespace())  # type: ignore[arg-type]
+        finally:
+            reach("rank 0 has its message")
     return str(caught.value)
 
 
