@@ -221,7 +221,7 @@ def _tear_down() -> None:
 
 
 def _forget_collectives() -> None:
-    """Drops the records of this job's collectives: a later wait for a device would find one that was left under way."""
+    """Drops the records of this job's collectives: a later wait for a device would find one left under way."""
     record = sys.modules.get("core.comm.record")
     if record is None:
         return

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,7 +98,7 @@ def _found_settings() -> tuple[Any, ...]:
         sorted(get_rng_tracker().get_states()),
         first_unfinished(lambda record: -1.0),
         dict(os.environ),
-        os.getcwd(),
+        Path.cwd(),
         list(sys.argv),
         signal.getsignal(signal.SIGTERM),
         [filter[0] for filter in warnings.filters],
