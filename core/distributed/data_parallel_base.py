@@ -51,8 +51,10 @@ class _BaseDataParallel(nn.Module, ABC):
         plan: what `ddp_config` means for this model on these ranks.
 
     Attributes:
-        plan: as given; all but users read this in place of `ddp_config`.
+        plan: as given; the library reads this in place of `ddp_config`, which is kept for users.
         process_group: the ranks that hold replicas; data parallel times context parallel.
+        gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
+            report events to it, and ask it whether they may act.
     """
 
     checks_placement = False  # whether `check_may_step` raises where a parameter is no longer what was wrapped
@@ -66,11 +68,15 @@ class _BaseDataParallel(nn.Module, ABC):
         self.ddp_config = ddp_config
         self.plan = plan
         self.process_group = plan.groups.whole
+        # False inside `no_sync`, which sets and restores it by `_set_gradient_sync`; read in each backward.
         self._syncs_gradients = True
+        # Remembers the largest norm of each gradient, with ``check_for_large_grads``; otherwise without state.
         self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
-        self._step = 0  # steps whose gradients were reduced
+        # Steps whose gradients were reduced, for messages. Counted by `finish_grad_sync`, never reset.
+        self._step = 0
         self.gradient_state = GradientState()
-        # Where a backward is in the tree of a step; None unless sums are the same on any number of ranks.
+        # Where a backward is in the tree of a step, with ``reproducible_across_ranks``; else None.
+        # `expect_micro_batches` configures it, each backward moves it on, `zero_grad_buffer` restarts it.
         self._tree: GradientTree | None = None
         if plan.tree is not None:
             self._tree = GradientTree(plan.tree, 1 if self.sums_gradients else self.process_group.size())

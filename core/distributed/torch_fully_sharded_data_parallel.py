@@ -73,6 +73,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             two-dimensional with several optimizer instances.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
 
+    Attributes:
+        sharded: the sharded model, which frees, reduces and recovers its units.
+        units: those of the plan.
+
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.
         WrapError: a model that is sharded already or cannot be.
@@ -98,7 +102,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded = ShardedModel(module, plan)
         self.units = plan.units
         self._replicas = groups.replicate
-        # What is set aside of a step's gradients, with ``reproducible_across_ranks``.
+        # What is set aside of a step's gradients, with ``reproducible_across_ranks``; else None. Filled as backwards
+        # begin, added up by `finish_grad_sync`, cleared by `zero_grad_buffer`.
         self._sums: MicroBatchSums | None = None
         if self._tree is not None:
             of_shards = plan.reduces_every_micro_batch

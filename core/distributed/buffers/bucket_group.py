@@ -35,10 +35,13 @@ class BucketGroup:
         tree: the order of additions over micro-batches, where there is one.
 
     Attributes:
-        phase: how far the bucket is in the step; changed by the methods of this class alone.
-        param_gather_handle: a gather of parameters that is under way, set by `start_param_sync` until
-            `finish_param_sync`.
-        param_gather_dispatched: whether `start_param_sync` was called since gradients were last reduced.
+        bucket: the bucket, for good.
+        phase: how far the bucket is in the step; set by the methods of this class alone.
+        sums: what is set aside over micro-batches, for good; None without `tree`.
+        param_gather_handle: a gather of parameters under way, set by `start_param_sync` and cleared by
+            `finish_param_sync`; None with gathers that have ended on return.
+        param_gather_dispatched: `start_param_sync` was called since gradients were last reduced; it sets it,
+            `finish_grad_sync` clears it.
     """
 
     def __init__(
@@ -63,12 +66,18 @@ class BucketGroup:
             self.sums = BucketSums(bucket, tree, of_shards=reduces_every_micro_batch, wait=self.wait_for_grads)
         first, last = bucket.slots[0].name, bucket.slots[-1].name
         self._name = f"bucket {first}" + (f" to {last}" if last != first else "")
-        self._ready: set[nn.Parameter] = set()  # whose gradient of the running backward is in
-        self._num_awaited = len(bucket.params)  # trainable ones, when the running backward brought its first gradient
+        # Parameters whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
+        # `reset` clear.
+        self._ready: set[nn.Parameter] = set()
+        # Parameters that `_ready` waits for: the trainable ones, counted by `reset` and at the first gradient of each
+        # backward, because users freeze and thaw parameters between them.
+        self._num_awaited = len(bucket.params)
+        # Whether a gather may go on while forward runs: the parameters make their first reader wait.
         self._may_be_pending = all(map(can_be_pending, bucket.params))
         # A reduction in the lane: set by `start_grad_sync` in the phase SENT, cleared by `wait_for_grads`.
         self._grad_handle: Handle | None = None
-        # A whole gradient that is being reduced, to be given back after it; set where the buffer reuses such memory.
+        # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
+        # `_give_back` returns it to the buffer once the reduction has ended. Otherwise only the reduction holds it.
         self._sent: Tensor | None = None
         self.param_gather_handle: Handle | None = None
         self.param_gather_dispatched = False

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 _WAIT = "_wait_until_gathered"
+"""An attribute of a parameter: the function that its first reader calls. Set by `make_pending`, deleted by
+`end_pending`; there exactly while the parameter's class is `_PendingParameter`."""
+
 _SEEN = "seen_while_pending"
+"""An attribute of a parameter: the function that gives its ``detach()`` and ``data`` while it is pending. Set by
+`let_be_seen` when the model is wrapped, for good."""
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
@@ -41,7 +46,7 @@ def end_pending(params: Iterable[nn.Parameter]) -> None:
 
 
 class _PendingParameter(nn.Parameter):
-    """A parameter whose values are on their way."""
+    """A parameter whose values are still being gathered."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

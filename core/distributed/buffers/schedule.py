@@ -31,8 +31,9 @@ class ReductionSchedule:
         tree: GradientTree | None = None,
     ) -> None:
         self._groups, self._plan, self._finish, self._tree = groups, plan, finish, tree
-        # Those before it have left in this step. Advanced when buckets are sent, by autograd's thread during a
-        # backward; 0 after `restart`, and after each backward where each is reduced by itself.
+        # Index of the next bucket to leave; those before it have left in this step. Advanced when buckets are sent, by
+        # autograd's thread during a backward; 0 after `restart`, and after each backward where each is reduced by
+        # itself.
         self._next = 0
         # The backward whose end autograd will report: set by the first gradient that it brings, cleared at its end and
         # by `restart`. One that raises on its way is never reported.

@@ -24,7 +24,8 @@ class ShownGradients:
 
     def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
         self._group_of, self._is_sharded = group_of, is_sharded
-        # Made when it is first shown, and shown again in each step.
+        # Of each parameter the tensor that raises when it is read. Made when it is first shown, and kept for good:
+        # each step shows the same.
         self._unreadable: dict[nn.Parameter, Tensor] = {}
 
     def take_written(self) -> None:

@@ -71,8 +71,9 @@ class ShardedBuffer(FlatMemory):
         self.shards = torch.zeros(
             numel // num_shards, dtype=plan.param_dtype, device=self.shard_device, pin_memory=pins_memory
         )
-        # Memory for whole gradients, of each size that several units have, as long as the model is wrapped. Taken by a
-        # unit's first gradient, given back when it is reduced; both by the thread that runs backward.
+        # Unused memory for whole gradients, by its number of elements: of each size that several units have, as long
+        # as the model is wrapped. `take_grads` takes it for a unit's first gradient, `give_back_grads` returns it when
+        # that is reduced; both on the thread that runs backward.
         sizes = Counter(bucket.elements for bucket in plan.buckets)
         self._grad_slots: dict[int, list[Tensor]] = {
             size: [] for size, count in sizes.items() if count > 1 or keeps_grads
@@ -86,7 +87,7 @@ class ShardedBuffer(FlatMemory):
 
     @property
     def kept_grad_memory(self) -> list[Tensor]:
-        """Memory for whole gradients that none has at this moment."""
+        """The memory for whole gradients that no unit uses at this moment."""
         return [memory for kept in self._grad_slots.values() for memory in kept]
 
     def take_grads(self, numel: int) -> Tensor:

@@ -25,7 +25,7 @@ from .states import name_of_parameter, param_groups
 
 
 class MicroBatchSums:
-    """The sums of all units of a sharded model.
+    """Adds up the gradients of all units of a sharded model in a tree.
 
     Args:
         of_shards: each chunk of micro-batches is reduced by itself.
@@ -34,12 +34,13 @@ class MicroBatchSums:
 
     def __init__(self, root: nn.Module, tree: GradientTree, *, of_shards: bool, replicas: ProcessGroup | None) -> None:
         self._root, self._tree, self._of_shards = root, tree, of_shards
+        # One for each of torch's groups of parameters; fixed.
         self._units = [_UnitSums(group, tree, of_shards, replicas) for group in param_groups(root)]
         tree.register(self._begin)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is set aside."""
+        """All tensors that are set aside."""
         return [tensor for unit in self._units for tensor in unit.sums.tensors]
 
     def _begin(self, additions: int | None, reduces: bool) -> None:
@@ -63,7 +64,7 @@ class MicroBatchSums:
                 torch._foreach_mul_(found, self._tree.factor)
 
     def clear(self) -> None:
-        """Begins a step."""
+        """Begins a step: drops what was set aside."""
         for unit in self._units:
             unit.sums.clear()
 
@@ -73,9 +74,13 @@ class _UnitSums:
 
     def __init__(self, group: Any, tree: GradientTree, of_shards: bool, replicas: ProcessGroup | None) -> None:
         self.group, self._tree, self._of_shards, self._replicas = group, tree, of_shards, replicas
+        # Owns what was set aside: whole gradients, or shards. Filled as backwards begin; emptied by `_complete` before
+        # torch reduces, or by `finish`, or when the step is dropped.
         self.sums = PartialSums()
         # The backward in which the unit's gradients were complete last, and how often each had been written by then.
+        # `post_backward` sets both at its end, and reads them to notice a second run of the unit in one backward.
         self._ended_in, self._versions = NO_BACKWARD, list[int]()
+        # Torch's own method, which ours replaces on the object, for good.
         self._post_backward = group.post_backward
         group.post_backward = self.post_backward
 

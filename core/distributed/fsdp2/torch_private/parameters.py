@@ -15,7 +15,9 @@ from .states import fsdp_parameters, name_of_parameter
 def keep_changes_of_requires_grad(root: nn.Module) -> None:
     """Lets a program freeze or thaw a parameter while it is gathered: torch would forget it with the gathered one.
 
-    (pytorch/pytorch#105371)
+    (pytorch/pytorch#105371) ``requires_grad_when_gathered``, an attribute of ours of torch's object, is what the
+    gathered parameter's was when both agreed last: set when the unit is gathered, and when a change has been taken
+    over.
     """
     for parameter in fsdp_parameters(root):
         parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)

@@ -12,6 +12,7 @@ from ...._torch_compat import fsdp_param_groups
 
 
 def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
+    """Yields torch's `FSDPParam` of every sharded parameter, with its shard, its gathered form and its gradients."""
     for group in param_groups(root):
         yield from group.fsdp_params
 
@@ -37,6 +38,7 @@ def param_groups(root: nn.Module) -> Sequence[Any]:
 
 
 def state_of(module: nn.Module) -> Any:
+    """Returns torch's `FSDPState` of a sharded module."""
     return module._get_fsdp_state()  # type: ignore[operator]
 
 
