@@ -34,7 +34,8 @@ class OptimizerState(ABC):
         self.grad_scaler = grad_scaler
         self._params = params
         self._state_names = state_names(config)
-        # Sums of parameters in low precision as of the last agreement with their masters; see there.
+        # Notices writes to parameters in low precision by others. Updates, loads and `reload_model_params` tell it
+        # when masters and parameters agree.
         self._written_params = WrittenParams(params)
 
     @abstractmethod

@@ -96,7 +96,7 @@ class DeviceBatches(Iterator[Batch]):
         self._copies = SideStream() if copies is None and device.device_type() == "cuda" else copies
         # Of batches to come, in order: the reading thread fulfils them, `__next__` takes them.
         self._ahead: deque[Future[Copy]] = deque()
-        self._reader: ThreadPoolExecutor | None = None  # None: batches pass through
+        self._reader: ThreadPoolExecutor | None = None  # one thread, ended by `close`; None: batches pass through
         if self._copies is not None:
             self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
             for _ in range(BATCHES_AHEAD):

@@ -36,7 +36,9 @@ class Trained:
 
     wrapper: _BaseDataParallel
     optimizer: Optimizer | None = None
+    """The user's, as ``configure_optimizers`` gave it; None before it was asked for one, and outside of ``fit``."""
     updates: Updates | None = None
+    """What updates in its place; set with `optimizer`."""
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the model's state by name, as tensors of the whole model that share this rank's storage."""

@@ -108,6 +108,7 @@ class _LastReduces:
         self._num_micro_batches = num_micro_batches
         self._num_forwards = 0  # with gradients, of all steps so far; `_before_forward` counts
         head: Any = getattr(sharded.module, "lm_head", None)
+        # All units but the output layer; fixed.
         self._rest = [module for module in sharded.fsdp_modules if module is not head]
         sharded.module.register_forward_pre_hook(self._before_forward)
         if head is not None:  # a unit, by `_units`

@@ -62,7 +62,7 @@ class ShardedBuffer(FlatMemory):
         self.num_shards, self.shard_index = updated_parts
         self._num_param_shards, self._allocate = num_shards, allocate
         self.accumulated_in_fp32 = plan.accumulated_in_fp32
-        self.param_data = None
+        self.param_data = None  # units' slots have the whole parameters
         numel = plan.buckets[-1].layout.end
         self.grad_data: Tensor | None = None
         if plan.is_trained and not plan.releases_grads:
@@ -78,6 +78,7 @@ class ShardedBuffer(FlatMemory):
         self._grad_slots: dict[int, list[Tensor]] = {
             size: [] for size, count in sizes.items() if count > 1 or keeps_grads
         }
+        # Of one size; what is given back beyond them is freed.
         self._most_grad_slots = math.inf if keeps_grads else _GRAD_SLOTS
         self.buckets: list[Bucket] = []
         for planned in plan.buckets if plan.is_trained else ():
