@@ -112,7 +112,7 @@ def _local_rank() -> int:
 
 
 def _has_a_gpu_of_its_own() -> bool:
-    """Whether Slurm lets each rank see one GPU: ``--gpus-per-task=1`` or ``--gpu-bind``."""
+    """Returns whether Slurm lets each rank see one GPU: ``--gpus-per-task=1`` or ``--gpu-bind``."""
     return (
         "SLURM_GPUS_PER_TASK" in os.environ
         or "SLURM_GPU_BIND" in os.environ

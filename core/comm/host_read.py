@@ -83,11 +83,11 @@ def _raise_if_late() -> None:
 
 
 def _longest_s(record: CallRecord) -> float:
-    """How long a collective may take, in seconds: less than the backend's limit, at which NCCL ends the process."""
+    """Returns how many seconds a collective may take: less than the backend's limit, when NCCL ends the process."""
     return record.limit_s - min(30.0, record.limit_s / 10)
 
 
 def _to_list(numbers: Tensor) -> list[float]:
-    """The one place of a step that reads numbers on the host; `tests/unit/training/test_host_reads.py` counts it."""
+    """Reads numbers on the host, for all code of a step; `tests/unit/training/test_host_reads.py` counts the calls."""
     found: list[float] = numbers.tolist()
     return found

@@ -135,7 +135,7 @@ class _BaseDataParallel(nn.Module, ABC):
             )
 
     def micro_batch_index(self, number: int) -> int:
-        """The index, in the global batch, of this rank's micro-batch `number`, which counts from 0.
+        """Returns the index, in the global batch, of this rank's micro-batch `number`, which counts from 0.
 
         With ``reproducible_across_ranks`` a rank has to run the micro-batches of these indices, in this order: choose
         samples by it, and seed dropout.

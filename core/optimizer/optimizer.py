@@ -220,7 +220,7 @@ class MegatronOptimizer(OptimizerState):
         return torch.tensor(self.grad_scaler.scale if self.grad_scaler is not None else 1.0)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale; the step divides the gradients by it again."""
+        """Returns `loss` times the loss scale; the step divides the gradients by it again."""
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self._conclude()
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale

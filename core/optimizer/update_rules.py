@@ -113,7 +113,7 @@ def _on(device: torch.device, found_inf: Tensor | None) -> Tensor | None:
 def build_update_rule(
     config: OptimizerConfig, groups: list[dict[str, Any]], device_type: str
 ) -> torch.optim.Optimizer:
-    """The update that `config` names, over `groups` of main tensors: on CUDA NVIDIA apex's where that is asked for."""
+    """Builds the update that `config` names, over `groups` of main tensors; on CUDA with apex's kernels if asked."""
     lr, decay = config.lr, config.weight_decay
     apex = apex_module("apex.optimizers", "amp_C", "FusedAdam", "FusedSGD") if device_type == "cuda" else None
     rule: torch.optim.Optimizer

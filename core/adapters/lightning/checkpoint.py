@@ -170,7 +170,7 @@ def _checked_metadata(folder: Path, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _streams(metadata: Mapping[str, Any]) -> torch.Tensor | None:
-    """Memory for this rank's random streams, if the checkpoint has them for as many ranks."""
+    """Returns memory for this rank's random streams; None unless the checkpoint has them for as many ranks."""
     if metadata.get("ranks") != dist.get_world_size() or metadata.get("rng_layout") != rng_layout(rng_state()):
         return None
     return torch.empty(sum(size for _, size in metadata["rng_layout"]), dtype=torch.uint8)

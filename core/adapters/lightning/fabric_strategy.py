@@ -70,7 +70,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     # ---- setup
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """A module is built on this rank's device; on meta, where ``empty_init`` is asked for."""
+        """Builds a module on this rank's device; on meta with ``empty_init``."""
         stack = ExitStack()
         stack.enter_context(torch.device("meta") if empty_init else self.root_device)
         stack.enter_context(self.precision.module_init_context())

@@ -88,7 +88,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """What ``configure_model`` builds is on this rank's device; on meta, where ``empty_init`` is asked for."""
+        """Builds what ``configure_model`` makes on this rank's device; on meta with ``empty_init``."""
         place = torch.device("meta") if empty_init else self.root_device
         with place, self.precision_plugin.tensor_init_context():
             yield

@@ -101,6 +101,6 @@ class ShardedBuffer(FlatMemory):
             kept.append(whole)
 
     def shard_of(self, bucket: BucketPlan) -> Tensor:
-        """`[elements / num_shards]`: this rank's shard of a bucket's parameters."""
+        """Returns `[elements / num_shards]`, this rank's shard of a bucket's parameters."""
         start, end = bucket.layout.start, bucket.layout.end
         return self.shards[start // self._num_param_shards : end // self._num_param_shards]

@@ -94,7 +94,7 @@ class _UnitSums:
 
     @contextmanager
     def _replicas_added_in_order(self) -> Iterator[None]:
-        """Inside it torch knows of no replicas, and calls us, where it would let the backend add them in any order."""
+        """Hides replicas from torch, which calls `_add_replicas` then: the backend would add them in any order."""
         if self._replicas is None:
             yield
             return
@@ -127,7 +127,7 @@ class _UnitSums:
                 parameter.sharded_param.grad = parameter.to_sharded_dtensor(total)
 
     def shards(self) -> list[Tensor | None]:
-        """This rank's part of each gradient that is reduced."""
+        """Returns this rank's part of each gradient; None where none was reduced."""
         gradients = (parameter.sharded_param.grad for parameter in self.group.fsdp_params)
         return [None if gradient is None else gradient._local_tensor for gradient in gradients]
 
@@ -180,7 +180,7 @@ class _UnitSums:
             )
 
     def _count_writes(self) -> list[int]:
-        """Of each whole gradient that there is, a number that grows when it is written."""
+        """Returns for each whole gradient a number that grows when it is written; -1 where there is none."""
         found: Sequence[Tensor | None] = [
             gradient
             for parameter in self.group.fsdp_params
