@@ -24,7 +24,7 @@ _LOOKS_FOR_LATE_S = 1.0
 
 
 class HostRead:
-    """Numbers on their way to the host.
+    """Numbers that are being copied to the host.
 
     Args:
         values: `[n]`, on any device; may change as soon as the constructor returns.

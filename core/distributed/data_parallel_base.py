@@ -222,7 +222,7 @@ class _BaseDataParallel(nn.Module, ABC):
     def _open_reduced_gradients(self) -> bool:
         """Lets a backward add to gradients that were reduced, as it would to those of a plain module.
 
-        Where the user has set them to None since, the backward begins anew.
+        Where the user has set them to None since, the backward starts from zero.
 
         Returns:
             False where that is impossible: what is added is then dropped, and the next use of gradients raises.
@@ -253,7 +253,7 @@ class _BaseDataParallel(nn.Module, ABC):
         """Raises unless an optimizer of torch may step: it reads ``param.grad`` and writes the parameters.
 
         Raises:
-            ShardstackError: besides, ``param.grad`` is not the whole of what an optimizer has to read.
+            ShardstackError: as `check_may_step`; or ``param.grad`` is not all that an optimizer has to read.
         """
         self.check_may_step(optimizer)
 
@@ -274,7 +274,7 @@ class _BaseDataParallel(nn.Module, ABC):
         """Lets any function of a tensor read and write parameters; what is written counts.
 
         Every rank enters it, outside of a forward and a backward, and writes the same. Wrappers whose parameters are
-        whole at all times, or DTensors, have nothing to do.
+        always whole, or DTensors, have nothing to do.
         """
         self.settle_parameters()
         yield

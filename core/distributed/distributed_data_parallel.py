@@ -61,7 +61,7 @@ class DistributedDataParallel(_FlatDataParallel):
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism.
         finish_in_backward: finish gradients at the end of each backward outside `no_sync`, as torch's DDP does, and
             leave them in ``param.grad``. A backward that finds gradients adds to them; one after they were set to
-            None (``zero_grad``) begins anew, as does one after a backward that raised.
+            None (``zero_grad``) starts from zero, as does one after a backward that raised.
 
     Raises:
         ParallelConfigError: a field that this wrapper cannot honour, or half precision with fp32 parameters.

@@ -53,7 +53,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
        contiguous gradient memory, from the layer's own matrix product where the layer can; when the last has come it
        is reduced and scattered from there, while backward goes on, and the memory is given back;
     3. the optimizer updates this rank's shards, one run of elements of each parameter;
-    4. the next forward gathers anew.
+    4. the next forward gathers again.
 
     Outside of a forward and a backward a parameter's shape, dtype and gradient may be asked for, and `state_dict`
     gives this rank's range of each; anything else raises. `whole_parameters` shows all of them.

@@ -1,7 +1,7 @@
 """Adds up a step's gradients on a rank in the order of `core.micro_batch_tree`, for every wrapper.
 
 A wrapper adds gradients in place, as always. `GradientTree` counts the backwards of a step, and says when a sum is
-complete: whoever holds gradients then sets it aside in its `PartialSums`, and adds what comes next to nothing. At the
+complete: what holds gradients then sets it aside in its `PartialSums`, and the next gradient starts a new sum. At the
 end of the step, before the last sum leaves or once it is there, what was set aside is added to it.
 """
 
@@ -126,7 +126,7 @@ class GradientTree:
         self._count, self._divides = count, divides
 
     def enter(self) -> None:
-        """Notes the backward that runs; to be called before any of its gradients is stored, and as often as one likes.
+        """Notes the backward that runs; call it before any of its gradients is stored, once or more.
 
         Raises:
             ShardstackError: the step has all its backwards already.

@@ -156,7 +156,7 @@ class _ZeroesThroughWrapper:
 
 
 def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
-    """Lets ``optimizer.zero_grad()`` zero what the wrapper keeps, of which ``param.grad`` may be no part."""
+    """Lets ``optimizer.zero_grad()`` zero all that the wrapper keeps, which ``param.grad`` may not be a part of."""
     if not isinstance(optimizer, (ShardstackOptimizer, _ZeroesThroughWrapper)):
         kind = type(optimizer)
         optimizer.wrapper = wrapper  # type: ignore[attr-defined]

@@ -136,7 +136,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Returns module names with a ``*`` for each number, which stands for all layers."""
+    """Returns module names with a ``*`` for each number, which means all layers."""
     return list(
         dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names if name)
     )

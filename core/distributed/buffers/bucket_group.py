@@ -111,7 +111,7 @@ class BucketGroup:
         return self.phase.has_left
 
     def begin_backward(self) -> None:
-        """Lets a further micro-batch be reduced into the shard too, where each is reduced by itself."""
+        """Lets a further micro-batch be reduced into the shard too, where each is reduced on its own."""
         if self._reduces_every_micro_batch:
             self.phase = self.phase.begun(reduces_each=True)
 
@@ -197,7 +197,7 @@ class BucketGroup:
         slot.replace(gradient)
 
     def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
-        """Lets further gradients be added to reduced ones, but for those of `dropped`, which begin anew."""
+        """Lets further gradients be added to reduced ones, except those of `dropped`, which start from zero."""
         if len(dropped) == len(self.bucket.params):
             self.clear_grads()
             return
@@ -206,7 +206,7 @@ class BucketGroup:
             self.bucket.slot_of(param).show().zero_()
 
     def start_grad_sync(self, *, inspects: bool = True) -> None:
-        """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero.
+        """Sends the bucket's gradient, complete or not: what has not arrived is zero.
 
         Args:
             inspects: False for gradients that will be dropped.
@@ -292,7 +292,7 @@ class BucketGroup:
         self.bucket.clear_grads()
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gathers the shards of the bucket's parameters; with `force_sync` they are there on return in any case."""
+        """Gathers the shards of the bucket's parameters; with `force_sync` they are complete on return."""
         self.finish_param_sync()
         self.param_gather_dispatched = True
         bucket = self.bucket

@@ -17,7 +17,7 @@ class BucketSums:
 
     Args:
         tree: of the wrapper; says when to set aside.
-        of_shards: each chunk is reduced by itself.
+        of_shards: each chunk is reduced on its own.
         wait: returns when no reduction of the bucket is under way.
     """
 

@@ -30,15 +30,15 @@ class FlatMemory:
     shard_device: torch.device
     """Of shards that have memory of their own: the host's, where they are offloaded."""
     num_shards: int
-    """Equal parts that each bucket is cut into, of which a rank keeps the reduced gradient of one."""
+    """Equal parts that each bucket is cut into; a rank keeps the reduced gradient of one of them."""
     shard_index: int
     """The part that this rank keeps."""
     accumulated_in_fp32: frozenset[str]
     """Names of parameters whose gradient adds up in fp32 memory of its own (`GradSlot.accumulator`)."""
     param_data: Tensor | None
-    """`[numel]`, of which parameters are views; None where they keep their own memory."""
+    """`[numel]`; parameters are views of it. None where they keep their own memory."""
     grad_data: Tensor | None
-    """`[numel]`, of which every bucket's ``grad_data`` is a view; None where buckets allocate and release theirs."""
+    """`[numel]`; every bucket's ``grad_data`` is a view of it. None where buckets allocate and release theirs."""
     reuses_grads: bool = False
     """Memory of released gradients is given back, for another bucket."""
 

@@ -123,7 +123,7 @@ class GradSlot:
 
         None where it holds a gradient already, is of another dtype than the layer's, is lent to another use, or is not
         aligned as memory of its own would be: the last bits of a matrix product depend on that, and would differ
-        from those under a strategy whose parameters lie elsewhere.
+        from those under a strategy with parameters at other addresses.
         """
         is_free = self.content is not Content.LENT and not self.content.counts
         if not is_free or self.param.dtype != self.main_grad_dtype:

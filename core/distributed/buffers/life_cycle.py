@@ -34,7 +34,7 @@ class Phase(Enum):
     """
 
     REFILLING = "refilling"
-    """The gradients of a further micro-batch are on their way, to be added to what the shard has.
+    """The gradients of a further micro-batch are being computed, to be added to what the shard has.
 
     Begins for all buckets with the first gradient of a backward, so that all ranks send each bucket once per backward.
     Ends with `start_grad_sync`.
@@ -57,7 +57,7 @@ class Phase(Enum):
         """Returns the phase once a gradient, or another bucket's, has come.
 
         Args:
-            reduces_each: each micro-batch is reduced by itself.
+            reduces_each: each micro-batch is reduced on its own.
         """
         if self is Phase.SENT:
             return Phase.REFILLING if reduces_each else Phase.LATE

@@ -1,4 +1,4 @@
-"""Makes the first use of a parameter wait until it is gathered, wherever that use is.
+"""Makes the first use of a parameter wait until it is gathered.
 
 An optimizer that shards its state leaves the all-gather of the parameters running. A module's forward is not their
 only reader: a parent reads its child's weights (`torch.nn.MultiheadAttention`), hooks do, a state dict, code that

@@ -162,7 +162,7 @@ class ParameterGathering:
             if self._needs_backward[unit]:
                 self._watch(unit, output)
         elif not self._root.running and not unit.running and current_backward() == NO_BACKWARD:
-            self.settle()  # called by itself
+            self.settle()  # called on its own
 
     def _watch(self, unit: Unit, output: Any) -> None:
         """Gathers the unit when a backward reaches what it returned."""
@@ -185,7 +185,7 @@ class ParameterGathering:
         )
 
     def _on_use(self, unit: Unit) -> None:
-        """Gathers a hidden unit of which a parameter is used, or raises."""
+        """Gathers a hidden unit whose parameter is used, or raises."""
         if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
             first = next(iter(unit.name_of.values()))
             raise UnitError(

@@ -27,7 +27,7 @@ class ShardedBuffer(FlatMemory):
         params: the model's, by name.
         device: where the model computes.
         num_shards: ranks that share the parameters.
-        updated_parts: parts of which each is updated, and its gradient kept, by a rank; and this rank's.
+        updated_parts: number of equal parts, each updated by one rank, which keeps its gradient; and this rank's part.
         offloads: shards are in the host's memory.
         pins_memory: in a part of it that the device copies from while it computes.
         allocate: of the memory of whole gradients.

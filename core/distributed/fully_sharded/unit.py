@@ -22,7 +22,7 @@ from .piece import Piece
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """Set to 1 in the environment, it fills a slot with NaN when its unit is hidden: what reads parameters around the
-check for hidden ones, by a saved view or in C++, then shows. Each use gathers anew."""
+check for hidden ones, by a saved view or in C++, then shows. Each use gathers again."""
 
 
 def _poisons() -> bool:

@@ -47,7 +47,7 @@ def complete_accumulated_gradients(root: nn.Module) -> None:
 
 
 def tolerate_units_never_gathered(root: nn.Module) -> None:
-    """Lets `no_sync` end a backward where no forward has reached some unit: torch asks for its gradient all the same.
+    """Lets `no_sync` end a backward where no forward has reached some unit: torch asks for its gradient nevertheless.
 
     (pytorch/pytorch#194058)
     """

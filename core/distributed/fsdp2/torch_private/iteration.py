@@ -13,7 +13,7 @@ from .states import param_groups, state_of
 
 
 def is_in_forward(root: nn.Module) -> bool:
-    """Returns whether a forward of the sharded model, or of a unit called by itself, is running."""
+    """Returns whether a forward of the sharded model, or of a unit called on its own, is running."""
     return state_of(root)._state_ctx.iter_forward_root is not None
 
 
@@ -47,7 +47,7 @@ def reset_iteration(root: nn.Module) -> None:
 def forget_forward_order(root: nn.Module) -> None:
     """Empties torch's list of the forwards since the last backward, which evaluations make longer and longer.
 
-    A backward that follows all the same gathers its units when it reaches them.
+    A backward that follows nevertheless gathers its units when it reaches them.
     """
     comm_ctx = getattr(state_of(root), "_comm_ctx", None)
     if comm_ctx is not None and hasattr(comm_ctx, "post_forward_order"):  # else no forward has run

@@ -1,8 +1,9 @@
 """Gradients of FSDP2 that are added up over micro-batches in a tree.
 
 Inside `no_sync` torch adds each gradient to the one before, whole; outside it, it reduces what has come, and adds that
-to the shard's. Here what it has added up is taken away when it is complete as a node of the tree, so that torch begins
-anew, and is added at the end of the step: to whole gradients right before torch reduces them, to shards' after it.
+to the shard's. Here what it has added up is taken away when it is complete as a node of the tree, so that torch starts
+from zero, and is added at the end of the step: to whole gradients right before torch reduces them, to shards' after
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class MicroBatchSums:
     """Adds up the gradients of all units of a sharded model in a tree.
 
     Args:
-        of_shards: each chunk of micro-batches is reduced by itself.
+        of_shards: each chunk of micro-batches is reduced on its own.
         replicas: the ranks with the same shard, if there are several.
     """
 
