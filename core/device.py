@@ -38,11 +38,6 @@ def device_type() -> str:
     return asked
 
 
-def distributed_backend() -> str:
-    """Returns the process-group backend that belongs to :func:`device_type`."""
-    return _BACKENDS[device_type()]
-
-
 def current_device() -> torch.device:
     """Returns the device of this process, with its index if it has one."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")

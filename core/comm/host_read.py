@@ -31,8 +31,10 @@ class HostRead:
     """
 
     def __init__(self, values: Tensor) -> None:
+        # The end of the copy on the device's current stream; `wait` clears it. None: `_numbers` are there.
         self._event: device.Event | None = None
         if values.is_cuda:
+            # Pinned memory of this read alone, which the device writes until `_event`.
             self._numbers = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(values, non_blocking=True)
             self._event = device.record_event()

@@ -332,13 +332,6 @@ class _BaseDataParallel(nn.Module, ABC):
         """Returns the parameters into whose ``grad`` backward adds at this moment."""
         return list(self.module.parameters())
 
-    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and local part of every gradient that the optimizer will read."""
-        for name, parameter in unwrap_model(self).named_parameters():
-            gradient = self.local_gradient(parameter)
-            if gradient is not None:
-                yield name, gradient
-
 
 def unwrap_model(module: nn.Module) -> nn.Module:
     """Returns the model inside data-parallel wrappers and `Float16Module`, whose parameter names checkpoints use."""

@@ -19,7 +19,7 @@ from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
-from .data_parallel_base import _BaseDataParallel
+from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .fsdp2.sharded_model import ShardedModel
 from .fsdp2.torch_private import (
@@ -167,7 +167,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for parameter in self.module.parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._gradient_checks.check(self._gradients(), self._step, are_reduced=True)
+        named = ((name, local_gradient(p)) for name, p in unwrap_model(self).named_parameters())
+        gradients = ((name, gradient) for name, gradient in named if gradient is not None)
+        self._gradient_checks.check(gradients, self._step, are_reduced=True)
 
     def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         self.sharded.reshard()

@@ -240,6 +240,7 @@ class BucketGroup:
             self._give_back()
 
     def _give_back(self) -> None:
+        # The lane has been waited for: what takes this memory next runs after the reduction, on CUDA's streams too.
         if self._sent is not None:
             self.bucket.buffer.give_back_grads(self._sent)
             self._sent = None

@@ -32,6 +32,9 @@ def _poisons() -> bool:
 class Slot:
     """Memory that units of one size are gathered into, one at a time.
 
+    The lane that fills it begins after what was queued before (`CommLane.submit`), so that computation with the unit
+    before has read it; `Unit.finish_gather` makes the computation that follows wait for the lane.
+
     Args:
         sizes: elements, dtype and device of each of its parts.
         allocate: of their memory.

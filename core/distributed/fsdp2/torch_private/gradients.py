@@ -2,6 +2,10 @@
 
 FSDP2 reduces a unit's gradient from the backward hook that produced it. After a last micro-batch inside `no_sync`, or
 one that did not reach every unit, whole gradients are left over; torch has no public way to reduce or to drop them.
+
+Relies on torch keeping them in ``_unsharded_param.grad`` of a parameter, there from its first gather on, and where
+they are reduced in another dtype in ``unsharded_accumulated_grad``: kept elsewhere, `zero_grad_buffer` would leave
+them, and the next step would add to them.
 """
 
 from __future__ import annotations

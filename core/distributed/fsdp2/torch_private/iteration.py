@@ -1,4 +1,16 @@
-"""Finishes what an exception or an evaluation leaves unfinished in FSDP2's state of a forward and backward."""
+"""Finishes what an exception or an evaluation leaves unfinished in FSDP2's state of a forward and backward.
+
+Relies on these fields of torch, which its hooks set and clear:
+
+- ``_state_ctx.iter_forward_root``: the root while its forward runs, else None. Were it left set, no forward would look
+  for changed shards.
+- ``_state_ctx.post_backward_final_callback_queued``: True from a backward's first hook to its end, and after one that
+  raised. Were it cleared there too, a failed backward would pass for a whole one.
+- ``_comm_ctx.post_forward_order``: grows with each forward; a backward clears it. Evaluations would make it longer and
+  longer.
+- ``_all_gather_result`` of a group: a gather that nothing has waited for, else None. Were it kept over a step, the next
+  forward would compute with old weights.
+"""
 
 from __future__ import annotations
 

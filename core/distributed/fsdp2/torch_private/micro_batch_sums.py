@@ -1,4 +1,4 @@
-"""Gradients of FSDP2 that are added up over micro-batches in a tree.
+"""Adds up gradients of FSDP2 over micro-batches in a tree.
 
 Inside `no_sync` torch adds each gradient to the one before, whole; outside it, it reduces what has come, and adds that
 to the shard's. Here what it has added up is taken away when it is complete as a node of the tree, so that torch starts

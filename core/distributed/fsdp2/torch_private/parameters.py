@@ -1,4 +1,9 @@
-"""Parameters of a sharded model as they are written, frozen and marked while they are gathered."""
+"""Parameters of a sharded model as they are written, frozen and marked while they are gathered.
+
+Relies on torch keeping one tensor for the shard of a parameter (``sharded_param``, ``_sharded_param_data``) and one
+for the gathered parameter (``_unsharded_param``), each with a version that counts writes but no gather: counted, every
+forward would gather again; replaced by others, a write would go unnoticed and be lost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""FSDP2's own objects for the units and parameters of a sharded model."""
+"""FSDP2's own objects for the units and parameters of a sharded model.
+
+Relies on ``module._get_fsdp_state()``, on the groups of the state (`_torch_compat.fsdp_param_groups`), which
+`fully_shard` makes and nothing changes later, and on their ``fsdp_params``. Without these names wrapping raises.
+"""
 
 from __future__ import annotations
 
