@@ -8,9 +8,8 @@ Relies on these fields of torch, which its hooks set and clear:
   raised. Were it cleared there too, a failed backward would pass for a whole one.
 - ``_comm_ctx.post_forward_order``: grows with each forward; a backward clears it. Evaluations would make it longer and
   longer.
-- ``_all_gather_result`` of a group: a gather that nothing has waited for, else None. Were it kept over a step, the
-next
-  forward would compute with old weights.
+- ``_all_gather_result`` of a group: a gather that nothing has waited for, else None. Were it kept over a step,
+  the next forward would compute with old weights.
 """
 
 from __future__ import annotations
