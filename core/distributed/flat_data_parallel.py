@@ -1,4 +1,4 @@
-"""Gradients on flat buffers: what wrappers have in common that reduce them there."""
+"""The base of wrappers that reduce gradients on flat buffers."""
 
 from __future__ import annotations
 

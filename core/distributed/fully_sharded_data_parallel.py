@@ -20,7 +20,7 @@ from ..dist_checkpointing.views.flat_range import FlatRange, whole_view
 from ..errors import ParallelConfigError, WrapError
 from ..kept_ranges import keep_range, kept_range
 from ..process_groups_config import ProcessGroupCollection
-from .buffers.pending_parameters import let_be_seen
+from .buffers.pending_parameters import set_pending_view
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .flat_data_parallel import _FlatDataParallel
@@ -142,7 +142,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         if plan.buffer_dtype is not None:
             cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
-            let_be_seen(param, partial(whole_view, param))
+            set_pending_view(param, partial(whole_view, param))
         self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.leaves])
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it, so that it nests.

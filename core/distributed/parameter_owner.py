@@ -49,7 +49,7 @@ _OF_WRAPPERS = frozenset(
         "grad_added_to_main_grad",  # a layer's backward sets True; the wrapper's hook, and `zero_grad_buffer`, False
         "lend_gradient_memory",  # the `GradientLender`, for good
         "held_range",  # `keep_range` sets it when shards are made, and around `whole_parameters`
-        "seen_while_pending",  # `let_be_seen` sets it, for good
+        "pending_view",  # `set_pending_view` sets it, for good
     }
 )
 """Attributes of parameters that wrappers set, and that are left out of pickles. A wrapper takes none of them off."""

@@ -35,7 +35,7 @@ def to_device(batch: Batch) -> Batch:
 
 
 class Copy(Protocol):
-    """A batch on its way to the device."""
+    """A batch that is being copied to the device."""
 
     def wait(self) -> Batch:
         """Returns the batch, which work that is queued from here on may read."""

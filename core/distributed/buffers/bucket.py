@@ -1,4 +1,4 @@
-"""A bucket of a flat buffer: its parameters' gradients, whole and in shards, and the parameters."""
+"""A bucket of a flat buffer: its parameters, and their gradients, whole and as this rank's shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives of one bucket: when its gradient leaves, how it is reduced, and how its parameters come back."""
+"""Runs the collectives of one bucket: reduces its gradient, and gathers its parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .reduction import BucketReduction
 
 
 class BucketGroup:
-    """One bucket and its way through a step.
+    """Takes one bucket through a step.
 
     Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
     optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,

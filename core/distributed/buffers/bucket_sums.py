@@ -1,4 +1,4 @@
-"""Gradients of one bucket that are added up over micro-batches in a tree."""
+"""Sets gradients of a bucket aside, to add them up over micro-batches in a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that buckets are parts of."""
+"""The base of both kinds of memory that buckets are parts of."""
 
 from __future__ import annotations
 

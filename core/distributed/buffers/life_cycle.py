@@ -1,4 +1,4 @@
-"""The life cycle of gradients on flat buffers: of a bucket in a step, and of each parameter's place in the bucket.
+"""The states of gradients on flat buffers: of a bucket in a step, and of each parameter's place in the bucket.
 
 Every change of state is a method here. `BucketGroup` calls those of `Phase`, `GradSlot` those of `Content`; autograd's
 thread during a backward, the main thread between steps, never both at once.
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """The way of one bucket through a step::
+    """The state of one bucket in a step::
 
         FILLING ---> SENT ---> REFILLING ---> SENT ...
            ^          |            |
@@ -73,7 +73,7 @@ class Phase(Enum):
 
 
 class Content(Enum):
-    """What the memory of one parameter's gradient has on this rank::
+    """The contents of the memory of one parameter's gradient on this rank::
 
         STALE ---> LENT ---> GRADIENT ---> SENT
           |                   ^    ^

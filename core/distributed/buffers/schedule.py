@@ -1,4 +1,4 @@
-"""When buckets of gradients leave: during a backward, in one order on all ranks, or when a step ends."""
+"""Decides when buckets of gradients leave: during a backward, in one order on all ranks, or when a step ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When units are gathered: before their forward and backward, and ahead of it in the order of the last step."""
+"""Gathers units before their forward and backward, and ahead of it in the order of the last step."""
 
 from __future__ import annotations
 

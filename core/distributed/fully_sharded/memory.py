@@ -1,4 +1,4 @@
-"""The shards that a rank keeps of parameters, and the memory of their gradients."""
+"""Owns a rank's shards of parameters, and the memory of their gradients."""
 
 from __future__ import annotations
 

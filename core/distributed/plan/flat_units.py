@@ -1,4 +1,4 @@
-"""The plan of a model whose parameters are sharded in flat buffers, unit by unit."""
+"""Plans a model whose parameters are sharded in flat buffers, unit by unit."""
 
 from __future__ import annotations
 

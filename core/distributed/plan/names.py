@@ -1,4 +1,4 @@
-"""Every name of every parameter of a model, and its place among them."""
+"""Lists every name of every parameter of a model, and its place among them."""
 
 from __future__ import annotations
 

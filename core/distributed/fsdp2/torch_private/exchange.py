@@ -1,4 +1,4 @@
-"""FSDP2 where ranks exchange messages: gathers without copies, and reductions during the rest of the backward.
+"""Lets FSDP2 gather without copies, and reduce during the rest of the backward, where ranks exchange messages.
 
 Torch copies the shards of a unit into one buffer, gathers that, and copies the result out into each parameter, so that
 NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_directly`) that buys nothing: a

@@ -1,4 +1,4 @@
-"""Gradients that a sharded model holds whole, because `no_sync` kept them on this rank.
+"""Reduces, completes or drops gradients that `no_sync` has left whole on this rank.
 
 FSDP2 reduces a unit's gradient from the backward hook that produced it. After a last micro-batch inside `no_sync`, or
 one that did not reach every unit, whole gradients are left over; torch has no public way to reduce or to drop them.

@@ -71,7 +71,7 @@ class MicroBatchSums:
 
 
 class _UnitSums:
-    """Of one `FSDPParamGroup`, whose `post_backward` it takes over: torch calls it by name, on the object."""
+    """Adds up the gradients of one `FSDPParamGroup`. Takes over its `post_backward`, which torch calls by name."""
 
     def __init__(self, group: Any, tree: GradientTree, of_shards: bool, replicas: ProcessGroup | None) -> None:
         self.group, self._tree, self._of_shards, self._replicas = group, tree, of_shards, replicas

@@ -1,4 +1,4 @@
-"""Parameters of a sharded model as they are written, frozen and marked while they are gathered.
+"""Keeps what a program does to parameters while they are gathered: freezes them, or builds an optimizer of them.
 
 Relies on torch keeping one tensor for the shard of a parameter (``sharded_param``, ``_sharded_param_data``) and one
 for the gathered parameter (``_unsharded_param``), each with a version that counts writes but no gather: counted, every
