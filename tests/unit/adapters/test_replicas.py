@@ -11,7 +11,7 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.errors import ParallelConfigError
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters._doors import Net, batch
+from tests.unit.adapters._adapters import Net, batch
 
 
 def _accumulates_without_no_sync() -> None:
