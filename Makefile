@@ -19,9 +19,9 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tenso
           $(addprefix distributed/, model/test_unit_cases test_torch_fully_sharded_data_parallel plan/test_resharding \
           test_data_parallel_base $(addprefix fsdp2/test_, prefetch fsdp_settings exchange micro_batches \
           fsdp_precision sharded_model)))) \
-          tests/unit/diagnostics/test_out_of_step.py::test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder
+          tests/unit/diagnostics/test_out_of_step.py::test_a_collective_of_other_code_is_named_by_torchs_flight_recorder
 
-# What the tests need: the trainers that core/adapters has a door for are among it.
+# What the tests need: the trainers that core/adapters knows are among it.
 TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,docs,test
 
 # Whole files, in their order: the long ones come first.
@@ -59,7 +59,7 @@ test-short: $(VENV)/.installed-train,hf,test
 test-long: $(TESTED)
 	$(PYTEST) -m 'long and not gpu' $(ARGS)
 
-# What needs a GPU, the functional cases among it, on the GPUs at hand, with $(PYTHON) as it is found: nothing is
+# What needs a GPU, the functional cases among it, on the GPUs of this machine, with $(PYTHON) as it is found: nothing is
 # installed, and what is missing is an error that names it. Six processes take it in less than ten minutes on one GPU.
 GPU_JOBS ?= 6
 test-gpu:

@@ -24,7 +24,7 @@ def memory_formula(name: str, parameter_bytes: int, ranks: int, alone_bytes: int
     To it come, with parameters of `P` bytes on `n` ranks:
 
     * Adam's two moments, `2 P`, or `2 P / n` where they are sharded;
-    * whole gradients, `P`, wherever micro-batches add up in them. That holds for ZeRO-2 too, whose peak is that of
+    * whole gradients, `P`, where micro-batches add up in them. That holds for ZeRO-2 too, whose peak is that of
       ZeRO-1: what it frees it frees during the last micro-batch, and lacks until the next step's first backward;
     * the shards of reduced gradients, `P / n`, in place of whole ones, where ZeRO-2 reduces every micro-batch.
 

@@ -13,7 +13,7 @@ MICRO_BATCHES = 4
 
 
 def build_model(max_sequence: int = 256, vocabulary: int = VOCABULARY, **fields: Any) -> nn.Module:
-    """Returns a GPT with the same weights wherever it is built; `fields` are of its config."""
+    """Returns a GPT with the same weights in every process; `fields` are of its config."""
     from core.models.gpt import GPTModel
     from core.transformer.transformer_config import TransformerConfig
 

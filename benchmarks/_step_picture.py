@@ -144,7 +144,7 @@ def _spans(events: Iterable[Any], name: str) -> list[Interval]:
 
 
 def _is_annotation(event: Any) -> bool:
-    """Whether it is a range that somebody marked, and no work: torch's optimizers and profiler mark theirs."""
+    """Whether it is a marked range, and no work: torch's optimizers and profiler mark theirs."""
     return event.name().startswith(("Optimizer.", "ProfilerStep", "## "))
 
 

@@ -1,12 +1,12 @@
 """Counts collectives and measures errors of other systems' training loops, with their wrapper and with this one.
 
-    python benchmarks/trainers.py [megatron-lm | torchtitan | doors] ...
+    python benchmarks/trainers.py [megatron-lm | torchtitan | adapters] ...
 
 Two gloo ranks train a small model with three micro-batches a step: under Megatron-LM's own schedule and optimizer,
-under torchtitan's own trainer, and through each other door. Prints, for each, the reduce-scatters and all-gathers of a
-step, and how far losses and weights are from those of one process that does the work of both ranks. It measures no
-time: the counts and errors are the same on every machine, up to rounding. Where another system's own code raises, the
-row has its error.
+under torchtitan's own trainer, and through each other adapter. Prints, for each, the reduce-scatters and all-gathers
+of a step, and how far losses and weights are from those of one process that does the work of both ranks. It measures
+no time: the counts and errors are the same on every machine, up to rounding. Where another system's own code raises,
+the row has its error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from _report import check_names
 from torch.distributed.fsdp import FSDPModule
 
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters import _doors, _megatron, _titan
+from tests.unit.adapters import _adapters, _megatron, _titan
 
 RANKS = 2
 Row = tuple[float, float, float, float, float]
@@ -99,12 +99,12 @@ def _summing(parallelize: Any, model: Any, **settings: Any) -> Any:
     return model
 
 
-def _door(name: str) -> Row:
+def _adapter(name: str) -> Row:
     micro_batches = 3
     with _megatron.counted() as calls:
-        losses, _, weights = _doors.train(_doors.enter(name, _doors.Net(), "full"), name, micro_batches)
-    expected, _, expected_weights = _doors.serial(RANKS, micro_batches)
-    return _row(calls, _doors.STEPS, (losses, expected[dist.get_rank()]), (weights, expected_weights))
+        losses, _, weights = _adapters.train(_adapters.enter(name, _adapters.Net(), "full"), name, micro_batches)
+    expected, _, expected_weights = _adapters.serial(RANKS, micro_batches)
+    return _row(calls, _adapters.STEPS, (losses, expected[dist.get_rank()]), (weights, expected_weights))
 
 
 TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -122,7 +122,7 @@ TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
         "its parallelize_fn, loss in chunks": (_torchtitan, False, True),
         "this one, loss in chunks": (_torchtitan, True, True),
     },
-    "doors": {name: (_door, name) for name in ("fsdp2", "nvfsdp", "oumi", "optimus", "ml")},
+    "adapters": {name: (_adapter, name) for name in ("fsdp2", "nvfsdp", "oumi", "optimus", "ml")},
 }
 
 

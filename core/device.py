@@ -38,11 +38,6 @@ def device_type() -> str:
     return asked
 
 
-def distributed_backend() -> str:
-    """Returns the process-group backend that belongs to :func:`device_type`."""
-    return _BACKENDS[device_type()]
-
-
 def current_device() -> torch.device:
     """Returns the device of this process, with its index if it has one."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
@@ -112,7 +107,7 @@ def _local_rank() -> int:
 
 
 def _has_a_gpu_of_its_own() -> bool:
-    """Whether Slurm lets each rank see one GPU: ``--gpus-per-task=1`` or ``--gpu-bind``."""
+    """Returns whether Slurm lets each rank see one GPU: ``--gpus-per-task=1`` or ``--gpu-bind``."""
     return (
         "SLURM_GPUS_PER_TASK" in os.environ
         or "SLURM_GPU_BIND" in os.environ

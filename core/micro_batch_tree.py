@@ -50,11 +50,12 @@ class MicroBatchTree:
         return (chunk * self.num_ranks + rank) * odd_part(count) + place
 
     def reduces(self, number: int, count: int) -> bool:
-        """Whether ranks add up their gradients after micro-batch `number`."""
+        """Returns whether ranks add up their gradients after micro-batch `number`."""
         return number == count - 1 or (self.interleaves and (number + 1) % odd_part(count) == 0)
 
     def additions(self, number: int, count: int) -> int | None:
-        """How many sums join the one that is set aside before micro-batch `number` adds to it; None sets none aside.
+        """Returns how many sums join the one that is set aside before micro-batch `number` adds to it; None sets none
+        aside.
 
         Set aside is what has been added up in place: gradients of micro-batches, or shards where `interleaves`. The
         sums that wait are the digits of a binary counter.

@@ -56,7 +56,7 @@ def first_host(nodes: str) -> str:
 
 
 def _tasks_here(environment: Mapping[str, str], num_tasks: int) -> int:
-    """The number of tasks on this node: of ``4(x2),3`` 4 on the first two, and 3 on the last."""
+    """Returns the number of tasks on this node: of ``4(x2),3`` 4 on the first two, and 3 on the last."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if name not in environment:
             continue

@@ -79,7 +79,7 @@ class TaskModel(nn.Module):
 
 
 def ddp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
-    """Replicas over the data-parallel ranks; gradients are in ``param.grad`` after backward."""
+    """Wraps replicas over the data-parallel ranks; gradients are in ``param.grad`` after backward."""
     changed = [name for name, default in _SHARDING_DEFAULTS.items() if getattr(cfg, name) != default]
     if changed:
         warn_once(

@@ -43,7 +43,7 @@ def reduce_scatter(
 ) -> None:
     """Sums `input_` over ranks; rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
 
-    Under gloo, and wherever `order` is given, ranks are added in a tree (`add_in_tree`).
+    Under gloo, and with an `order`, ranks are added in a tree (`add_in_tree`).
 
     Args:
         output: `[len(input_) / n]`; may be this rank's part of `input_`.

@@ -24,15 +24,17 @@ _LOOKS_FOR_LATE_S = 1.0
 
 
 class HostRead:
-    """Numbers on their way to the host.
+    """Numbers that are being copied to the host.
 
     Args:
         values: `[n]`, on any device; may change as soon as the constructor returns.
     """
 
     def __init__(self, values: Tensor) -> None:
+        # The end of the copy on the device's current stream; `wait` clears it. None: `_numbers` are there.
         self._event: device.Event | None = None
         if values.is_cuda:
+            # Pinned memory of this read alone, which the device writes until `_event`.
             self._numbers = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(values, non_blocking=True)
             self._event = device.record_event()
@@ -83,11 +85,11 @@ def _raise_if_late() -> None:
 
 
 def _longest_s(record: CallRecord) -> float:
-    """How long a collective may take, in seconds: less than the backend's limit, at which NCCL ends the process."""
+    """Returns how many seconds a collective may take: less than the backend's limit, when NCCL ends the process."""
     return record.limit_s - min(30.0, record.limit_s / 10)
 
 
 def _to_list(numbers: Tensor) -> list[float]:
-    """The one place of a step that reads numbers on the host; `tests/unit/training/test_host_reads.py` counts it."""
+    """Reads numbers on the host, for all code of a step; `tests/unit/training/test_host_reads.py` counts the calls."""
     found: list[float] = numbers.tolist()
     return found

@@ -102,7 +102,7 @@ class PretrainingSampler(Sampler[list[int]]):
             yield list(range(first, first + self.micro_batch_size))
 
     def _place(self, number: int) -> int:
-        """The index of this rank's micro-batch `number` of a step among those of all ranks."""
+        """Returns the index of this rank's micro-batch `number` of a step among those of all ranks."""
         if self.tree is None:
             return number * self.data_parallel_size + self.data_parallel_rank
         return self.tree.index(self.data_parallel_rank, number, self.num_microbatches)

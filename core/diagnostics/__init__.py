@@ -2,15 +2,15 @@
 
 | failure | where it is found | file |
 | --- | --- | --- |
-| a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `rewrapping` |
-| ranks that wrap different models | a wrapper's constructor | `structure` |
+| a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `distributed.model.rewrapping` |
+| ranks that wrap different models | a wrapper's constructor | `distributed.model.same_model` |
 | an optimizer built before the model was wrapped | its step | `stale_optimizers`, `step_marks` |
 | a plain state dict for a sharded module | `module.load_state_dict` | `plain_state_dicts` |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
 | ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
 | too little memory | forward, `failures_explained` | `out_of_memory`, `memory_table` |
 
-The last three can be raised wherever the model runs. A wrapper's forward explains them. For backward,
+The last three can be raised in any code that runs the model. A wrapper's forward explains them. For backward,
 `finalize_model_grads`, the optimizer's step and calls that bypass the wrapper, enter `failures_explained(model)`, as
 `core.training.train_step` does::
 

@@ -1,4 +1,4 @@
-"""Explains ranks out of step: compares what a rank that waited in vain and the other ranks have called.
+"""Explains ranks out of step: compares what a rank whose wait failed and the other ranks have called.
 
 A collective that not all ranks join ends in the backend's time limit ("Timed out waiting 1800000ms for recv
 operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for. Under

@@ -43,7 +43,7 @@ class StepMark:
         """Raises unless an optimizer may read ``param.grad``. Called after the step if that has a closure."""
 
     def note_step(self) -> None:
-        """Called when an optimizer has written the parameter."""
+        """Acts on a step; called when an optimizer has written the parameter."""
 
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copy of a parameter has no mark."""

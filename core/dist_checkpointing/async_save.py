@@ -31,7 +31,7 @@ class AsyncSaver:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None  # the first `save` makes it: each rank connects to each
-        self._staging = HostStaging()
+        self._staging = HostStaging()  # owns the copies that the thread writes; reused by the next `save`
         self._thread: threading.Thread | None = None  # `save` starts it, `wait` joins and clears it
         self._error: BaseException | None = None  # set by the thread, raised and cleared by `wait`
 

@@ -164,10 +164,12 @@ def _value(value: Any) -> str:
 
 @dataclass
 class _Node:
-    """A name of the tree: a tensor, or what is below the name."""
+    """A name of the tree: a tensor, or what is below the name. `_tree_lines` fills it."""
 
     entry: TensorEntry | None = None
+    """The tensor of this name; None for a name that only others begin with."""
     below: dict[str, _Node] = field(default_factory=dict)
+    """By the next part of their names, in natural order."""
 
     def entries(self) -> Iterator[TensorEntry]:
         if self.entry is not None:

@@ -51,8 +51,10 @@ class _BaseDataParallel(nn.Module, ABC):
         plan: what `ddp_config` means for this model on these ranks.
 
     Attributes:
-        plan: as given; all but users read this in place of `ddp_config`.
+        plan: as given; the library reads this in place of `ddp_config`, which is kept for users.
         process_group: the ranks that hold replicas; data parallel times context parallel.
+        gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
+            report events to it, and ask it whether they may act.
     """
 
     checks_placement = False  # whether `check_may_step` raises where a parameter is no longer what was wrapped
@@ -66,11 +68,15 @@ class _BaseDataParallel(nn.Module, ABC):
         self.ddp_config = ddp_config
         self.plan = plan
         self.process_group = plan.groups.whole
+        # False inside `no_sync`, which sets and restores it by `_set_gradient_sync`; read in each backward.
         self._syncs_gradients = True
+        # Remembers the largest norm of each gradient, with ``check_for_large_grads``; otherwise without state.
         self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
-        self._step = 0  # steps whose gradients were reduced
+        # Steps whose gradients were reduced, for messages. Counted by `finish_grad_sync`, never reset.
+        self._step = 0
         self.gradient_state = GradientState()
-        # Where a backward is in the tree of a step; None unless sums are the same on any number of ranks.
+        # Where a backward is in the tree of a step, with ``reproducible_across_ranks``; else None.
+        # `expect_micro_batches` configures it, each backward moves it on, `zero_grad_buffer` restarts it.
         self._tree: GradientTree | None = None
         if plan.tree is not None:
             self._tree = GradientTree(plan.tree, 1 if self.sums_gradients else self.process_group.size())
@@ -129,7 +135,7 @@ class _BaseDataParallel(nn.Module, ABC):
             )
 
     def micro_batch_index(self, number: int) -> int:
-        """The index, in the global batch, of this rank's micro-batch `number`, which counts from 0.
+        """Returns the index, in the global batch, of this rank's micro-batch `number`, which counts from 0.
 
         With ``reproducible_across_ranks`` a rank has to run the micro-batches of these indices, in this order: choose
         samples by it, and seed dropout.
@@ -216,7 +222,7 @@ class _BaseDataParallel(nn.Module, ABC):
     def _open_reduced_gradients(self) -> bool:
         """Lets a backward add to gradients that were reduced, as it would to those of a plain module.
 
-        Where the user has set them to None since, the backward begins anew.
+        Where the user has set them to None since, the backward starts from zero.
 
         Returns:
             False where that is impossible: what is added is then dropped, and the next use of gradients raises.
@@ -247,7 +253,7 @@ class _BaseDataParallel(nn.Module, ABC):
         """Raises unless an optimizer of torch may step: it reads ``param.grad`` and writes the parameters.
 
         Raises:
-            ShardstackError: besides, ``param.grad`` is not the whole of what an optimizer has to read.
+            ShardstackError: as `check_may_step`; or ``param.grad`` is not all that an optimizer has to read.
         """
         self.check_may_step(optimizer)
 
@@ -268,7 +274,7 @@ class _BaseDataParallel(nn.Module, ABC):
         """Lets any function of a tensor read and write parameters; what is written counts.
 
         Every rank enters it, outside of a forward and a backward, and writes the same. Wrappers whose parameters are
-        whole at all times, or DTensors, have nothing to do.
+        always whole, or DTensors, have nothing to do.
         """
         self.settle_parameters()
         yield
@@ -325,13 +331,6 @@ class _BaseDataParallel(nn.Module, ABC):
     def gradient_receivers(self) -> list[nn.Parameter]:
         """Returns the parameters into whose ``grad`` backward adds at this moment."""
         return list(self.module.parameters())
-
-    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and local part of every gradient that the optimizer will read."""
-        for name, parameter in unwrap_model(self).named_parameters():
-            gradient = self.local_gradient(parameter)
-            if gradient is not None:
-                yield name, gradient
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:

@@ -61,7 +61,7 @@ class DistributedDataParallel(_FlatDataParallel):
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism.
         finish_in_backward: finish gradients at the end of each backward outside `no_sync`, as torch's DDP does, and
             leave them in ``param.grad``. A backward that finds gradients adds to them; one after they were set to
-            None (``zero_grad``) begins anew, as does one after a backward that raised.
+            None (``zero_grad``) starts from zero, as does one after a backward that raised.
 
     Raises:
         ParallelConfigError: a field that this wrapper cannot honour, or half precision with fp32 parameters.
@@ -110,6 +110,7 @@ class DistributedDataParallel(_FlatDataParallel):
         transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
+        # Own all memory of gradients, and of parameters where something is sharded; for as long as the wrapper exists.
         self._grad_buffers = self._build_buffers(model)
         self._take_buckets([self._grad_buffers[index].buckets[number] for index, number in plan.leaves])
         # Handles, while forwards wait for parameters: from `enable_forward_pre_hook` to `disable_forward_pre_hook`.
@@ -136,7 +137,7 @@ class DistributedDataParallel(_FlatDataParallel):
     def settle_parameters(self) -> None:
         self.finish_param_sync()
 
-    # Parameters marked ``allreduce=False`` lie in buffers of their own; all are reduced over one group, as long as
+    # Parameters marked ``allreduce=False`` are in buffers of their own; all are reduced over one group, as long as
     # experts are cut as dense layers are (`reject_expert_parameters`).
 
     @property

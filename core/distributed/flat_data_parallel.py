@@ -1,4 +1,4 @@
-"""Gradients on flat buffers: what wrappers have in common that reduce them there."""
+"""The base of wrappers that reduce gradients on flat buffers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,16 @@ from .plan import FlatPlan
 class _FlatDataParallel(_BaseDataParallel):
     """Backward moves each gradient into its place in a flat bucket, which is reduced in place when it is complete.
 
+    The thread that runs a backward calls `_take_gradient`, and at its end `finish_grad_sync` with
+    `finish_in_backward`; the main thread calls everything else, between backwards.
+
     Args:
         plan: of the buffers, whose buckets are given to `_take_buckets` once they exist.
         finish_in_backward: finish gradients at the end of each backward outside `no_sync`.
+
+    Attributes:
+        intra_instance_group: the ranks that share each gradient after it is reduced, by Megatron-LM's name.
+        inter_instance_group: the ranks with the same shard, one per optimizer instance; None with one instance.
     """
 
     plan: FlatPlan
@@ -50,8 +57,8 @@ class _FlatDataParallel(_BaseDataParallel):
         self._is_sharded = plan.strategy != "no_shard"
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
-        # Of the reductions of gradients; another pair where parameters are gathered meanwhile, set before
-        # `_take_buckets`.
+        # Group of the reductions of gradients, and number of their lane. `FullyShardedDataParallel` sets another pair
+        # before `_take_buckets`, so that gathers of parameters and reductions do not wait for each other.
         self._reduction_group, self._reduction_lane = self.intra_instance_group, 0
         self._finishes_in_backward = finish_in_backward
         if finish_in_backward and plan.is_reproducible:
@@ -61,24 +68,29 @@ class _FlatDataParallel(_BaseDataParallel):
             )
 
     def _take_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Reduces the gradients of these buckets, in this order; to be called once by a constructor."""
+        """Takes over the gradients of these buckets, which leave in this order; a constructor calls it once."""
         config = self.config
+        # In the order in which they leave. This and the two below are set once: parameters never change buckets.
         self._bucket_groups = self._build_bucket_groups(buckets)
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
-        self._place_in_shard: dict[nn.Parameter, tuple[int, int]] = {}  # of what this rank keeps of each gradient
+        # ``[start, end)``, in its bucket's shard, of what this rank keeps of each gradient.
+        self._place_in_shard: dict[nn.Parameter, tuple[int, int]] = {}
         for (index, number), bucket in zip(self.plan.leaves, buckets, strict=True):
             places = self.plan.buffers[index].buckets[number].places_in_shard(self.plan.updated_part)
             self._place_in_shard.update(zip(bucket.params, places, strict=True))
         self._placement = ParamPlacement(
             (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
         )
-        # Whether optimizers that call `check_may_step` step the parameters: set by it, for good. Its check of their
-        # places is then the only one of a step; without, that of `finish_grad_sync` is.
+        # Whether optimizers that call `check_may_step` step the parameters: set by it, for good. It then checks the
+        # places of parameters once a step; until then `finish_grad_sync` does.
         self._is_stepped_with_checks = False
-        # Whether parameters are known to be in place: from `check_may_step` to the end of its step.
+        # Whether parameters are known to be in place. Set by `check_may_step`; cleared by `start_param_sync`, which
+        # skips its own check then, and by `zero_grad_buffer`.
         self._is_in_place = False
         finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
+        # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
+        # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
         self._shown = ShownGradients(self._group_of, self._is_sharded)
         for param in self._group_of:
             param.has_buffer = True  # type: ignore[attr-defined]

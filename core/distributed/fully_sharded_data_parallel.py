@@ -20,7 +20,7 @@ from ..dist_checkpointing.views.flat_range import FlatRange, whole_view
 from ..errors import ParallelConfigError, WrapError
 from ..kept_ranges import keep_range, kept_range
 from ..process_groups_config import ProcessGroupCollection
-from .buffers.pending_parameters import let_be_seen
+from .buffers.pending_parameters import set_pending_view
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .flat_data_parallel import _FlatDataParallel
@@ -53,7 +53,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
        contiguous gradient memory, from the layer's own matrix product where the layer can; when the last has come it
        is reduced and scattered from there, while backward goes on, and the memory is given back;
     3. the optimizer updates this rank's shards, one run of elements of each parameter;
-    4. the next forward gathers anew.
+    4. the next forward gathers again.
 
     Outside of a forward and a backward a parameter's shape, dtype and gradient may be asked for, and `state_dict`
     gives this rank's range of each; anything else raises. `whole_parameters` shows all of them.
@@ -111,6 +111,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             self._reduction_group, self._reduction_lane = twin_group(groups.shard), 1
         allocate_grads = allocator(self._reduction_group, device, registers=plan.registers_memory)
         allocate_slots = allocator(groups.shard, device, registers=plan.registers_memory)
+        # Own the shards and the memory of gradients, for as long as the wrapper exists.
         self._buffers_of_shards = [
             ShardedBuffer(
                 buffer,
@@ -125,6 +126,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             )
             for buffer in plan.buffers
         ]
+        # In the order of the plan, the root's last. Their slots own the memory that parameters are gathered into.
         self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate_slots)
         self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
         for unit in self.units:
@@ -133,15 +135,18 @@ class FullyShardedDataParallel(_FlatDataParallel):
         start.fill()  # what was on the meta device, one tensor at a time, into the shards
         for unit in self.units:
             unit.adopt(with_values=False)
+        # Knows which units are gathered and in which order they run. Hooks of the modules call it in forward and
+        # backward (`watch_calls`); `note_step` and writes to the shards make it forget what is gathered.
         self._gathering = ParameterGathering(plan, self.units, self._buffers_of_shards, comm_lane(device))
         watch_calls(plan, self.units, self._gathering)
         if plan.buffer_dtype is not None:
             cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
-            let_be_seen(param, partial(whole_view, param))
+            set_pending_view(param, partial(whole_view, param))
         self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.leaves])
         self._gathering.forget()
-        self._is_whole = False  # inside `whole_parameters`, which sets and clears it
+        # True inside `whole_parameters`, which sets and clears it, so that it nests.
+        self._is_whole = False
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         kept = kept_range(param)
@@ -233,7 +238,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             return self.module.load_state_dict(state_dict, strict=strict)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Of ``to``, ``cuda``, ``half``...: acts on buffers.
+        """Applies ``to``, ``cuda``, ``half``... to buffers alone.
 
         Raises:
             WrapError: it would move or convert the parameters, which are views of the wrapper's memory.

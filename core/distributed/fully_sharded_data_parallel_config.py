@@ -182,7 +182,7 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
 
 
 def parse_cut(value: str, field: str) -> ShardCut:
-    """What a setting says about a cut.
+    """Returns the cut that a setting names.
 
     Raises:
         ParallelConfigError: none of the known cuts.
@@ -198,7 +198,7 @@ def parse_cut(value: str, field: str) -> ShardCut:
 
 
 def parse_cut_overrides(overrides: Sequence[str]) -> list[tuple[str, ShardCut]]:
-    """Pairs of a shell pattern for module names and a cut, from ``"PATTERN=CUT"``.
+    """Returns pairs of a shell pattern for module names and a cut, from ``"PATTERN=CUT"``.
 
     Raises:
         ParallelConfigError: an entry that is not of this form.
@@ -214,7 +214,7 @@ def parse_cut_overrides(overrides: Sequence[str]) -> list[tuple[str, ShardCut]]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Reshard]]:
-    """Pairs of a shell pattern for module names and a value, from ``"PATTERN=VALUE"``.
+    """Returns pairs of a shell pattern for module names and a value, from ``"PATTERN=VALUE"``.
 
     Raises:
         ParallelConfigError: an entry that is not of this form.

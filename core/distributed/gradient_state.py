@@ -44,7 +44,7 @@ class GradientState:
     """
 
     def __init__(self) -> None:
-        self.phase = Phase.ZEROED  # set by the `note_` methods alone
+        self.phase = Phase.ZEROED  # set by the `note_` methods alone; valid at any time
 
     @property
     def is_reduced(self) -> bool:

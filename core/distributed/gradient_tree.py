@@ -1,7 +1,7 @@
 """Adds up a step's gradients on a rank in the order of `core.micro_batch_tree`, for every wrapper.
 
 A wrapper adds gradients in place, as always. `GradientTree` counts the backwards of a step, and says when a sum is
-complete: whoever holds gradients then sets it aside in its `PartialSums`, and adds what comes next to nothing. At the
+complete: what holds gradients then sets it aside in its `PartialSums`, and the next gradient starts a new sum. At the
 end of the step, before the last sum leaves or once it is there, what was set aside is added to it.
 """
 
@@ -27,12 +27,13 @@ class PartialSums:
     """Sums of micro-batches that wait for the one that they are to be added to, the newest last."""
 
     def __init__(self) -> None:
-        # Filled by `set_aside` as a backward begins; emptied by `added_to` at the end of a step, and by `clear`.
+        # Owns its tensors. Filled by `set_aside` as a backward begins; emptied by `added_to` at the end of a step, and
+        # by `clear`.
         self._waiting: list[Sum] = []
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is set aside."""
+        """All tensors that are set aside."""
         return [tensor for values in self._waiting for tensor in values if tensor is not None]
 
     def set_aside(self, values: Sum, additions: int) -> list[Tensor]:
@@ -81,6 +82,7 @@ class GradientTree:
         self._count = 1
         # Backwards of this step that have begun, and the last of them; set by `enter`, cleared by `restart`.
         self._begun, self._backward = 0, NO_BACKWARD
+        # Those that set sums aside: `register` adds them when a wrapper is built, and `enter` calls them.
         self._holders: list[Begin] = []
 
     @property
@@ -124,7 +126,7 @@ class GradientTree:
         self._count, self._divides = count, divides
 
     def enter(self) -> None:
-        """Notes the backward that runs; to be called before any of its gradients is stored, and as often as one likes.
+        """Notes the backward that runs; call it before any of its gradients is stored, once or more.
 
         Raises:
             ShardstackError: the step has all its backwards already.

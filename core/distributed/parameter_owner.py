@@ -40,18 +40,26 @@ when they are zeroed."""
 
 _OF_WRAPPERS = frozenset(
     {
-        *(MARK, _SHARES_GRADIENT, "__getstate__", "main_grad", "main_grad_copy_in_grad_buffer", "has_buffer"),
-        *("grad_added_to_main_grad", "lend_gradient_memory", "held_range", "seen_while_pending"),
+        MARK,  # the `_Owner`: `own_parameters` sets it, for good
+        _SHARES_GRADIENT,
+        "__getstate__",  # `own_parameters` sets it, for good
+        "main_grad",  # `GradSlot` sets it to memory of a bucket, and to None while there is no gradient
+        "main_grad_copy_in_grad_buffer",  # `GradSlot` sets it where `main_grad` is fp32 memory of its own
+        "has_buffer",  # True for good, from the construction of a wrapper with buffers
+        "grad_added_to_main_grad",  # a layer's backward sets True; the wrapper's hook, and `zero_grad_buffer`, False
+        "lend_gradient_memory",  # the `GradientLender`, for good
+        "held_range",  # `keep_range` sets it when shards are made, and around `whole_parameters`
+        "pending_view",  # `set_pending_view` sets it, for good
     }
 )
-"""Attributes of parameters that wrappers set, and that are left out of pickles."""
+"""Attributes of parameters that wrappers set, and that are left out of pickles. A wrapper takes none of them off."""
 
 
 class _Owner(StepMark):
     """The mark of every parameter of a wrapper, while the wrapper exists."""
 
     def __init__(self, wrapper: TrainsParameters) -> None:
-        self.wrapper = weakref.ref(wrapper)
+        self.wrapper = weakref.ref(wrapper)  # a parameter may outlive its wrapper
 
     def check_gradients(self, optimizer: str) -> None:
         if (wrapper := self.wrapper()) is not None:

@@ -19,7 +19,7 @@ from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
-from .data_parallel_base import _BaseDataParallel
+from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .fsdp2.sharded_model import ShardedModel
 from .fsdp2.torch_private import (
@@ -73,6 +73,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             two-dimensional with several optimizer instances.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
 
+    Attributes:
+        sharded: the sharded model, which frees, reduces and recovers its units.
+        units: those of the plan.
+
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.
         WrapError: a model that is sharded already or cannot be.
@@ -98,7 +102,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded = ShardedModel(module, plan)
         self.units = plan.units
         self._replicas = groups.replicate
-        # What is set aside of a step's gradients, with ``reproducible_across_ranks``.
+        # What is set aside of a step's gradients, with ``reproducible_across_ranks``; else None. Filled as backwards
+        # begin, added up by `finish_grad_sync`, cleared by `zero_grad_buffer`.
         self._sums: MicroBatchSums | None = None
         if self._tree is not None:
             of_shards = plan.reduces_every_micro_batch
@@ -162,7 +167,9 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         for parameter in self.module.parameters():  # of a unit that no forward has reached
             if parameter.requires_grad and local_gradient(parameter) is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._gradient_checks.check(self._gradients(), self._step, are_reduced=True)
+        named = ((name, local_gradient(p)) for name, p in unwrap_model(self).named_parameters())
+        gradients = ((name, gradient) for name, gradient in named if gradient is not None)
+        self._gradient_checks.check(gradients, self._step, are_reduced=True)
 
     def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         self.sharded.reshard()

@@ -167,7 +167,7 @@ def multiply_gradients(grads: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def _sum_on_host(grads: list[Tensor], count_zeros: bool) -> Tensor:
-    """``[sum of squares, number of zeros]`` in double; no tensor is converted to double as a whole."""
+    """Returns ``[sum of squares, number of zeros]`` in double; converts no tensor to double as a whole."""
     squares: list[Tensor] = []
     others: list[Tensor] = []
     numel = 0

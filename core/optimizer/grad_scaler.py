@@ -12,7 +12,7 @@ class GradScaler(ABC):
     """A loss scale that reacts to overflow. It is equal on all ranks, because they agree on each overflow first."""
 
     def __init__(self, initial_scale: float) -> None:
-        # What losses are multiplied by until the next `update`, which may change it, as `load_state_dict` does.
+        # What losses are multiplied by. Set by `update`, once a step, and by `load_state_dict`.
         self.scale = initial_scale
 
     @abstractmethod
@@ -64,9 +64,10 @@ class DynamicGradScaler(GradScaler):
         self.hysteresis = hysteresis
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
-        # Finite steps in a row, since the last overflow or growth.
+        # Finite steps in a row. `update` counts them, and resets them at an overflow and when the scale grows.
         self._finite_steps = 0
-        # Overflows until the scale backs off; at 0 and below each one does. Reset when the scale grows.
+        # Overflows until the scale backs off; at 0 and below each one does. `update` counts them down, and resets them
+        # when the scale grows.
         self._overflows_left = hysteresis
 
     def update(self, found_inf: bool) -> None:

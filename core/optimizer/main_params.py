@@ -130,7 +130,7 @@ class MainParam:
             )
 
     def take_gradient(self) -> Tensor | None:
-        """This step's gradient, in the local shape.
+        """Returns this step's gradient, in the local shape.
 
         Raises:
             OptimizerError: a sparse gradient, or one of another shape.

@@ -55,17 +55,21 @@ class MegatronOptimizer(OptimizerState):
         note_own_optimizer(rule)
         self._statistics = statistics
         self._wrappers = wrappers
-        # Parameters whose storage no wrapper checks in `check_may_step`.
+        # Parameters whose storage no wrapper checks in `check_may_step`; fixed.
         checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
         self._checked_here = [p for p in params if owner_of(p.param) not in checking]
+        # Whether the norm stays in double; fixed.
         self._is_double = all(p.main.dtype == torch.float64 for p in params)
-        # The step whose outcome the host does not know yet, and who wants to hear of it. `start_step` sets both,
-        # `_conclude` clears them.
+        # The step whose outcome the host does not know yet. `start_step` sets it; `_conclude` clears it, and
+        # `start_step` itself if the update raised.
         self._pending: PendingOutcome | None = None
+        # Called with the outcome of `_pending`; set and cleared with it. None if the caller gave no function.
         self._concluded: Callable[[StepOutcome], None] | None = None
-        # Whether steps follow each other without the host waiting for them: from `start_step` until `finish_step`.
+        # Whether steps follow each other without the host waiting for them: set by `start_step`, cleared by
+        # `finish_step`.
         self._is_ahead = False
-        # Of each wrapper the phase of its gradients before that step, which returns where it was skipped.
+        # Of each wrapper the phase of its gradients before the last update: `start_step` sets it, `_conclude` returns
+        # to it where the device skipped the update.
         self._phases: list[Phase] = []
 
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -216,7 +220,7 @@ class MegatronOptimizer(OptimizerState):
         return torch.tensor(self.grad_scaler.scale if self.grad_scaler is not None else 1.0)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """`loss` times the loss scale; the step divides the gradients by it again."""
+        """Returns `loss` times the loss scale; the step divides the gradients by it again."""
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self._conclude()
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale

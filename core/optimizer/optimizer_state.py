@@ -34,12 +34,13 @@ class OptimizerState(ABC):
         self.grad_scaler = grad_scaler
         self._params = params
         self._state_names = state_names(config)
-        # Sums of parameters in low precision as of the last agreement with their masters; see there.
+        # Notices writes to parameters in low precision by others. Updates, loads and `reload_model_params` tell it
+        # when masters and parameters agree.
         self._written_params = WrittenParams(params)
 
     @abstractmethod
     def finish_step(self) -> None:
-        """After it the host knows all that the last step has changed."""
+        """Waits until the host knows all that the last step has changed."""
 
     @abstractmethod
     def _publish_parameters(self) -> None:
@@ -70,7 +71,7 @@ class OptimizerState(ABC):
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
+        """Returns every tensor of the state under ``<kind>.<parameter name>``, created where absent, for a checkpoint.
 
         Kinds are ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``, and ``master``. Each is the tensor of the
         whole model (`core.dist_checkpointing`'s `global_view` or `flat_range_view`) and shares this rank's storage:
@@ -90,7 +91,8 @@ class OptimizerState(ABC):
     sharded_state_dict = absent_method("sharded_state_dict", "state_tensors() and state_scalars() go into checkpoints")
 
     def state_scalars(self) -> dict[str, Any]:
-        """The rest of the state as plain JSON: the step count, the parameters that deviate from it, the loss scale."""
+        """Returns the rest of the state as plain JSON: the step count, parameters that deviate from it, the loss
+        scale."""
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
         step = Counter(counts.values()).most_common(1)[0][0]
@@ -122,7 +124,7 @@ class OptimizerState(ABC):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state in torch's layout, with masters and loss scale: for the same model, cut the same way."""
+        """Returns this rank's state in torch's layout, with masters and loss scale, for the same model and cut."""
         self.finish_step()
         self._written_params.refresh_masters()
         return {

@@ -46,6 +46,9 @@ class PendingOutcome:
         written: for each of `names` whether it was written behind the masters' back; None if that is known already.
         stepped: main tensors whose step was counted in advance.
         lr, loss_scale: of the step.
+
+    Attributes:
+        stepped: as given; the optimizer empties it where it makes no update, so that no step is taken back.
     """
 
     def __init__(

@@ -31,7 +31,8 @@ class _SkippableRule(torch.optim.Optimizer):
     """An update that a device can skip by itself: its kernels write nothing where `found_inf` holds 1."""
 
     found_inf: Tensor | None = None
-    """A 0-dim fp32 tensor, in torch's form; None updates. Set around `step` by its caller."""
+    """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `MegatronOptimizer.start_step`
+    sets it before `step` and clears it after."""
 
 
 class AdamW(_SkippableRule):
@@ -112,7 +113,7 @@ def _on(device: torch.device, found_inf: Tensor | None) -> Tensor | None:
 def build_update_rule(
     config: OptimizerConfig, groups: list[dict[str, Any]], device_type: str
 ) -> torch.optim.Optimizer:
-    """The update that `config` names, over `groups` of main tensors: on CUDA NVIDIA apex's where that is asked for."""
+    """Builds the update that `config` names, over `groups` of main tensors; on CUDA with apex's kernels if asked."""
     lr, decay = config.lr, config.weight_decay
     apex = apex_module("apex.optimizers", "amp_C", "FusedAdam", "FusedSGD") if device_type == "cuda" else None
     rule: torch.optim.Optimizer

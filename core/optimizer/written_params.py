@@ -26,8 +26,9 @@ class WrittenParams:
     """
 
     def __init__(self, params: Sequence[MainParam]) -> None:
-        self._params = [p for p in params if p.is_low_precision and p.main.numel()]
-        # Set by `note_agreement`, compared by the next `refresh_masters`; on the device, for which nothing waits.
+        self._params = [p for p in params if p.is_low_precision and p.main.numel()]  # fixed
+        # Sums of bits when masters and parameters agreed last, on the device: set by `note_agreement`, which does not
+        # wait for it, and compared by `find_written`. None without parameters in low precision.
         self._sums: Tensor | None = None
         self.note_agreement()
 

@@ -149,8 +149,8 @@ class _WritesWhole(TorchDispatchMode):
     def __init__(self, foreign: ForeignModule) -> None:
         super().__init__()
         self._name = foreign.name or "the model"
-        # Parameters of submodules that are kept as a range: with a shape and, until they are filled, memory of one
-        # element, by which an alias (``.data``) is known too.
+        # Parameters of submodules that are kept as a range, by the address of their memory: one element until they are
+        # filled, by which an alias (``.data``) is known too. Fixed while this mode is entered.
         ranges = [p for p in foreign.module.parameters() if kept_range(p) is not None and p.numel()]
         self._ranges = {parameter.untyped_storage().data_ptr(): parameter for parameter in ranges}
 

@@ -111,7 +111,8 @@ class ColumnParallelLinear(ParameterOwner):
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> Output:
-        """`[s, b, input_size]` to `[s, b, output_size / tp]` (whole with `gather_output`), and the bias if skipped.
+        """Maps `[s, b, input_size]` to `[s, b, output_size / tp]` (whole with `gather_output`), and the bias if
+        skipped.
 
         With sequence parallelism the input is `[s / tp, b, input_size]`.
 

@@ -55,7 +55,7 @@ class VocabParallelEmbedding(ParameterOwner):
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Ids `[b, s]` to `[b, s, h]`, or to `[s / tp, b, h]` with `reduce_scatter_embeddings`.
+        """Maps ids `[b, s]` to `[b, s, h]`, or to `[s / tp, b, h]` with `reduce_scatter_embeddings`.
 
         Raises:
             DataError: an id is outside of the vocabulary. Not checked on a GPU, where the check would synchronize:

@@ -35,7 +35,7 @@ def to_device(batch: Batch) -> Batch:
 
 
 class Copy(Protocol):
-    """A batch on its way to the device."""
+    """A batch that is being copied to the device."""
 
     def wait(self) -> Batch:
         """Returns the batch, which work that is queued from here on may read."""
@@ -96,7 +96,7 @@ class DeviceBatches(Iterator[Batch]):
         self._copies = SideStream() if copies is None and device.device_type() == "cuda" else copies
         # Of batches to come, in order: the reading thread fulfils them, `__next__` takes them.
         self._ahead: deque[Future[Copy]] = deque()
-        self._reader: ThreadPoolExecutor | None = None  # None: batches pass through
+        self._reader: ThreadPoolExecutor | None = None  # one thread, ended by `close`; None: batches pass through
         if self._copies is not None:
             self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
             for _ in range(BATCHES_AHEAD):

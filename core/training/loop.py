@@ -152,10 +152,11 @@ class _Reporter:
 
     def __init__(self, state: TrainingState, log: RunLog, writer: CheckpointWriter, skipped: SkippedSteps) -> None:
         self._state, self._log, self._writer, self._skipped = state, log, writer, skipped
+        # Seconds since the last step was taken; `restart_watch` leaves out what is no part of a step.
         self._watch = Stopwatch()
-        # The last step, with its iteration, tokens and seconds, until its result is reported.
+        # The last step, with its iteration, tokens and seconds. `take` sets it, `_report` clears it.
         self._waiting: tuple[RunningStep, int, int, float] | None = None
-        # Of the weights after that step: set by `note_hash`, reported with it.
+        # Of the weights after that step. `note_hash` sets it, `_report` clears it.
         self._hash: str | None = None
 
     def take(self, running: RunningStep, num_tokens: int) -> bool:

@@ -50,7 +50,8 @@ class RunningStep:
 
     def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, totals: torch.Tensor) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._result: StepResult | None = None  # set by `_conclude`
+        # Set once by `_conclude`, which the optimizer calls when the host knows the outcome.
+        self._result: StepResult | None = None
         optimizer.start_step(totals, concluded=self._conclude)
 
     def _conclude(self, outcome: StepOutcome) -> None:

@@ -19,8 +19,8 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.requested = False  # the first signal sets it; never cleared
-        self.signal_name = ""  # name of the first signal
+        self.requested = False  # the first signal sets it, in its handler; never cleared
+        self.signal_name = ""  # name of the first signal; valid once `requested`
         self._first_at = 0.0  # time of the first signal; valid once `requested`
         self._before: dict[signal.Signals, Any] = {}  # handlers to restore; set on entering, used on leaving
 

@@ -161,7 +161,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _expanded(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """`[b, groups, s, d]` to `[b, heads, s, d]`."""
+    """Repeats `[b, groups, s, d]` to `[b, heads, s, d]`."""
     groups = tensor.shape[1]
     return tensor if groups == heads else tensor.repeat_interleave(heads // groups, dim=1)
 

@@ -171,6 +171,7 @@ class _Gathering:
     def __init__(self, key: torch.Tensor, value: torch.Tensor, group: Group) -> None:
         self.group, self.own, self.work = group, (key, value), None
         if group is not None and group_size(group) > 1:
+            # Owns the gathered memory `[ranks x s, 2, ...]` until `wait`, which drops it; there only with `work`.
             self.both, self.work = gather_first_dim(torch.stack((key, value), 1), group, async_op=True)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,5 +15,5 @@ class IdentityOp(nn.Module):
         super().__init__()
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`input_`, unchanged."""
+        """Returns `input_`, unchanged."""
         return input_

@@ -65,4 +65,4 @@ class LinearCrossEntropyModule(ColumnParallelLinear):
             sequence_parallel=self.sequence_parallel,
             tp_group=self.tp_group,
         )
-        return loss.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # no view, of which FSDP2 warns
+        return loss.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # no view: FSDP2 warns about views

@@ -79,12 +79,12 @@ class Adapter(nn.Module):
         self.hook = layer.register_forward_hook(self._add_to_output)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """`[s, b, k]` to `[s, b, n]`, each split like the layer's input and output."""
+        """Maps `[s, b, k]` to `[s, b, n]`, each split like the layer's input and output."""
         update: torch.Tensor = self.linear_out(self.reduced(input_))[0]
         return update
 
     def reduced(self, input_: torch.Tensor) -> torch.Tensor:
-        """`[s, b, k]` to the scaled input of `linear_out`, `[s, b, rank]`."""
+        """Maps `[s, b, k]` to the scaled input of `linear_out`, `[s, b, rank]`."""
         features: torch.Tensor = self.linear_in(input_)[0]
         return features * self.scale
 

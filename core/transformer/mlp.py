@@ -86,7 +86,7 @@ class MLP(MegatronModule):
         )
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        """Maps `[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
         hidden = self.linear_fc1(hidden_states)[0]  # [s, b, ffn / tp], twice that when gated
         if self.gated:
             # Copy, because activations at a stride of two are not vectorised; autograd saves the same tensors.

@@ -57,7 +57,7 @@ class LayerNorm(_Norm):
     bias: nn.Parameter
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """`[..., h]` to `[..., h]`."""
+        """Maps `[..., h]` to `[..., h]`."""
         if self._apex is not None and input_.is_cuda:
             return self._apex(input_, self.weight, self.bias, self.size, self.eps)
         return F.layer_norm(input_, self.size, self.weight, self.bias, self.eps)
@@ -70,7 +70,7 @@ class RMSNorm(_Norm):
     apex_function = "fused_rms_norm_affine"
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """`[..., h]` to `[..., h]`."""
+        """Maps `[..., h]` to `[..., h]`."""
         if self._apex is not None and input_.is_cuda:
             return self._apex(input_, self.weight, self.size, self.eps)
         return F.rms_norm(input_, self.size, self.weight, self.eps)

@@ -12,7 +12,8 @@ from tests.compositions.serial import Serial
 from tests.functional._runs import Curve
 
 LONGEST_SUM_OF_MODEL = 400
-"""Addends that a gradient has gone through besides the tokens of a step: the vocabulary, and the widths of layers."""
+"""Addends that a gradient has gone through in addition to the tokens of a step: the vocabulary, and the widths of
+layers."""
 
 
 def adds_in_one_order(composition: Composition) -> bool:

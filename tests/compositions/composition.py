@@ -177,7 +177,7 @@ class Composition:
 
     @property
     def serial(self) -> Composition:
-        """The same in one process: with as many replicas, none of which is cut."""
+        """The same in one process: with as many replicas, none of them cut."""
         return self.plain.replaced(layout=f"dp{self.shape.dp}", continues="no").settled()
 
     @property
@@ -239,7 +239,7 @@ def _shards_parameters(c: Composition) -> bool:
 
 
 def _has_two_units_in_one_slot(c: Composition) -> bool:
-    """Whether both layers are gathered into the same memory: equal ones, of which none is gathered ahead."""
+    """Whether both layers are gathered into the same memory: equal ones, none of them gathered ahead."""
     are_equal = c.trained == "all" and c.unused == "nothing" and c.layers != "share a weight"
     reshards = c.reshard == "yes" and c.overrides == "none"
     gathers_ahead = c.forward_prefetch != "0" or c.backward_prefetch != "0"

@@ -73,7 +73,7 @@ CPU = Target("cpu")
 
 
 def gpu_target() -> Target | None:
-    """Returns the GPUs at hand; None without."""
+    """Returns the GPUs of this machine; None without."""
     if not torch.cuda.is_available():
         return None
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")

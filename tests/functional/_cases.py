@@ -33,7 +33,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class OnGpu:
-    """What is different where a GPU is at hand."""
+    """What is different where there is a GPU."""
 
     flags: tuple[str, ...] = ()
     """Added to those of every leg."""

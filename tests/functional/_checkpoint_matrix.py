@@ -293,7 +293,7 @@ def _step_count(state: TrainingState) -> None:
 
 
 def _swapped_moments(state: TrainingState) -> None:
-    """Two tensors of one shape lie in each other's place."""
+    """Swaps two tensors of one shape."""
     tensors = state.optimizer.state_tensors()
     first, second = (_held(tensors[f"exp_avg.decoder.layers.{layer}.mlp.linear_fc1.weight"]) for layer in (0, 1))
     for one, other in zip(first, second, strict=True):

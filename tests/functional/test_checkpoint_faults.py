@@ -253,7 +253,7 @@ def test_no_file_of_a_run_can_run_anything(corpus: Path, run: Path, tmp_path: Pa
     refused = {"tokenizer.json": (0, 2), "log.jsonl": (2, 0), "config.json": (0, 0)}  # what reads the file
     assert statuses == refused.get(file, (2, 2)), (resumed.err, written.err)
     for ended in (resumed, written):
-        assert ended.status == 0 or "error: " in ended.err.splitlines()[-1], ended.err  # a bar may stand before it
+        assert ended.status == 0 or "error: " in ended.err.splitlines()[-1], ended.err  # a bar may come before it
         assert "Traceback" not in ended.err
     pickle.loads(pickle.dumps(_Bomb(ran)))
     assert ran.exists()  # it is a real one

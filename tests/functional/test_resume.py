@@ -126,7 +126,7 @@ def test_another_wrapper_and_number_of_ranks_continue_a_checkpoint(corpus: Path,
 
 
 def _last_wins(arguments: list[str]) -> list[str]:
-    """Flags given twice once, with their last value: a flag may stand only once."""
+    """Flags given twice once, with their last value: a flag may be given only once."""
     seen: dict[str, list[str]] = {}
     for argument in arguments:
         if argument.startswith("--"):

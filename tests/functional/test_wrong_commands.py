@@ -33,7 +33,7 @@ class Wrong:
 
 
 def _sealed(change: Callable[[dict], None]) -> Callable[[Path], None]:
-    """Changes the metadata of a checkpoint as somebody does who can seal it again."""
+    """Changes the metadata of a checkpoint as an attacker does who can seal it again."""
 
     def damage(run: Path) -> None:
         index = run / "iter_0000002" / "checkpoint.json"

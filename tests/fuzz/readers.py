@@ -37,7 +37,7 @@ class Reader:
     files: tuple[str, ...]
     """Those that are made hostile, as patterns."""
     repair: Callable[[Path], None] = lambda folder: None
-    """Makes checksums right again, as somebody does who means harm."""
+    """Makes checksums right again, as an attacker does."""
 
 
 def _state() -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The tree of a global batch is the same whoever adds up its parts: checked on the shapes of sums, written out."""
+"""The tree of a global batch is the same on any ranks: checked on the shapes of sums, written out."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ class ShardstackAccelerator(Accelerator):
     plugin: ShardstackPlugin
     """The wrapper of models; `use_shardstack` sets it, once."""
 
-    # Accelerate's: what is prepared at the moment.
+    # Accelerate's: what is prepared at the moment. Its `prepare` adds and `free_memory` clears; `prepare_model` puts a
+    # wrapper in place of its model; `save_state` and `load_state` leave out our optimizers while they run.
     _models: list[nn.Module]
     _optimizers: list[torch.optim.Optimizer]
 

@@ -21,7 +21,8 @@ class StepGradients:
 
     Attributes:
         wrapper: it sums gradients over ranks.
-        optimizer: updates its parameters; None before it is prepared, and where the user's own does, over replicas.
+        optimizer: updates its parameters, set by `ShardstackAccelerator.prepare`; None before, and where the user's
+            own updates replicas.
         loss_is_global: whether losses of the step are divided by the tokens of all ranks already, so that the sum of
             gradients is the result. Else each rank's loss is a mean, and so is the result. The trainer sets it before
             a step's gradients are finished.

@@ -62,7 +62,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             )
         self.gradients.finish()
         if self.megatron is not None:
-            self._is_overflow = not self.megatron.step()[0]
+            self._is_overflow = not self.megatron.step()[0]  # accelerate's, which `step_was_skipped` returns
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients, after the last micro-batch of a step; in the others it does nothing."""

@@ -26,8 +26,10 @@ class ShardstackTrainer(Trainer):
     """
 
     accelerator: ShardstackAccelerator
-    _is_in_step = False  # inside `training_step`
-    _leaves_out_ranks = False  # whether the step's loss is that of all ranks' tokens; `get_tp_size` sets it in a step
+    _is_in_step = False  # `training_step` sets and clears it
+    _leaves_out_ranks = False
+    """Whether the loss of the last micro-batch was divided by all ranks' tokens. `training_step` clears it at its
+    beginning; `get_tp_size`, which `compute_loss` asks for that factor alone, sets it."""
 
     # ---- a step
 

@@ -36,7 +36,9 @@ class Trained:
 
     wrapper: _BaseDataParallel
     optimizer: Optimizer | None = None
+    """The user's, as ``configure_optimizers`` gave it; None before it was asked for one, and outside of ``fit``."""
     updates: Updates | None = None
+    """What updates in its place; set with `optimizer`."""
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the model's state by name, as tensors of the whole model that share this rank's storage."""
@@ -168,7 +170,7 @@ def _checked_metadata(folder: Path, with_optimizer: bool) -> dict[str, Any]:
 
 
 def _streams(metadata: Mapping[str, Any]) -> torch.Tensor | None:
-    """Memory for this rank's random streams, if the checkpoint has them for as many ranks."""
+    """Returns memory for this rank's random streams; None unless the checkpoint has them for as many ranks."""
     if metadata.get("ranks") != dist.get_world_size() or metadata.get("rng_layout") != rng_layout(rng_state()):
         return None
     return torch.empty(sum(size for _, size in metadata["rng_layout"]), dtype=torch.uint8)

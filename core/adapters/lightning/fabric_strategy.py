@@ -47,8 +47,9 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
         super().__init__(sharding, **arguments)
         self._backward_sync_control = self._no_sync = NoSync()
-        # By wrapper and by optimizer; filled as they are set up, and never cleared.
+        # Norms by wrapper, made when the first clip asks for one; never cleared.
         self._norms: dict[nn.Module, GradientNorm] = {}
+        # By the user's optimizer its wrapper and what updates; added as optimizers are set up, never cleared.
         self._updates: dict[Optimizer, tuple[_BaseDataParallel, Updates]] = {}
 
     @property
@@ -64,12 +65,12 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
                 f"precision is {getattr(plugin, 'precision', plugin)!r} ({type(plugin).__name__}); this strategy "
                 f"takes {', '.join(SUPPORTED)}"
             )
-        self._precision = plugin
+        self._precision = plugin  # Lightning's attribute; Fabric sets it through here, None before
 
     # ---- setup
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """A module is built on this rank's device; on meta, where ``empty_init`` is asked for."""
+        """Builds a module on this rank's device; on meta with ``empty_init``."""
         stack = ExitStack()
         stack.enter_context(torch.device("meta") if empty_init else self.root_device)
         stack.enter_context(self.precision.module_init_context())

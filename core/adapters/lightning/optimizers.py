@@ -57,7 +57,7 @@ class ShardstackOptimizer(Optimizer):
         _zero(self.wrapper)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, in torch's layout."""
+        """Returns this rank's state, in torch's layout."""
         return self.megatron.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ class TranslatedOptimizer:
         self._take_settings()
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """As `MegatronOptimizer.step`."""
+        """Makes a step, as `MegatronOptimizer.step`."""
         self._take_settings()
         return self.megatron.step()
 
@@ -105,15 +105,15 @@ class TranslatedOptimizer:
                     updated[name] = group[name]
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """As `MegatronOptimizer.state_tensors`."""
+        """Returns the state as `MegatronOptimizer.state_tensors`."""
         return self.megatron.state_tensors()
 
     def state_scalars(self) -> dict[str, Any]:
-        """As `MegatronOptimizer.state_scalars`."""
+        """Returns the rest as `MegatronOptimizer.state_scalars`."""
         return self.megatron.state_scalars()
 
     def load_state_scalars(self, scalars: dict[str, Any]) -> None:
-        """As `MegatronOptimizer.load_state_scalars`."""
+        """Continues as `MegatronOptimizer.load_state_scalars`."""
         self.megatron.load_state_scalars(scalars)
 
 
@@ -156,7 +156,7 @@ class _ZeroesThroughWrapper:
 
 
 def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
-    """Lets ``optimizer.zero_grad()`` zero what the wrapper keeps, of which ``param.grad`` may be no part."""
+    """Lets ``optimizer.zero_grad()`` zero all that the wrapper keeps, which ``param.grad`` may not be a part of."""
     if not isinstance(optimizer, (ShardstackOptimizer, _ZeroesThroughWrapper)):
         kind = type(optimizer)
         optimizer.wrapper = wrapper  # type: ignore[attr-defined]

@@ -147,5 +147,5 @@ class Processes:
         return _sync_ddp_if_available(tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """`all_reduce`, by the Trainer's name."""
+        """Calls `all_reduce`, by the Trainer's name."""
         return self.all_reduce(tensor, group, reduce_op)

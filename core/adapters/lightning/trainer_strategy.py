@@ -53,10 +53,14 @@ class ShardstackStrategy(Processes, ParallelStrategy):
     grad_norm: Tensor | None = None
     """The norm of the last step's gradient before clipping, 0-dim in fp32; None where nothing measured it."""
 
-    _clipped_norm: Tensor | None = None  # that of the step at hand, from `clip_by_norm` to `make_step`
-    _norm: GradientNorm | None = None  # of the wrapped model; made when it is first needed
-    _trained: Trained | None = None  # from `setup` on
-    _is_accumulating = False  # inside `block_backward_sync`
+    # Of the current step: `clip_by_norm` sets it, `make_step` clears it.
+    _clipped_norm: Tensor | None = None
+    # Of the wrapped model: made when it is first needed, dropped by `setup` for another model.
+    _norm: GradientNorm | None = None
+    # `setup` sets it, again for another model; None before.
+    _trained: Trained | None = None
+    # `block_backward_sync` sets and clears it.
+    _is_accumulating = False
 
     # ---- parts
 
@@ -84,7 +88,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """What ``configure_model`` builds is on this rank's device; on meta, where ``empty_init`` is asked for."""
+        """Builds what ``configure_model`` makes on this rank's device; on meta with ``empty_init``."""
         place = torch.device("meta") if empty_init else self.root_device
         with place, self.precision_plugin.tensor_init_context():
             yield

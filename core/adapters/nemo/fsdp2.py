@@ -90,7 +90,7 @@ def fsdp2_strategy_parallelize(
 
 
 def _keep_no_cache_in_training(model: nn.Module) -> None:
-    """A layer that is computed twice would put its keys into Hugging Face's cache twice."""
+    """Switches Hugging Face's cache off in training: a layer that is computed twice would fill it twice."""
     for module in model.modules():  # what is around a model, as peft, may call its forward and none of its hooks
         names = list(inspect.signature(module.forward).parameters)
         if "use_cache" in names:

@@ -81,7 +81,7 @@ def nvfsdp_strategy_parallelize(
         overlap_grad_reduce: reduce gradients while backward runs; FSDP2 always does.
         overlap_param_gather: gather parameters ahead of their use; False where nothing is gathered (``no_shard``).
         check_for_nan_in_grad: raise on a gradient that is not finite.
-        average_in_collective: let the collective divide; FSDP2 decides that by itself, which is said once.
+        average_in_collective: let the collective divide; FSDP2 decides that, which a warning says once.
         disable_bucketing: reduce each buffer in one piece.
         calculate_per_token_loss: sum gradients, for `finalize_model_grads` to divide by the number of tokens.
         keep_fp8_transpose_cache_when_using_custom_fsdp: changes no number, and has no use here.

@@ -1,4 +1,4 @@
-"""Values on their way to the host, and the end of a process group."""
+"""Copies values to the host, and destroys the process group."""
 
 from __future__ import annotations
 

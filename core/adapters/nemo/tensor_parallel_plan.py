@@ -136,7 +136,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _patterns(names: Iterable[str]) -> list[str]:
-    """Returns module names with a ``*`` for each number, which stands for all layers."""
+    """Returns module names with a ``*`` for each number, which means all layers."""
     return list(
         dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names if name)
     )
@@ -150,7 +150,8 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> dict[str, ParallelStyle]:
-    """Styles for embeddings and linear layers that share a weight with one that the plan cuts by vocabulary."""
+    """Returns styles for embeddings and linear layers that share a weight with one that the plan cuts by
+    vocabulary."""
     found = {}
     for names in ties:
         modules = [name.rpartition(".")[0] for name in names]

@@ -144,7 +144,7 @@ def _casts(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _changed(params: FSDPParams) -> list[str]:
-    """Fields that are not at their defaults."""
+    """Returns the names of fields that are not at their defaults."""
     return [field.name for field in dataclasses.fields(params) if getattr(params, field.name) != field.default]
 
 

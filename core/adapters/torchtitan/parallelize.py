@@ -108,6 +108,7 @@ class _LastReduces:
         self._num_micro_batches = num_micro_batches
         self._num_forwards = 0  # with gradients, of all steps so far; `_before_forward` counts
         head: Any = getattr(sharded.module, "lm_head", None)
+        # All units but the output layer; fixed.
         self._rest = [module for module in sharded.fsdp_modules if module is not head]
         sharded.module.register_forward_pre_hook(self._before_forward)
         if head is not None:  # a unit, by `_units`
@@ -139,7 +140,7 @@ class _LastReduces:
             output.register_hook(self._after_chunks)
 
     def _after_chunks(self, gradient: torch.Tensor) -> None:
-        """The backward of the rest begins; that of the output layer has ended, and is not to reduce again."""
+        """Lets the rest reduce, whose backward begins, and the output layer, whose backward has ended, not again."""
         self._set_sync_of_rest(True)
         self._set_sync_of_head(False, recurse=False)
 
@@ -152,7 +153,7 @@ class _LastReduces:
 
 
 def _units(model: nn.Module) -> list[UnitChoice]:
-    """The items of lists of layers, and the embedding and the output layer of a decoder."""
+    """Returns what becomes a unit: items of lists of layers, and the embedding and output layer of a decoder."""
     embedding, head = (getattr(model, name, None) for name in ("tok_embeddings", "lm_head"))
     if embedding is not None and (head is None or embedding.weight is not head.weight):
         embedding.weights_used_in_backward = False

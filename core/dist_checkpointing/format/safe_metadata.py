@@ -93,7 +93,7 @@ def decode_index(text: str) -> CheckpointIndex:
 
 
 def json_problem(value: Any, where: str = "metadata") -> str | None:
-    """Describes what in `value` would change on its way through JSON, or None. Tuples may become lists."""
+    """Describes what in `value` JSON would change, or None. Tuples may become lists."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return None
     if isinstance(value, (list, tuple)):

@@ -115,7 +115,7 @@ def _layout(param: torch.Tensor, device_type: str) -> tuple[DeviceMesh | None, t
 def _check_piece(
     piece: Sequence[int], mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and offsets of this rank's piece, which has to have the shape `piece`."""
+    """Returns sizes and offsets of this rank's piece, which has to have the shape `piece`."""
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     if tuple(sizes) != tuple(piece):
         raise ParallelConfigError(

@@ -1,4 +1,4 @@
-"""A bucket of a flat buffer: its parameters' gradients, whole and in shards, and the parameters."""
+"""A bucket of a flat buffer: its parameters, and their gradients, whole and as this rank's shard."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from .grad_slot import GradSlot
 class Bucket:
     """A part of a buffer: the parameters whose gradients are reduced, and that are gathered, in one collective.
 
+    The thread that runs a backward stores gradients, the main thread clears them between steps. While a collective
+    runs in a lane, the lane's thread or stream reads and writes `grad_data`, `param_data` and the shards.
+
     Attributes:
         params: its parameters, in the order of their places.
         slots: the places of their gradients, in the same order.
         layout: its place in the buffer, and theirs in it.
         offset: its first element in the buffer.
         numel: its elements, padding included, a multiple of the number of shards.
-        param_data: `[numel]`, whose views the parameters are; None where parameters keep their own memory.
-        local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates.
-        grad_data: `[numel]`, whole gradients; None while `releases_grads` and none are held. Allocated when a gradient
-            comes or is complete, freed by `release_grads`.
-        separate_shard: `[numel / shards]`, `local_grad_shard` where it has memory of its own, from its first use in a
-            step to the next `clear_grads`.
-        layerwise_gather_list: Megatron-LM's; memory that a caller who gathers parameters itself may leave here, until
-            `free_overlap_buffers`.
+        buffer: owns `param_data`, and `grad_data` unless `releases_grads`.
+        param_data: `[numel]`, a view of the buffer's. Parameters are views of it for good; None where they keep their
+            own memory.
+        local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates. Set once,
+            by the constructor or by `ShardedBuffer`, whose shards have memory of their own.
+        grad_data: `[numel]`, whole gradients. A view of the buffer's, for good; or, with `releases_grads`, the
+            bucket's own memory: allocated for the first gradient of a step or to send the bucket, dropped by
+            `release_grads`, None in between.
+        separate_shard: `[numel / shards]`, memory of `local_grad_shard` with `releases_grads`. Allocated when it is
+            first asked for in a step; dropped by `clear_grads`, and by `BucketSums`, which then owns it.
+        layerwise_gather_list: Megatron-LM's name. A caller that gathers parameters itself sets it;
+            `BucketGroup.free_overlap_buffers` clears it.
     """
 
     layerwise_gather_list: list[Tensor] | None = None
@@ -35,7 +42,7 @@ class Bucket:
         self.buffer = buffer
         self.layout = layout
         self.offset, self.numel = layout.start, layout.end - layout.start
-        self._slots: dict[nn.Parameter, GradSlot] = {}
+        self._slots: dict[nn.Parameter, GradSlot] = {}  # filled here, then fixed
         for index, (start, end) in zip(layout.members, layout.ranges, strict=True):
             param, name = buffer.params[index], buffer.names[index]
             self._slots[param] = GradSlot(
@@ -49,6 +56,7 @@ class Bucket:
             )
         ends = [0, *(end for _, end in layout.ranges)]
         starts = [*(start for start, _ in layout.ranges), self.numel]
+        # Padding, ``[start, end)`` in the bucket.
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
         self.param_data: Tensor | None = None
         self.local_param_shard: Tensor | None = None

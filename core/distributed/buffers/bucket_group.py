@@ -1,4 +1,4 @@
-"""The collectives of one bucket: when its gradient leaves, how it is reduced, and how its parameters come back."""
+"""Runs the collectives of one bucket: reduces its gradient, and gathers its parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .reduction import BucketReduction
 
 
 class BucketGroup:
-    """One bucket and its way through a step.
+    """Takes one bucket through a step.
 
     Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
     optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
@@ -35,10 +35,13 @@ class BucketGroup:
         tree: the order of additions over micro-batches, where there is one.
 
     Attributes:
-        phase: how far the bucket is in the step; changed by the methods of this class alone.
-        param_gather_handle: a gather of parameters that is under way, set by `start_param_sync` until
-            `finish_param_sync`.
-        param_gather_dispatched: whether `start_param_sync` was called since gradients were last reduced.
+        bucket: the bucket, for good.
+        phase: how far the bucket is in the step; set by the methods of this class alone.
+        sums: what is set aside over micro-batches, for good; None without `tree`.
+        param_gather_handle: a gather of parameters under way, set by `start_param_sync` and cleared by
+            `finish_param_sync`; None with gathers that have ended on return.
+        param_gather_dispatched: `start_param_sync` was called since gradients were last reduced; it sets it,
+            `finish_grad_sync` clears it.
     """
 
     def __init__(
@@ -63,12 +66,18 @@ class BucketGroup:
             self.sums = BucketSums(bucket, tree, of_shards=reduces_every_micro_batch, wait=self.wait_for_grads)
         first, last = bucket.slots[0].name, bucket.slots[-1].name
         self._name = f"bucket {first}" + (f" to {last}" if last != first else "")
-        self._ready: set[nn.Parameter] = set()  # whose gradient of the running backward is in
-        self._num_awaited = len(bucket.params)  # trainable ones, when the running backward brought its first gradient
+        # Parameters whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
+        # `reset` clear.
+        self._ready: set[nn.Parameter] = set()
+        # Parameters that `_ready` waits for: the trainable ones, counted by `reset` and at the first gradient of each
+        # backward, because users freeze and thaw parameters between them.
+        self._num_awaited = len(bucket.params)
+        # Whether a gather may go on while forward runs: the parameters make their first reader wait.
         self._may_be_pending = all(map(can_be_pending, bucket.params))
         # A reduction in the lane: set by `start_grad_sync` in the phase SENT, cleared by `wait_for_grads`.
         self._grad_handle: Handle | None = None
-        # A whole gradient that is being reduced, to be given back after it; set where the buffer reuses such memory.
+        # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
+        # `_give_back` returns it to the buffer once the reduction has ended. Otherwise only the reduction holds it.
         self._sent: Tensor | None = None
         self.param_gather_handle: Handle | None = None
         self.param_gather_dispatched = False
@@ -102,7 +111,7 @@ class BucketGroup:
         return self.phase.has_left
 
     def begin_backward(self) -> None:
-        """Lets a further micro-batch be reduced into the shard too, where each is reduced by itself."""
+        """Lets a further micro-batch be reduced into the shard too, where each is reduced on its own."""
         if self._reduces_every_micro_batch:
             self.phase = self.phase.begun(reduces_each=True)
 
@@ -188,7 +197,7 @@ class BucketGroup:
         slot.replace(gradient)
 
     def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
-        """Lets further gradients be added to reduced ones, but for those of `dropped`, which begin anew."""
+        """Lets further gradients be added to reduced ones, except those of `dropped`, which start from zero."""
         if len(dropped) == len(self.bucket.params):
             self.clear_grads()
             return
@@ -197,7 +206,7 @@ class BucketGroup:
             self.bucket.slot_of(param).show().zero_()
 
     def start_grad_sync(self, *, inspects: bool = True) -> None:
-        """Sends the bucket's gradient on its way, complete or not: what has not arrived is zero.
+        """Sends the bucket's gradient, complete or not: what has not arrived is zero.
 
         Args:
             inspects: False for gradients that will be dropped.
@@ -231,6 +240,7 @@ class BucketGroup:
             self._give_back()
 
     def _give_back(self) -> None:
+        # The lane has been waited for: what takes this memory next runs after the reduction, on CUDA's streams too.
         if self._sent is not None:
             self.bucket.buffer.give_back_grads(self._sent)
             self._sent = None
@@ -283,7 +293,7 @@ class BucketGroup:
         self.bucket.clear_grads()
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Gathers the shards of the bucket's parameters; with `force_sync` they are there on return in any case."""
+        """Gathers the shards of the bucket's parameters; with `force_sync` they are complete on return."""
         self.finish_param_sync()
         self.param_gather_dispatched = True
         bucket = self.bucket

@@ -1,4 +1,4 @@
-"""Gradients of one bucket that are added up over micro-batches in a tree."""
+"""Sets gradients of a bucket aside, to add them up over micro-batches in a tree."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from .bucket import Bucket
 
 
 class BucketSums:
-    """What is set aside of a bucket: whole gradients, or, where each chunk is reduced, this rank's part of them.
+    """Sets gradients of a bucket aside: whole ones, or, where each chunk is reduced, this rank's part of them.
 
     Args:
-        tree: of the wrapper; says when to.
-        of_shards: each chunk is reduced by itself.
+        tree: of the wrapper; says when to set aside.
+        of_shards: each chunk is reduced on its own.
         wait: returns when no reduction of the bucket is under way.
     """
 
     def __init__(self, bucket: Bucket, tree: GradientTree, *, of_shards: bool, wait: Callable[[], None]) -> None:
         self._bucket, self._tree, self._of_shards, self._wait = bucket, tree, of_shards, wait
+        # Owns the memory of what is set aside, from `_begin` until `complete` or `finish`, or until `clear`.
         self._sums = PartialSums()
-        # Memory for what is set aside in the next step, where the bucket keeps its own.
+        # `[numel]` each: memory that `_sums` needs no longer, where the bucket keeps its whole gradients. `complete`
+        # and `_set_whole_aside` add, the latter takes for the next step; kept as long as the bucket.
         self._spare: list[Tensor] = []
         # The shard holds the root of the tree: set by `finish`, cleared by `clear`.
         self._is_finished = False
@@ -32,11 +34,11 @@ class BucketSums:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All memory that it has."""
+        """All tensors that it holds."""
         return [*self._sums.tensors, *self._spare]
 
     def enter(self) -> None:
-        """To be called before a gradient is added to the bucket."""
+        """Notes the backward that runs; call it before a gradient is added to the bucket."""
         self._tree.enter()
 
     def reject_written_by_layer(self, name: str) -> None:
@@ -101,6 +103,6 @@ class BucketSums:
             shard.mul_(self._tree.factor)
 
     def clear(self) -> None:
-        """Begins a step."""
+        """Begins a step: drops what was set aside."""
         self._sums.clear()
         self._is_finished = False

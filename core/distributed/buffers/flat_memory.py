@@ -1,4 +1,4 @@
-"""The memory that buckets are parts of."""
+"""The base of both kinds of memory that buckets are parts of."""
 
 from __future__ import annotations
 
@@ -10,24 +10,35 @@ from ..plan.buffers import is_expert_parameter
 
 
 class FlatMemory:
-    """What buckets are parts of: a `ParamAndGradBuffer` or a `ShardedBuffer`, which set all of this when built."""
+    """Owns the memory that buckets are parts of.
+
+    A `ParamAndGradBuffer` or a `ShardedBuffer`; their constructors set every field, and nothing changes it later.
+    """
 
     names: list[str]
+    """Of `params`, in the model."""
     params: list[nn.Parameter]
+    """In the order of their places in the buffer."""
     param_dtype: torch.dtype
+    """Of `param_data`, or of the shards."""
     grad_dtype: torch.dtype
+    """Of whole gradients, in which they are reduced."""
     shard_grad_dtype: torch.dtype
     """Of a reduced shard that has memory of its own."""
     device: torch.device
+    """Where the model computes; of `param_data` and whole gradients."""
     shard_device: torch.device
     """Of shards that have memory of their own: the host's, where they are offloaded."""
     num_shards: int
+    """Equal parts that each bucket is cut into; a rank keeps the reduced gradient of one of them."""
     shard_index: int
+    """The part that this rank keeps."""
     accumulated_in_fp32: frozenset[str]
+    """Names of parameters whose gradient adds up in fp32 memory of its own (`GradSlot.accumulator`)."""
     param_data: Tensor | None
-    """`[numel]`, or None where parameters keep their own memory."""
+    """`[numel]`; parameters are views of it. None where they keep their own memory."""
     grad_data: Tensor | None
-    """`[numel]`, or None where whole gradients are released."""
+    """`[numel]`; every bucket's ``grad_data`` is a view of it. None where buckets allocate and release theirs."""
     reuses_grads: bool = False
     """Memory of released gradients is given back, for another bucket."""
 
@@ -36,7 +47,8 @@ class FlatMemory:
         return passing_memory(numel, self.grad_dtype, self.device)
 
     def give_back_grads(self, whole: Tensor) -> None:
-        """Takes back what `take_grads` gave, once nothing reads or writes it; without it, it is freed."""
+        """Takes back what `take_grads` gave, once nothing reads or writes it. Memory not given back is freed with
+        its last reference."""
 
     @property
     def holds_experts(self) -> bool:

@@ -13,8 +13,8 @@ from .bucket_group import BucketGroup
 def wait_before_forwards(module: nn.Module, group_of: Mapping[nn.Parameter, BucketGroup]) -> Iterator[Any]:
     """Makes each module below `module` wait for its parameters before its forward; gives the hooks' handles.
 
-    Whoever else reads a parameter waits as well (`pending_parameters`). A module of torch with children may read their
-    weights itself, and choose its kernel by whether it can: it waits for all below it.
+    All other code that reads a parameter waits too (`pending_parameters`). A module of torch with children may read
+    their weights itself, and choose its kernel by whether it can: it waits for all below it.
     """
     for submodule in module.modules():
         params = submodule.parameters(recurse=_reads_weights_of_children(submodule))

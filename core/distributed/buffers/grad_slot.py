@@ -26,6 +26,8 @@ class GradSlot:
 
     param: nn.Parameter
     name: str
+    """In the model, for messages."""
+
     start: int
     end: int
     """Elements ``[start, end)`` of the bucket."""
@@ -40,16 +42,18 @@ class GradSlot:
     """``param.main_grad`` is `accumulator`; its values are rounded into `view` when the bucket is reduced."""
 
     accumulator: Tensor | None = None
-    """fp32, of the parameter's shape; allocated when a gradient arrives, freed with the bucket's whole gradients."""
+    """fp32, of the parameter's shape. Owned by the slot: allocated when a gradient arrives, freed by `release`; kept
+    over steps where the bucket keeps its whole gradients."""
 
     view: Tensor | None = None
-    """The parameter's part of the bucket's whole gradient, while that is allocated; set by `hold`."""
+    """The parameter's part of the bucket's whole gradient, of the parameter's shape. Set by `hold` while the bucket
+    has that memory, cleared by `release`."""
 
     content: Content = Content.STALE
     """What is in memory; changed by the methods of this class alone, to what `Content` says."""
 
     borrower: int = NO_BACKWARD
-    """The backward that computes the gradient in memory, while the content is LENT."""
+    """The backward that computes the gradient in memory. Set by `lend`; read only while the content is LENT."""
 
     is_written_by_layer: bool = False
     """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed. Set for good by the
@@ -119,7 +123,7 @@ class GradSlot:
 
         None where it holds a gradient already, is of another dtype than the layer's, is lent to another use, or is not
         aligned as memory of its own would be: the last bits of a matrix product depend on that, and would differ
-        from those under a strategy whose parameters lie elsewhere.
+        from those under a strategy with parameters at other addresses.
         """
         is_free = self.content is not Content.LENT and not self.content.counts
         if not is_free or self.param.dtype != self.main_grad_dtype:

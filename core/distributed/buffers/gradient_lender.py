@@ -1,4 +1,4 @@
-"""The attribute of a parameter by which a layer borrows memory for the parameter's gradient."""
+"""Lends a layer memory to compute a parameter's gradient in, through an attribute of the parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life cycle of gradients on flat buffers: of a bucket in a step, and of each parameter's place in the bucket.
+"""The states of gradients on flat buffers: of a bucket in a step, and of each parameter's place in the bucket.
 
 Every change of state is a method here. `BucketGroup` calls those of `Phase`, `GradSlot` those of `Content`; autograd's
 thread during a backward, the main thread between steps, never both at once.
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Phase(Enum):
-    """The way of one bucket through a step::
+    """The state of one bucket in a step::
 
         FILLING ---> SENT ---> REFILLING ---> SENT ...
            ^          |            |
@@ -34,7 +34,7 @@ class Phase(Enum):
     """
 
     REFILLING = "refilling"
-    """The gradients of a further micro-batch are on their way, to be added to what the shard has.
+    """The gradients of a further micro-batch are being computed, to be added to what the shard has.
 
     Begins for all buckets with the first gradient of a backward, so that all ranks send each bucket once per backward.
     Ends with `start_grad_sync`.
@@ -57,7 +57,7 @@ class Phase(Enum):
         """Returns the phase once a gradient, or another bucket's, has come.
 
         Args:
-            reduces_each: each micro-batch is reduced by itself.
+            reduces_each: each micro-batch is reduced on its own.
         """
         if self is Phase.SENT:
             return Phase.REFILLING if reduces_each else Phase.LATE
@@ -73,7 +73,7 @@ class Phase(Enum):
 
 
 class Content(Enum):
-    """What the memory of one parameter's gradient has on this rank::
+    """The contents of the memory of one parameter's gradient on this rank::
 
         STALE ---> LENT ---> GRADIENT ---> SENT
           |                   ^    ^

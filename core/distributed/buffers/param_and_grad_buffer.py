@@ -2,7 +2,7 @@
 
 A `ParamAndGradBuffer` holds all trainable parameters of one dtype, device and gradient dtype, in reverse order of
 construction, which is roughly the order in which backward finishes their gradients. It is cut into `Bucket`s, each
-the subject of one collective. Nothing here talks to another rank; `bucket_group` does.
+reduced or gathered by one collective. Nothing here talks to another rank; `bucket_group` does.
 """
 
 from __future__ import annotations

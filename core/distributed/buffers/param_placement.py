@@ -11,9 +11,10 @@ from ...errors import WrapError
 
 
 class ParamPlacement:
-    """Where each of the parameters `params`, by name, was when the model was wrapped."""
+    """Remembers where each of the parameters `params`, with their names, was when the model was wrapped."""
 
     def __init__(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        # Name, address and dtype of each; fixed, because buffers never move their parameters.
         self._places: dict[nn.Parameter, tuple[str, int, torch.dtype]] = {
             param: (name, param.data_ptr(), param.dtype) for name, param in params
         }

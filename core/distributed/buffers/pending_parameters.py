@@ -1,4 +1,4 @@
-"""Makes the first use of a parameter wait until it is gathered, wherever that use is.
+"""Makes the first use of a parameter wait until it is gathered.
 
 An optimizer that shards its state leaves the all-gather of the parameters running. A module's forward is not their
 only reader: a parent reads its child's weights (`torch.nn.MultiheadAttention`), hooks do, a state dict, code that
@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 _WAIT = "_wait_until_gathered"
-_SEEN = "seen_while_pending"
+"""An attribute of a parameter: the function that its first reader calls. Set by `make_pending`, deleted by
+`end_pending`; there exactly while the parameter's class is `_PendingParameter`."""
+
+_VIEW = "pending_view"
+"""An attribute of a parameter: the function that gives its ``detach()`` and ``data`` while it is pending. Set by
+`set_pending_view` when the model is wrapped, for good."""
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
@@ -41,13 +46,13 @@ def end_pending(params: Iterable[nn.Parameter]) -> None:
 
 
 class _PendingParameter(nn.Parameter):
-    """A parameter whose values are on their way."""
+    """A parameter whose values are still being gathered."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _aliases() and hasattr(args[0], _SEEN):
-            return getattr(args[0], _SEEN)()
-        has_address = func is Tensor.data_ptr and hasattr(args[0], _SEEN)
+        if func in _aliases() and hasattr(args[0], _VIEW):
+            return getattr(args[0], _VIEW)()
+        has_address = func is Tensor.data_ptr and hasattr(args[0], _VIEW)
         if func not in _without_values() and not has_address:
             for value in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if type(value) is _PendingParameter:
@@ -64,9 +69,9 @@ class _PendingParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-def let_be_seen(param: nn.Parameter, seen: Callable[[], Tensor]) -> None:
-    """Lets a pending parameter's ``detach()`` and ``data`` be what `seen` gives; they and its address do not wait."""
-    setattr(param, _SEEN, seen)
+def set_pending_view(param: nn.Parameter, view: Callable[[], Tensor]) -> None:
+    """Makes a pending parameter's ``detach()`` and ``data`` return ``view()``; they and its address do not wait."""
+    setattr(param, _VIEW, view)
 
 
 @functools.cache

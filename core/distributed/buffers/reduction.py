@@ -1,4 +1,4 @@
-"""How the gradients of a bucket become those of all ranks."""
+"""Reduces the gradient of a bucket over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..plan import GradientReduction
 
 @dataclass(frozen=True, kw_only=True)
 class BucketReduction:
-    """How the gradients of ranks become one.
+    """Reduces gradients over ranks, in the groups and by the rules that all buckets of a wrapper share.
 
     Averages are taken once: by the collective (``average_in_collective``), or by multiplying the sum that a rank
     keeps, which is less than what it sent; in fp16, where a sum could overflow, by multiplying before.

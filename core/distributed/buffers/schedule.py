@@ -1,4 +1,4 @@
-"""When buckets of gradients leave: during a backward, in one order on all ranks, or when a step ends."""
+"""Decides when buckets of gradients leave: during a backward, in one order on all ranks, or when a step ends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ReductionSchedule:
 
     Args:
         groups: the buckets, in the order in which they leave.
-        plan: says whether they leave during a backward, and whether each micro-batch is reduced by itself.
-        finish: called at the end of each backward that reduces, where the wrapper ends a step by itself.
+        plan: says whether they leave during a backward, and whether each micro-batch is reduced on its own.
+        finish: called at the end of each backward that reduces, where the wrapper finishes gradients in backward.
         tree: says after which micro-batches gradients are reduced, where it does.
     """
 
@@ -31,11 +31,12 @@ class ReductionSchedule:
         tree: GradientTree | None = None,
     ) -> None:
         self._groups, self._plan, self._finish, self._tree = groups, plan, finish, tree
-        # Those before it have left in this step. Advanced when buckets are sent, by autograd's thread during a
-        # backward; 0 after `restart`, and after each backward where each is reduced by itself.
+        # Index of the next bucket to leave; those before it have left in this step. Advanced when buckets are sent, by
+        # autograd's thread during a backward; 0 after `restart`, and after each backward where each is reduced by
+        # itself.
         self._next = 0
         # The backward whose end autograd will report: set by the first gradient that it brings, cleared at its end and
-        # by `restart`. One that raises on its way is never reported.
+        # by `restart`. One that raises is never reported.
         self._watched = NO_BACKWARD
         # A backward sends buckets, and not all have been sent: set by the first gradient that it brings, cleared when
         # the last bucket is sent and by `restart`.

@@ -1,4 +1,4 @@
-"""The gradients that the user and optimizers see in ``param.grad``, once they are reduced."""
+"""Shows reduced gradients in ``param.grad``, where users and torch's optimizers look."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .unreadable_gradient import is_unreadable, make_unreadable_gradient
 
 
 class ShownGradients:
-    """``param.grad`` of the parameters of flat buffers, from `finish_grad_sync` to the optimizer's step.
+    """Sets ``param.grad`` of the parameters of flat buffers, from `finish_grad_sync` to the optimizer's step.
 
     Whole gradients are shown there, in the memory of ``main_grad``; of a shard something that raises when it is read.
 
@@ -24,7 +24,8 @@ class ShownGradients:
 
     def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
         self._group_of, self._is_sharded = group_of, is_sharded
-        # Made when it is first shown, and shown again in each step.
+        # Of each parameter the tensor that raises when it is read. Made when it is first shown, and kept for good:
+        # each step shows the same.
         self._unreadable: dict[nn.Parameter, Tensor] = {}
 
     def take_written(self) -> None:

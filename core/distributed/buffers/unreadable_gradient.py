@@ -1,4 +1,4 @@
-"""What ``param.grad`` is where gradients are sharded over flat buffers: a tensor that raises an error saying so.
+"""A tensor for ``param.grad`` that raises when it is read, where gradients are sharded over flat buffers.
 
 None would tell `torch.nn.utils.clip_grad_norm_` and loops over gradients that there is nothing to do.
 """

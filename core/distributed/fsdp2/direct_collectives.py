@@ -69,16 +69,17 @@ class DirectAllGather(_Allocation, AllGather):
 
 
 _MOST_REDUCTIONS_UNDER_WAY = 2
+"""Reductions that run at once: each holds the whole gradients of a unit."""
 
 
 class ReductionsUnderWay:
     """Reductions of one model's gradients that run while its backward computes; all of its units share it."""
 
     def __init__(self) -> None:
-        # The oldest first. Added to by `DirectReduceScatter`, by autograd's thread; emptied by `finish`, at the latest
-        # when the backward ends.
+        # Those that were started and not waited for, the oldest first. `run` adds, on autograd's thread; `finish`
+        # empties it, at the latest when the backward ends.
         self._handles: list[Handle] = []
-        # Whether a reduction that is called now may end later: inside `begun_inside`.
+        # Whether a reduction that is called now may end later: set and cleared by `begun_inside`.
         self._may_end_later = False
 
     @contextmanager
@@ -106,7 +107,12 @@ class ReductionsUnderWay:
 
 
 class DirectReduceScatter(_Allocation, ReduceScatter):
-    """`collectives.reduce_scatter`; gradients are there when it returns, or when `reductions` are finished."""
+    """`collectives.reduce_scatter`; gradients are there when it returns, or when `reductions` are finished.
+
+    Args:
+        reductions: shared by all units of a model.
+        order: how ranks are added; None: as the backend adds them.
+    """
 
     def __init__(self, reductions: ReductionsUnderWay, order: SumOrder | None = None) -> None:
         self._reductions, self._order = reductions, order
@@ -138,7 +144,7 @@ def _reduce(
 
 @contextmanager
 def writing_beneath_autograd(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Writes that bring back what the tensors held when a backward's operations saved them."""
+    """Writes into tensors without autograd's notice, to bring back what they held when a forward saved them."""
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):  # type: ignore[attr-defined]
         yield
@@ -149,9 +155,9 @@ class _Messages(dist.Work):
 
     Args:
         messages: what is waited for.
-        sent: tensors that live as long.
+        sent: tensors that are sent, kept until then.
         together: `[ranks, bytes]`, into which small tensors arrive side by side.
-        parts: `[ranks, bytes of one]` each, where they go then.
+        parts: `[ranks, bytes of one]` each, views of the small tensors' own memory, which `wait` copies them into.
     """
 
     def __init__(
@@ -162,6 +168,7 @@ class _Messages(dist.Work):
         parts: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__()
+        # The memory of a gather under way, owned here until `wait`, which drops all four; waiting again does nothing.
         self._messages, self._sent, self._together, self._parts = messages, sent, together, parts
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

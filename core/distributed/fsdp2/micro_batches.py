@@ -24,6 +24,7 @@ class KeptBetweenMicroBatches:
 
     def __init__(self, plan: FSDP2Plan) -> None:
         kept = [unit for unit in (*plan.units, plan.root) if unit.is_kept]
+        # Both lists are fixed; the settings of their modules change with each micro-batch, by `expect` alone.
         # Units not needed in backward stay gathered through it; the rest are gathered again in backward and kept.
         self._gathered_once = _as_fsdp(
             module for unit in kept if unit.is_freed and not unit.is_needed_in_backward for module in unit.modules

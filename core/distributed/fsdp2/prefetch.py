@@ -39,7 +39,7 @@ class Prefetcher:
         backward_depth: int,
     ) -> None:
         self._forward_depth, self._backward_depth = forward_depth, backward_depth
-        self._gathered_in_backward = set(gathered_in_backward)
+        self._gathered_in_backward = set(gathered_in_backward)  # fixed
         # The units of the forward under way, or of the last one, in the order in which they ran. Grows in `_enter`;
         # backward reads it. `end_order` moves it to `_last_order`: when a forward of the root begins, or on reshard.
         self._order: list[nn.Module] = []

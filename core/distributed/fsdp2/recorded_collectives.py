@@ -49,8 +49,12 @@ def _recorder(kind: type[_Recorded], inner: Any, unit: str) -> Any:
 
 
 class _Recorded:
+    """Calls what it records; `_recorder` makes it and sets both fields, for good."""
+
     _inner: Any
+    """The all-gather or reduce-scatter that carries it out; the recorder has a copy of its attributes."""
     _unit: str
+    """The unit's name in messages."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -107,7 +111,7 @@ class _RecordedWork(dist.Work):
     def __init__(self, inner: dist.Work, call: Collective) -> None:
         super().__init__()
         self._inner, self._call = inner, call
-        call.ended_at = None
+        call.ended_at = None  # leaving the call's context has set it, when the work was only begun
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         with self._call:

@@ -47,8 +47,9 @@ class ShardedModel:
             allocates and fills them before the first forward, as by ``to_empty`` and its own initialization.
 
     Attributes:
+        module: the sharded model, for good.
         plan: as given.
-        fsdp_modules: every module that FSDP2 acts on, the root first.
+        fsdp_modules: every module that FSDP2 acts on, the root first; fixed.
 
     Raises:
         WrapError: a model that is sharded already, that cannot be, or that differs between ranks.
@@ -64,6 +65,7 @@ class ShardedModel:
         self.plan = plan
         shard_model(plan)
         self.fsdp_modules = fsdp_modules(module)
+        # Learns the order of units from forwards, and sets what FSDP2 gathers ahead; `reshard` ends an order.
         self._prefetcher = Prefetcher(
             module,
             [unit.modules[0] for unit in plan.units],
@@ -71,6 +73,7 @@ class ShardedModel:
             plan.forward_prefetch,
             plan.backward_prefetch,
         )
+        # Sets before each micro-batch what stays gathered after it; `set_gradient_sync` calls it.
         self._kept = KeptBetweenMicroBatches(plan)
         for submodule in module.modules():
             if isinstance(submodule, VocabParallelEmbedding):
@@ -86,6 +89,7 @@ class ShardedModel:
         self._has_allocated = False
         # A backward raised. Set when it is noticed, in `_end_failed_backward`; cleared by `recover`, which returns it.
         self._has_failed = False
+        # Versions of shards and gathered parameters, compared when a forward begins and on `reshard`.
         self._values = GatheredValues(module)
         for submodule in [*members, module]:
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)

@@ -1,4 +1,4 @@
-"""What happens around each call of a unit's modules: parameters are gathered, inputs and outputs cast."""
+"""Gathers parameters, and casts inputs and outputs, around each call of a unit's modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When units are gathered: before their forward and backward, and ahead of it in the order of the last step."""
+"""Gathers units before their forward and backward, and ahead of it in the order of the last step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class ParameterGathering:
 
     Args:
         units: in the order of the plan's, the root's last.
-        buffers: what the units are shards of.
+        buffers: own the shards of the units.
+        lane: runs the gathers, in the order in which they are started.
     """
 
     def __init__(
@@ -33,16 +34,20 @@ class ParameterGathering:
     ) -> None:
         self._units, self._buffers, self._lane = units, buffers, lane
         self._root = units[-1]
+        # Units that are gathered ahead in forward (False) and in backward (True); fixed.
         self._depth = {False: plan.forward_prefetch, True: plan.backward_prefetch}
-        # Which unit came after which, in forward (False) and in backward (True): written as a pass goes on, read by
-        # the next one.
+        # Which unit came after which, in forward (False) and in backward (True). `need` writes it as a pass goes on;
+        # `_prefetch` reads what the pass before left. Never cleared.
         self._next: dict[tuple[bool, Unit], Unit] = {}
-        # The unit that was needed last, of this forward or backward; None before the first.
+        # The unit that `need` was called for last in this forward or backward, the root left out. None before the
+        # first: `_begin` clears it for each forward of the model, `need` for each backward.
         self._last: Unit | None = None
-        # The backward that `_last` belongs to, or NO_BACKWARD.
+        # The backward that `_last` belongs to, or NO_BACKWARD; `need` sets it.
         self._pass = NO_BACKWARD
-        # Writes to the shards that what is gathered knows of; set by `forget`, compared in each forward.
+        # Writes to the shards when units were last gathered from them. `forget` sets it; `need` compares it in each
+        # forward, and calls `forget` where an optimizer or a load has written since.
         self._version = self._count_writes()
+        # Whether the backward of each unit reads its weights; fixed.
         self._needs_backward = {
             unit: planned.is_needed_in_backward for unit, planned in zip(units, plan.units, strict=True)
         }
@@ -113,7 +118,8 @@ class ParameterGathering:
     # ---- one unit
 
     def need(self, unit: Unit) -> None:
-        """Returns when the parameters of a unit are there; starts to gather those that came after it last time."""
+        """Gathers a unit and returns when its parameters are there; starts to gather those that came after it last
+        time."""
         is_backward = current_backward() != NO_BACKWARD
         if not is_backward and self._version != self._count_writes():
             self.forget()
@@ -156,7 +162,7 @@ class ParameterGathering:
             if self._needs_backward[unit]:
                 self._watch(unit, output)
         elif not self._root.running and not unit.running and current_backward() == NO_BACKWARD:
-            self.settle()  # called by itself
+            self.settle()  # called on its own
 
     def _watch(self, unit: Unit, output: Any) -> None:
         """Gathers the unit when a backward reaches what it returned."""
@@ -179,7 +185,7 @@ class ParameterGathering:
         )
 
     def _on_use(self, unit: Unit) -> None:
-        """Gathers a hidden unit of which a parameter is used, or raises."""
+        """Gathers a hidden unit whose parameter is used, or raises."""
         if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
             first = next(iter(unit.name_of.values()))
             raise UnitError(

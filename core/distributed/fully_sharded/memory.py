@@ -1,4 +1,4 @@
-"""The shards that a rank keeps of parameters, and the memory of their gradients."""
+"""Owns a rank's shards of parameters, and the memory of their gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShardedBuffer(FlatMemory):
         params: the model's, by name.
         device: where the model computes.
         num_shards: ranks that share the parameters.
-        updated_parts: parts of which each is updated, and its gradient kept, by a rank; and this rank's.
+        updated_parts: number of equal parts, each updated by one rank, which keeps its gradient; and this rank's part.
         offloads: shards are in the host's memory.
         pins_memory: in a part of it that the device copies from while it computes.
         allocate: of the memory of whole gradients.
@@ -62,7 +62,7 @@ class ShardedBuffer(FlatMemory):
         self.num_shards, self.shard_index = updated_parts
         self._num_param_shards, self._allocate = num_shards, allocate
         self.accumulated_in_fp32 = plan.accumulated_in_fp32
-        self.param_data = None
+        self.param_data = None  # units' slots have the whole parameters
         numel = plan.buckets[-1].layout.end
         self.grad_data: Tensor | None = None
         if plan.is_trained and not plan.releases_grads:
@@ -71,12 +71,14 @@ class ShardedBuffer(FlatMemory):
         self.shards = torch.zeros(
             numel // num_shards, dtype=plan.param_dtype, device=self.shard_device, pin_memory=pins_memory
         )
-        # Memory for whole gradients, of each size that several units have, as long as the model is wrapped. Taken by a
-        # unit's first gradient, given back when it is reduced; both by the thread that runs backward.
+        # Unused memory for whole gradients, by its number of elements: of each size that several units have, as long
+        # as the model is wrapped. `take_grads` takes it for a unit's first gradient, `give_back_grads` returns it when
+        # that is reduced; both on the thread that runs backward.
         sizes = Counter(bucket.elements for bucket in plan.buckets)
         self._grad_slots: dict[int, list[Tensor]] = {
             size: [] for size, count in sizes.items() if count > 1 or keeps_grads
         }
+        # Of one size; what is given back beyond them is freed.
         self._most_grad_slots = math.inf if keeps_grads else _GRAD_SLOTS
         self.buckets: list[Bucket] = []
         for planned in plan.buckets if plan.is_trained else ():
@@ -86,7 +88,7 @@ class ShardedBuffer(FlatMemory):
 
     @property
     def kept_grad_memory(self) -> list[Tensor]:
-        """Memory for whole gradients that none has at this moment."""
+        """The memory for whole gradients that no unit uses at this moment."""
         return [memory for kept in self._grad_slots.values() for memory in kept]
 
     def take_grads(self, numel: int) -> Tensor:
@@ -99,6 +101,6 @@ class ShardedBuffer(FlatMemory):
             kept.append(whole)
 
     def shard_of(self, bucket: BucketPlan) -> Tensor:
-        """`[elements / num_shards]`: this rank's shard of a bucket's parameters."""
+        """Returns `[elements / num_shards]`, this rank's shard of a bucket's parameters."""
         start, end = bucket.layout.start, bucket.layout.end
         return self.shards[start // self._num_param_shards : end // self._num_param_shards]

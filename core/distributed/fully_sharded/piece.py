@@ -26,7 +26,7 @@ class Piece:
     rank has all, in one dtype."""
 
     def place_params(self, memory: Tensor, but_for: Callable[[Tensor], bool] | None = None) -> None:
-        """Makes the parameters, but for those of which `but_for` is true, views of `memory` `[numel]`."""
+        """Makes the parameters views of `memory` `[numel]`, except those for which `but_for` is true."""
         for param, (start, end) in zip(self.params, self.ranges, strict=True):
             if but_for is None or not but_for(param):
                 param.data = memory[start:end].view(param.shape)

@@ -22,7 +22,7 @@ from .piece import Piece
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """Set to 1 in the environment, it fills a slot with NaN when its unit is hidden: what reads parameters around the
-check for hidden ones, by a saved view or in C++, then shows. Each use gathers anew."""
+check for hidden ones, by a saved view or in C++, then shows. Each use gathers again."""
 
 
 def _poisons() -> bool:
@@ -32,14 +32,19 @@ def _poisons() -> bool:
 class Slot:
     """Memory that units of one size are gathered into, one at a time.
 
+    The lane that fills it begins after what was queued before (`CommLane.submit`), so that computation with the unit
+    before has read it; `Unit.finish_gather` makes the computation that follows wait for the lane.
+
     Args:
         sizes: elements, dtype and device of each of its parts.
         allocate: of their memory.
 
     Attributes:
-        parts: the whole parameters of a unit, by kind, as long as the model is wrapped.
-        owner: the unit whose values are in it, or on their way. Set when a gather begins; None after the shards were
-            written, before the first gather, and once no unit of it is valid.
+        parts: memory for the whole parameters of a unit, by kind. Allocated once, kept as long as the model is
+            wrapped; the parameters of every unit of the slot are views of it. A lane writes it during a gather.
+        owner: the unit whose values are in it, or are being gathered. `Unit.start_gather` sets it; None before the
+            first gather, after the shards were written (`ParameterGathering.forget`), while the parameters are in
+            memory of their own (`Unit.gather_apart`), and where one was written while it was gathered.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
@@ -58,9 +63,10 @@ class Unit:
         neighbours: those of them that together keep all of it between forward and backward; None means all.
 
     Attributes:
-        name_of: its parameters, each with its name in the model.
-        running: calls of its modules that have begun and not ended, counted by `ParameterGathering`.
-        used_in: the backward that called for it last, or `NO_BACKWARD` for a forward; set by `ParameterGathering`.
+        name_of: its parameters, each with its name in the model; fixed.
+        running: calls of its modules that have begun and not ended, counted by `ParameterGathering`, which resets it
+            when gradients are zeroed.
+        used_in: the backward that needed it last, or `NO_BACKWARD` for a forward; set by `ParameterGathering.need`.
     """
 
     def __init__(
@@ -75,19 +81,23 @@ class Unit:
         self._what = f"the parameters of unit {name}"
         self.running = 0
         self.used_in = NO_BACKWARD
-        # A gather that is under way: set by `start_gather`, cleared by `finish_gather`.
+        # A gather that is under way in the lane: set by `start_gather`, cleared by `finish_gather`.
         self._handle: Handle | None = None
-        # Of each piece the part that neighbours keep between forward and backward: set when another unit takes the
-        # slot in forward, cleared once backward has gathered from it, or by `drop_part`.
+        # Of each piece the part that this rank keeps for its neighbours between forward and backward, in memory of its
+        # own. `_keep_part` sets it when another unit takes the slot in forward; `drop_part` clears it once backward
+        # has gathered from it, and when the shards are written.
         self._part: list[Tensor] = []
         self.name_of = {param: name for piece in pieces for param, name in zip(piece.params, piece.names, strict=True)}
+        # Parameters that can make their reader wait; fixed.
         self._hideable = [param for param in self.name_of if can_be_pending(param)]
-        # Of each parameter, as torch counts writes to it, when it was last hidden: gathers do not count.
+        # torch's count of writes to each parameter when it was last hidden, or its memory set; a gather writes the
+        # slot and does not count. `hide` compares it: a write in between would be lost.
         self._versions = self._count_writes()
+        # Whether a use of `_hideable` calls `on_use`: set by `hide`, cleared by `show`.
         self._is_hidden = False
         # Its parameters are in memory of their own: set by `gather_apart`, cleared by `return_to_slot`.
         self._is_apart = False
-        # What a use of a hidden parameter calls, set once by `ParameterGathering`.
+        # What a use of a hidden parameter calls; `ParameterGathering` replaces it once, when it is built.
         self.on_use: Callable[[], None] = self.show
 
     def own_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:

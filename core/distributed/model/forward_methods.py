@@ -1,4 +1,4 @@
-"""Methods other than `forward` that need gathered parameters, as `generate` or `encode_image`."""
+"""Finds methods other than `forward` that need gathered parameters, as `generate` or `encode_image`."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ class InitialValues:
         on_meta = [tensor.is_meta for tensor in tensors.values()]
         of_first, of_any = self._agree(on_meta) if self._follows_first else (on_meta, on_meta)
         flags = list(zip(tensors, of_first, of_any, strict=True))
+        # Names of tensors that each rank draws from seeds, and of those that it receives from the first rank; fixed.
         self._drawn = [name for name, first, _ in flags if first]
         self._received = [name for name, first, anywhere in flags if anywhere and not first]
         held = [name for name, _, anywhere in flags if not anywhere]
@@ -57,6 +58,7 @@ class InitialValues:
                 f"{sharded[0]} is a DTensor on the first rank and on the meta device elsewhere; start all ranks on "
                 "meta, and load the values by core.dist_checkpointing.load_model_state_dict"
             )
+        # Shapes and dtypes before the model is sharded, to receive whole tensors into; fixed.
         self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
     def equalize(self) -> None:

@@ -1,13 +1,14 @@
 """The plan of a model: what a wrapper will do to it, decided before anything is touched.
 
-values, flat_plan, fsdp2_plan    the plan itself
-units     which modules FSDP2 gathers together
-layout    where parameters are in flat buffers
-names     what parameters are called
-transforms    which units are recomputed, and which compiled
-resharding    what becomes of a unit's gathered parameters until backward
-precision in which dtypes FSDP2 computes
-fsdp2, buffers, flat_units    the plan of each wrapper; only here, and in `common`, the wrapper's settings are read
+values, flat_plan, fsdp2_plan  the plan itself
+units                          which modules FSDP2 gathers together
+layout, cuts                   where parameters are in flat buffers, and where ranks cut them
+names                          the names of parameters
+transforms                     which units are recomputed, and which compiled
+resharding                     whether gathered parameters are freed between forward and backward
+precision                      dtypes of gathering, computing and reducing
+reproducible                   settings that are refused for equal sums on any number of ranks
+fsdp2, buffers, flat_units     the plan of each wrapper; only here, and in `common`, the wrapper's settings are read
 
 Nothing here talks to another rank, or changes a module.
 """

@@ -1,4 +1,4 @@
-"""The plan of a model on flat buffers."""
+"""Plans a model on flat buffers."""
 
 from __future__ import annotations
 

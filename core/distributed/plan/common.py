@@ -45,7 +45,7 @@ def common_plan(
 
     Args:
         config: the model's config, any object; absent fields take their defaults.
-        given: arguments of the caller besides the settings, which have to be equal on all ranks.
+        given: arguments of the caller in addition to the settings, which have to be equal on all ranks.
     """
     sums = getattr(config, "calculate_per_token_loss", False)
     check_reproducible(config, settings, groups)

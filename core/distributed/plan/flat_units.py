@@ -1,4 +1,4 @@
-"""The plan of a model whose parameters are sharded in flat buffers, unit by unit."""
+"""Plans a model whose parameters are sharded in flat buffers, unit by unit."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _cut_of(unit: Unit, settings: FullyShardedDataParallelConfig) -> ShardCut:
 
 
 def _moved(layout: BucketLayout, start: int, first_member: int) -> BucketLayout:
-    """Returns the layout of a bucket by itself at its place in a buffer, behind `first_member` parameters in order."""
+    """Returns the layout of one bucket at its place in a buffer, behind `first_member` parameters in order."""
     members = tuple(first_member + index for index in range(len(layout.members)))
     return replace(layout, start=start, end=start + layout.end, members=members)
 

@@ -1,4 +1,4 @@
-"""The plan of a model that FSDP2 is to shard."""
+"""Plans a model that FSDP2 is to shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every name of every parameter of a model, and its place among them."""
+"""Lists every name of every parameter of a model, and its place among them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class ParameterNames:
 
     def __init__(self, model: nn.Module) -> None:
         named = list(model.named_parameters(remove_duplicate=False))
+        # Filled here, then fixed: the names of each parameter, its first one first.
         self.of: dict[nn.Parameter, tuple[str, ...]] = {}
         for name, parameter in named:
             self.of[parameter] = (*self.of.get(parameter, ()), name)

@@ -1,4 +1,4 @@
-"""In which dtypes wrappers that shard parameters gather, compute and reduce."""
+"""Decides in which dtypes wrappers that shard parameters gather, compute and reduce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings with which a sum over a global batch cannot have one shape on any number of ranks."""
+"""Refuses settings with which a sum over a global batch cannot have one shape on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which units of a model are recomputed in backward, and which are compiled, under any wrapper."""
+"""Decides which units of a model are recomputed in backward, and which are compiled, under any wrapper."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _matching_modules(
     always: tuple[type[nn.Module], ...],
     singled_out: set[nn.Module],
 ) -> Iterator[nn.Module]:
-    """Modules below the root that match, children before parents, each once; items in place of a container."""
+    """Yields modules below the root that match, children before parents, each once; items in place of a container."""
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, is_inside_match: bool, stands_for_items: bool) -> Iterator[nn.Module]:

@@ -211,9 +211,8 @@ class _Gathered:
 
     def __init__(self, ours: Mapping[str, torch.Tensor]) -> None:
         self.ours = ours
-        self.last: tuple[str, torch.Tensor] | None = (
-            None  # name and whole tensor of the last call; the next replaces it
-        )
+        # Name and whole tensor of the last call, which the next one for another name replaces.
+        self.last: tuple[str, torch.Tensor] | None = None
 
     def __call__(self, recipe: Recipe) -> torch.Tensor:
         if self.last is None or self.last[0] != recipe.name:

@@ -16,10 +16,10 @@ class SignalCount:
 
     def __init__(self) -> None:
         self.count = 0
-        """Signals so far, without echoes."""
+        """Signals so far, without echoes. `_note` counts them, in the signal handler."""
         self.number = 0
-        """Number of the last signal; 0 before the first."""
-        self._at = -ECHO_S  # time of the last signal that counted
+        """Number of the last signal; 0 before the first. `_note` sets it."""
+        self._at = -ECHO_S  # time of the last signal, echoes included; `_note` sets it
         self._before: dict[signal.Signals, Any] = {}  # handlers to restore; set on entering, used on leaving
 
     @property

@@ -19,7 +19,7 @@ from core.distributed import TorchFullyShardedDataParallel
 from core.errors import ConfigError
 from core.warn import warn_once
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters._doors import Net, Task, batch
+from tests.unit.adapters._adapters import Net, Task, batch
 from tests.unit.distributed._toys import full
 
 

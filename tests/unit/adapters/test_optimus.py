@@ -26,7 +26,7 @@ from core.errors import ConfigError, ParallelConfigError
 from core.warn import warn_once
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters._doors import Net, batch
+from tests.unit.adapters._adapters import Net, batch
 from tests.unit.distributed._toys import GradientTraffic
 
 CPU = torch.device("cpu")

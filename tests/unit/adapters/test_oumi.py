@@ -21,7 +21,7 @@ from core.distributed import DistributedDataParallel, TorchFullyShardedDataParal
 from core.errors import CheckpointError, ConfigError
 from core.warn import warn_once
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters._doors import Net
+from tests.unit.adapters._adapters import Net
 from tests.unit.distributed._hugging_face import VOCAB, hugging_face_model, loss_of
 from tests.unit.distributed._toys import full
 

@@ -11,7 +11,7 @@ from core.distributed import DistributedDataParallel, DistributedDataParallelCon
 from core.errors import ParallelConfigError
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters._doors import Net, batch
+from tests.unit.adapters._adapters import Net, batch
 
 
 def _accumulates_without_no_sync() -> None:
@@ -43,7 +43,7 @@ def _gradients_are_anybodys() -> None:
     first = [parameter.grad.clone() for parameter in wrapped.parameters()]
     for parameter in wrapped.parameters():
         assert parameter.grad.data_ptr() == parameter.main_grad.data_ptr()
-    finalize_model_grads([wrapped])  # whoever calls it all the same changes nothing
+    finalize_model_grads([wrapped])  # calling it nevertheless changes nothing
     assert all(torch.equal(p.grad, g) for p, g in zip(wrapped.parameters(), first, strict=True))
     wrapped.scale_gradients(0.5)
     assert all(torch.equal(p.grad, g / 2) for p, g in zip(wrapped.parameters(), first, strict=True))

@@ -5,7 +5,7 @@ from torch import nn
 
 from core.adapters.units import units_by_class, units_by_size
 from core.errors import WrapError
-from tests.unit.adapters._doors import Net
+from tests.unit.adapters._adapters import Net
 
 
 def test_units_by_size_are_found_from_the_inside_out():

@@ -1,4 +1,4 @@
-"""A door says which versions of its system it knows, and which extra installs one."""
+"""An adapter says which versions of its system it knows, and which extra installs one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _check(package: str, found: str | None) -> None:
         mock.patch.object(versions.util, "find_spec", lambda name: found),
         mock.patch.object(versions.metadata, "version", lambda name: found),
     ):
-        versions.check_version(package, "core.adapters.some_door")
+        versions.check_version(package, "core.adapters.some_adapter")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_other_versions_are_refused(package: str, supported: list[str], others: 
         _check(package, found)
     for found in others:
         with pytest.raises(
-            ConfigError, match=rf"^{package} {re.escape(found)} is installed, and core.adapters.some_door"
+            ConfigError, match=rf"^{package} {re.escape(found)} is installed, and core.adapters.some_adapter"
         ):
             _check(package, found)
 

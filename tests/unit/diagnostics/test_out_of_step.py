@@ -194,7 +194,7 @@ def _fails_outside_of_any_record() -> str:
     return _explained(step)
 
 
-def test_a_collective_of_somebody_else_is_named_by_torchs_flight_recorder():
+def test_a_collective_of_other_code_is_named_by_torchs_flight_recorder():
     message = run_distributed(_fails_outside_of_any_record, 2)[0]
     assert message.startswith(
         "rank 0 of 2 failed in a collective that was not the wrapper's, after all-reduce 1 of the hash of the model's "

@@ -66,12 +66,14 @@ def _squares(module: nn.Module) -> Tensor:
 
 
 def _run(wrapper: str, tp: int, dtype: torch.dtype) -> tuple[Any, MegatronOptimizer]:
-    words = wrapper.split()
+    features = wrapper.split()
     if wrapper == "serial":
         model: Any = _Squares(filled=True, dtype=dtype)
     else:
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tp, num_distributed_optimizer_instances=2 if "hybrid" in words else 1)
+        parallel_state.initialize_model_parallel(
+            tp, num_distributed_optimizer_instances=2 if "hybrid" in features else 1
+        )
         model = wrap_model(_Squares(filled=True, dtype=dtype), None, CONFIGS[wrapper])
     # no clipping: the norm of a serial run knows no tensor parallelism, and would differ in its last bit
     config = OptimizerConfig(lr=0.1, clip_grad=0.0, bf16=dtype == torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What something else writes into parameters in low precision reaches their masters, before anybody reads those."""
+"""What something else writes into parameters in low precision reaches their masters, before they are read."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def _everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
     return parts
 
 
-# What a value becomes, from what each rank holds: the words of the mappings' table, written out once more.
+# What a value becomes, from what each rank holds: the table of the mappings, written out once more.
 _MEANING = {
     "identity": lambda x: x,
     "all-reduce": lambda x: sum(_everyones(x)),

@@ -104,7 +104,7 @@ Watch = Callable[[], AbstractContextManager["_Reads"]]
 def _steps(
     changes: dict[str, Any], watch: Watch | None = _watched
 ) -> tuple[list[int], list[StepResult], list[Tensor]]:
-    """Makes steps of two micro-batches, of which the device has to skip the third.
+    """Makes steps of two micro-batches, the third of which the device has to skip.
 
     Args:
         watch: a context that fails on reads; None waits for each step.
@@ -139,7 +139,7 @@ def _steps(
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0}], ids=str)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_steps_that_nobody_waits_for_have_the_same_bits(wrapper: str, precision: dict[str, Any]) -> None:
+def test_steps_without_a_wait_have_the_same_bits(wrapper: str, precision: dict[str, Any]) -> None:
     changes = WRAPPERS[wrapper] | precision
     late, at_once = (run_distributed(_steps, 2, changes, watch) for watch in (_watched, None))
     for (_, results, weights), (_, expected, expected_weights) in zip(late, at_once, strict=True):

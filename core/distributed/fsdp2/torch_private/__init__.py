@@ -1,4 +1,4 @@
-"""FSDP2's private state: the only room that reads and sets it; its tests pin what it reads.
+"""FSDP2's private state: the only folder that reads and sets it; its tests pin what it reads.
 
 states           torch's objects for units and parameters
 gradients        whole gradients that `no_sync` has left on a rank

@@ -1,4 +1,4 @@
-"""FSDP2 where ranks exchange messages: gathers without copies, and reductions during the rest of the backward.
+"""Lets FSDP2 gather without copies, and reduce during the rest of the backward, where ranks exchange messages.
 
 Torch copies the shards of a unit into one buffer, gathers that, and copies the result out into each parameter, so that
 NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_directly`) that buys nothing: a
@@ -28,6 +28,7 @@ def exchange_directly(module: FSDPModule, reductions: ReductionsUnderWay) -> Non
     And reduce while the backward computes, where it reduces with a `DirectReduceScatter` of these `reductions`.
     """
     for group in fsdp_param_groups(module._get_fsdp_state()):
+        # An attribute of ours of torch's object, for good, which `drop_gather_under_way` reads.
         group.direct_exchange = DirectExchange(group, reductions)
 
 
@@ -38,7 +39,11 @@ def drop_gather_under_way(group: Any) -> None:
 
 
 class _Gather(AllGatherResult):
-    """A gather under way whose messages arrive in the parameters themselves."""
+    """A gather under way whose messages arrive in the parameters themselves.
+
+    It is the group's ``_all_gather_result`` from `DirectExchange.unshard` to `wait_for_unshard`, or to `drop_gather`
+    where nothing used the unit.
+    """
 
 
 class DirectExchange:
@@ -52,7 +57,7 @@ class DirectExchange:
     def __init__(self, group: Any, reductions: ReductionsUnderWay) -> None:
         self._group, self._reductions = group, reductions
         names = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward", "_reset_iter_state")
-        # Torch's own methods, which ours call.
+        # Torch's own methods, bound to the group, which ours call. Ours replace them on the object, for good.
         self._torchs = {name: getattr(group, name) for name in names if hasattr(group, name)}
         for name in self._torchs:
             setattr(group, name, getattr(self, name))

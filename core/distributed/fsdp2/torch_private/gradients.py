@@ -1,7 +1,11 @@
-"""Gradients that a sharded model holds whole, because `no_sync` kept them on this rank.
+"""Reduces, completes or drops gradients that `no_sync` has left whole on this rank.
 
 FSDP2 reduces a unit's gradient from the backward hook that produced it. After a last micro-batch inside `no_sync`, or
 one that did not reach every unit, whole gradients are left over; torch has no public way to reduce or to drop them.
+
+Relies on torch keeping them in ``_unsharded_param.grad`` of a parameter, there from its first gather on, and where
+they are reduced in another dtype in ``unsharded_accumulated_grad``: kept elsewhere, `zero_grad_buffer` would leave
+them, and the next step would add to them.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ def complete_accumulated_gradients(root: nn.Module) -> None:
 
 
 def tolerate_units_never_gathered(root: nn.Module) -> None:
-    """Lets `no_sync` end a backward where no forward has reached some unit: torch asks for its gradient all the same.
+    """Lets `no_sync` end a backward where no forward has reached some unit: torch asks for its gradient nevertheless.
 
     (pytorch/pytorch#194058)
     """

@@ -1,4 +1,16 @@
-"""Finishes what an exception or an evaluation leaves unfinished in FSDP2's state of a forward and backward."""
+"""Finishes what an exception or an evaluation leaves unfinished in FSDP2's state of a forward and backward.
+
+Relies on these fields of torch, which its hooks set and clear:
+
+- ``_state_ctx.iter_forward_root``: the root while its forward runs, else None. Were it left set, no forward would look
+  for changed shards.
+- ``_state_ctx.post_backward_final_callback_queued``: True from a backward's first hook to its end, and after one that
+  raised. Were it cleared there too, a failed backward would pass for a whole one.
+- ``_comm_ctx.post_forward_order``: grows with each forward; a backward clears it. Evaluations would make it longer and
+  longer.
+- ``_all_gather_result`` of a group: a gather that nothing has waited for, else None. Were it kept over a step,
+  the next forward would compute with old weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +25,7 @@ from .states import param_groups, state_of
 
 
 def is_in_forward(root: nn.Module) -> bool:
-    """Returns whether a forward of the sharded model, or of a unit called by itself, is running."""
+    """Returns whether a forward of the sharded model, or of a unit called on its own, is running."""
     return state_of(root)._state_ctx.iter_forward_root is not None
 
 
@@ -47,7 +59,7 @@ def reset_iteration(root: nn.Module) -> None:
 def forget_forward_order(root: nn.Module) -> None:
     """Empties torch's list of the forwards since the last backward, which evaluations make longer and longer.
 
-    A backward that follows all the same gathers its units when it reaches them.
+    A backward that follows nevertheless gathers its units when it reaches them.
     """
     comm_ctx = getattr(state_of(root), "_comm_ctx", None)
     if comm_ctx is not None and hasattr(comm_ctx, "post_forward_order"):  # else no forward has run

@@ -1,4 +1,8 @@
-"""Lists the tensors that FSDP2 holds for a model at this moment."""
+"""Lists the tensors that FSDP2 holds for a model at this moment.
+
+Relies on the fields of torch that own them. One more, or one renamed, and a table of memory counts them as
+activations, or asking for it raises; no number of a training changes.
+"""
 
 from __future__ import annotations
 

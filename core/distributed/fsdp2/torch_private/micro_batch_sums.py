@@ -1,8 +1,9 @@
-"""Gradients of FSDP2 that are added up over micro-batches in a tree.
+"""Adds up gradients of FSDP2 over micro-batches in a tree.
 
 Inside `no_sync` torch adds each gradient to the one before, whole; outside it, it reduces what has come, and adds that
-to the shard's. Here what it has added up is taken away when it is complete as a node of the tree, so that torch begins
-anew, and is added at the end of the step: to whole gradients right before torch reduces them, to shards' after it.
+to the shard's. Here what it has added up is taken away when it is complete as a node of the tree, so that torch starts
+from zero, and is added at the end of the step: to whole gradients right before torch reduces them, to shards' after
+it.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from .states import name_of_parameter, param_groups
 
 
 class MicroBatchSums:
-    """The sums of all units of a sharded model.
+    """Adds up the gradients of all units of a sharded model in a tree.
 
     Args:
-        of_shards: each chunk of micro-batches is reduced by itself.
+        of_shards: each chunk of micro-batches is reduced on its own.
         replicas: the ranks with the same shard, if there are several.
     """
 
     def __init__(self, root: nn.Module, tree: GradientTree, *, of_shards: bool, replicas: ProcessGroup | None) -> None:
         self._root, self._tree, self._of_shards = root, tree, of_shards
+        # One for each of torch's groups of parameters; fixed.
         self._units = [_UnitSums(group, tree, of_shards, replicas) for group in param_groups(root)]
         tree.register(self._begin)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is set aside."""
+        """All tensors that are set aside."""
         return [tensor for unit in self._units for tensor in unit.sums.tensors]
 
     def _begin(self, additions: int | None, reduces: bool) -> None:
@@ -63,19 +65,23 @@ class MicroBatchSums:
                 torch._foreach_mul_(found, self._tree.factor)
 
     def clear(self) -> None:
-        """Begins a step."""
+        """Begins a step: drops what was set aside."""
         for unit in self._units:
             unit.sums.clear()
 
 
 class _UnitSums:
-    """Of one `FSDPParamGroup`, whose `post_backward` it takes over: torch calls it by name, on the object."""
+    """Adds up the gradients of one `FSDPParamGroup`. Takes over its `post_backward`, which torch calls by name."""
 
     def __init__(self, group: Any, tree: GradientTree, of_shards: bool, replicas: ProcessGroup | None) -> None:
         self.group, self._tree, self._of_shards, self._replicas = group, tree, of_shards, replicas
+        # Owns what was set aside: whole gradients, or shards. Filled as backwards begin; emptied by `_complete` before
+        # torch reduces, or by `finish`, or when the step is dropped.
         self.sums = PartialSums()
         # The backward in which the unit's gradients were complete last, and how often each had been written by then.
+        # `post_backward` sets both at its end, and reads them to notice a second run of the unit in one backward.
         self._ended_in, self._versions = NO_BACKWARD, list[int]()
+        # Torch's own method, which ours replaces on the object, for good.
         self._post_backward = group.post_backward
         group.post_backward = self.post_backward
 
@@ -89,7 +95,7 @@ class _UnitSums:
 
     @contextmanager
     def _replicas_added_in_order(self) -> Iterator[None]:
-        """Inside it torch knows of no replicas, and calls us, where it would let the backend add them in any order."""
+        """Hides replicas from torch, which calls `_add_replicas` then: the backend would add them in any order."""
         if self._replicas is None:
             yield
             return
@@ -122,7 +128,7 @@ class _UnitSums:
                 parameter.sharded_param.grad = parameter.to_sharded_dtensor(total)
 
     def shards(self) -> list[Tensor | None]:
-        """This rank's part of each gradient that is reduced."""
+        """Returns this rank's part of each gradient; None where none was reduced."""
         gradients = (parameter.sharded_param.grad for parameter in self.group.fsdp_params)
         return [None if gradient is None else gradient._local_tensor for gradient in gradients]
 
@@ -175,7 +181,7 @@ class _UnitSums:
             )
 
     def _count_writes(self) -> list[int]:
-        """Of each whole gradient that there is, a number that grows when it is written."""
+        """Returns for each whole gradient a number that grows when it is written; -1 where there is none."""
         found: Sequence[Tensor | None] = [
             gradient
             for parameter in self.group.fsdp_params

@@ -1,4 +1,9 @@
-"""Parameters of a sharded model as they are written, frozen and marked while they are gathered."""
+"""Keeps what a program does to parameters while they are gathered: freezes them, or builds an optimizer of them.
+
+Relies on torch keeping one tensor for the shard of a parameter (``sharded_param``, ``_sharded_param_data``) and one
+for the gathered parameter (``_unsharded_param``), each with a version that counts writes but no gather: counted, every
+forward would gather again; replaced by others, a write would go unnoticed and be lost.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,9 @@ from .states import fsdp_parameters, name_of_parameter
 def keep_changes_of_requires_grad(root: nn.Module) -> None:
     """Lets a program freeze or thaw a parameter while it is gathered: torch would forget it with the gathered one.
 
-    (pytorch/pytorch#105371)
+    (pytorch/pytorch#105371) ``requires_grad_when_gathered``, an attribute of ours of torch's object, is what the
+    gathered parameter's was when both agreed last: set when the unit is gathered, and when a change has been taken
+    over.
     """
     for parameter in fsdp_parameters(root):
         parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)

@@ -1,4 +1,8 @@
-"""FSDP2's own objects for the units and parameters of a sharded model."""
+"""FSDP2's own objects for the units and parameters of a sharded model.
+
+Relies on ``module._get_fsdp_state()``, on the groups of the state (`_torch_compat.fsdp_param_groups`), which
+`fully_shard` makes and nothing changes later, and on their ``fsdp_params``. Without these names wrapping raises.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from ...._torch_compat import fsdp_param_groups
 
 
 def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
+    """Yields torch's `FSDPParam` of every sharded parameter, with its shard, its gathered form and its gradients."""
     for group in param_groups(root):
         yield from group.fsdp_params
 
@@ -37,6 +42,7 @@ def param_groups(root: nn.Module) -> Sequence[Any]:
 
 
 def state_of(module: nn.Module) -> Any:
+    """Returns torch's `FSDPState` of a sharded module."""
     return module._get_fsdp_state()  # type: ignore[operator]
 
 

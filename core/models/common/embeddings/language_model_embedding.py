@@ -34,7 +34,7 @@ class PositionEmbedding(ParameterOwner):
         initialize_unless_deferred(self, config)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Positions `[s, b or 1]` to `[s, b or 1, h]`.
+        """Maps positions `[s, b or 1]` to `[s, b or 1, h]`.
 
         Raises:
             DataError: a position beyond the table. On a GPU torch's kernel asserts.
@@ -101,7 +101,7 @@ class LanguageModelEmbedding(MegatronModule):
         position_ids: torch.Tensor | None = None,
         tokentype_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Ids `[b, s]` to `[s, b, h]`; with sequence parallelism to this rank's `[s / tp, b, h]`.
+        """Maps ids `[b, s]` to `[s, b, h]`; with sequence parallelism to this rank's `[s / tp, b, h]`.
 
         Args:
             position_ids: `[b, s]`, for learned positions; None is 0 to s - 1 in every row.

@@ -77,7 +77,7 @@ class RotaryEmbedding(nn.Module):
         return rotation
 
     def _rotation(self, positions: torch.Tensor) -> Rotation:
-        """Positions `[s, b or 1]` to angles `[s, b or 1, 1, r]`."""
+        """Maps positions `[s, b or 1]` to angles `[s, b or 1, 1, r]`."""
         exponents = torch.arange(0, self.size, 2, dtype=torch.float32, device=positions.device) / self.size
         angles = positions.float().unsqueeze(-1) / self.base**exponents  # [s, b or 1, r / 2]
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)

@@ -12,7 +12,7 @@ from core.adapters.lightning import ShardstackFabricStrategy, ShardstackOptimize
 from core.errors import CheckpointError, ConfigError, OptimizerError
 from core.optimizer import OptimizerConfig
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters._doors import Net, batch
+from tests.unit.adapters._adapters import Net, batch
 from tests.unit.adapters.lightning._module import (
     CLIP,
     MICRO_BATCHES,

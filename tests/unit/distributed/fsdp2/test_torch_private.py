@@ -1,4 +1,4 @@
-"""One room knows FSDP2's private state."""
+"""One folder knows FSDP2's private state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALLOWED = {"_torch_compat.py", "adapters/optimus/transforms.py"}
 """Differences between versions; and what a model's own ``fully_shard`` has asked for, on a copy without values."""
 
 
-def test_only_one_room_reads_torchs_private_state():
+def test_only_one_folder_reads_torchs_private_state():
     root = Path(core.__file__).parent
     files = {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in root.rglob("*.py")}
     found = {name for name, text in files.items() if PRIVATE.search(text)}

@@ -1,4 +1,4 @@
-"""Where parameters lie and where buffers are cut."""
+"""The places of parameters in buffers, and the cuts of buffers."""
 
 from __future__ import annotations
 

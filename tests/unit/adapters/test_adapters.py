@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.unit._spawn import run_distributed
-from tests.unit.adapters._doors import (
-    DOORS,
+from tests.unit.adapters._adapters import (
+    ADAPTERS,
     STRATEGIES,
     WITHOUT_BF16,
     WITHOUT_OFFLOAD,
@@ -22,13 +22,13 @@ from tests.unit.adapters._doors import (
 VARIANTS = ("plain", "accumulation", "offload", "bf16")
 
 
-def _as_serial(door: str, strategy: str, variant: str) -> None:
+def _as_serial(adapter: str, strategy: str, variant: str) -> None:
     micro_batches = 3 if variant == "accumulation" else 1
-    model = enter(door, Net(), strategy, bf16=variant == "bf16", offload=variant == "offload")
-    is_buffered = (strategy == "replicated" and door != "fsdp2") or (door, strategy) == ("nvfsdp", "grad_op")
-    if not is_buffered and not (door == "optimus" and strategy == "replicated"):
+    model = enter(adapter, Net(), strategy, bf16=variant == "bf16", offload=variant == "offload")
+    is_buffered = (strategy == "replicated" and adapter != "fsdp2") or (adapter, strategy) == ("nvfsdp", "grad_op")
+    if not is_buffered and not (adapter == "optimus" and strategy == "replicated"):
         assert sorted(set(units_of(model))) == ["", "layers.0", "layers.1"]
-    losses, gradients, weights = train(model, door, micro_batches)
+    losses, gradients, weights = train(model, adapter, micro_batches)
     expected = serial(dist.get_world_size(), micro_batches)
     if variant == "bf16":
         torch.testing.assert_close(losses, expected[0][dist.get_rank()], rtol=0.1, atol=0.05)
@@ -45,16 +45,16 @@ def _as_serial(door: str, strategy: str, variant: str) -> None:
 
 def _cases() -> list[tuple[str, str, str]]:
     found = []
-    for door in DOORS:
+    for adapter in ADAPTERS:
         for strategy in STRATEGIES:
             for variant in VARIANTS:
-                if (variant == "bf16" and (door in WITHOUT_BF16 or strategy == "replicated")) or (
-                    variant == "offload" and (door in WITHOUT_OFFLOAD or strategy == "replicated")
+                if (variant == "bf16" and (adapter in WITHOUT_BF16 or strategy == "replicated")) or (
+                    variant == "offload" and (adapter in WITHOUT_OFFLOAD or strategy == "replicated")
                 ):
                     continue
-                if variant == "bf16" and (door, strategy) == ("nvfsdp", "grad_op"):
+                if variant == "bf16" and (adapter, strategy) == ("nvfsdp", "grad_op"):
                     continue
-                found.append((door, strategy, variant))
+                found.append((adapter, strategy, variant))
     return found
 
 
@@ -64,12 +64,12 @@ def _marked(case: tuple[str, str, str]) -> object:
     return case if is_quick else pytest.param(*case, marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize(("door", "strategy", "variant"), [_marked(case) for case in _cases()])
-def test_every_door_does_what_one_process_does(door, strategy, variant):
-    run_distributed(_as_serial, 2, door, strategy, variant)
+@pytest.mark.parametrize(("adapter", "strategy", "variant"), [_marked(case) for case in _cases()])
+def test_every_adapter_does_what_one_process_does(adapter, strategy, variant):
+    run_distributed(_as_serial, 2, adapter, strategy, variant)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("door", "strategy", "variant"), _cases())
-def test_every_door_does_so_on_four_ranks(door, strategy, variant):
-    run_distributed(_as_serial, 4, door, strategy, variant)
+@pytest.mark.parametrize(("adapter", "strategy", "variant"), _cases())
+def test_every_adapter_does_so_on_four_ranks(adapter, strategy, variant):
+    run_distributed(_as_serial, 4, adapter, strategy, variant)

@@ -162,7 +162,7 @@ def _ml(model: nn.Module, strategy: str, bf16: bool, offload: bool) -> nn.Module
     return ml.dp(ml.TaskModel(Task(), model), config)
 
 
-DOORS: dict[str, Callable[[nn.Module, str, bool, bool], nn.Module]] = {
+ADAPTERS: dict[str, Callable[[nn.Module, str, bool, bool], nn.Module]] = {
     "wrapper": _wrapper,
     "fsdp2": _fsdp2,
     "nvfsdp": _nvfsdp,
@@ -171,12 +171,12 @@ DOORS: dict[str, Callable[[nn.Module, str, bool, bool], nn.Module]] = {
     "ml": _ml,
 }
 WITHOUT_BF16, WITHOUT_OFFLOAD = ("ml",), ("nvfsdp",)
-"""Doors that have no setting for it."""
+"""Adapters that have no setting for it."""
 
 
-def enter(door: str, model: nn.Module, strategy: str, bf16: bool = False, offload: bool = False) -> nn.Module:
+def enter(adapter: str, model: nn.Module, strategy: str, bf16: bool = False, offload: bool = False) -> nn.Module:
     with _environment(strategy):
-        return DOORS[door](model, strategy, bf16, offload)
+        return ADAPTERS[adapter](model, strategy, bf16, offload)
 
 
 def units_of(model: nn.Module) -> list[str]:
@@ -198,7 +198,7 @@ def _micro_batch(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]
 
 
 def train(
-    model: nn.Module, door: str, micro_batches: int = 1
+    model: nn.Module, adapter: str, micro_batches: int = 1
 ) -> tuple[list[float], list[dict[str, torch.Tensor]], Any]:
     """Ten steps: this rank's losses, the gradients of every step whole, and the weights after the last."""
     optimizer = get_megatron_optimizer(
@@ -210,7 +210,7 @@ def train(
         for micro in range(micro_batches):
             with _micro_batch(model, micro == micro_batches - 1):
                 tokens = batch(step, micro, dist.get_rank())
-                loss = model(tokens, None) if door == "ml" else model(tokens)
+                loss = model(tokens, None) if adapter == "ml" else model(tokens)
                 (loss / micro_batches).backward()
             losses.append(loss.item())
         if isinstance(model, _BaseDataParallel):
