@@ -33,15 +33,6 @@ class GradientNorm:
         self._statistics = GradientStatistics(self._params, is_exact=wrapper.plan.is_reproducible)
 
     @torch.no_grad()
-    def measure(self) -> Tensor:
-        """Returns the L2 norm, 0-dim in fp32. Collective; gradients have to be reduced.
-
-        Raises:
-            OptimizerError: they are not reduced.
-        """
-        return self._measure(self._gradients()).float()
-
-    @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
         """Scales the gradient down to a norm of at most `max_norm`, in place, and returns the norm before, in fp32.
 
@@ -51,11 +42,11 @@ class GradientNorm:
             OptimizerError: gradients are not reduced.
         """
         gradients = self._gradients()
-        norm = self._measure(gradients).float().double()
-        factor = clip_coefficient(norm, max_norm)
+        norm = self._statistics.measure(gradients)[0].float()
+        factor = clip_coefficient(norm.double(), max_norm)
         factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
         multiply_gradients([gradient for gradient in gradients if gradient is not None], factor)
-        return norm.float()
+        return norm
 
     @torch.no_grad()
     def clamp(self, limit: float) -> None:
@@ -68,9 +59,6 @@ class GradientNorm:
         if present:
             torch._foreach_clamp_min_(present, -limit)
             torch._foreach_clamp_max_(present, limit)
-
-    def _measure(self, gradients: list[Tensor | None]) -> Tensor:
-        return self._statistics.measure(gradients)[0]
 
     def _gradients(self) -> list[Tensor | None]:
         if not self._wrapper.gradient_state.is_reduced:
