@@ -1,4 +1,4 @@
-"""Checks the version of a system that has a door here, when the door is imported."""
+"""Checks the version of the system that an adapter is for, when the adapter is imported."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SUPPORTED = {
     "torchtitan": ("0.3", "0.4", "titan"),
     "transformers": ("5.23", "6", "hf"),
 }
-"""The first version that a door knows, the first that it does not, and the extra that installs it; `setup.py` has the
-same."""
+"""The first version that an adapter supports, the first that it does not, and the extra that installs it; `setup.py`
+has the same."""
 
 
-def check_version(package: str, door: str) -> None:
+def check_version(package: str, adapter: str) -> None:
     """Raises unless a supported version of a package is installed.
 
     Args:
         package: of `SUPPORTED`.
-        door: the adapter that needs it, for messages.
+        adapter: its name, for messages.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -32,15 +32,15 @@ def check_version(package: str, door: str) -> None:
     """
     at_least, below, extra = SUPPORTED[package]
     if util.find_spec(package.partition("-")[0]) is None:
-        raise MissingExtraError(package, extra, door)
+        raise MissingExtraError(package, extra, adapter)
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise MissingExtraError(package, extra, door) from None
+        raise MissingExtraError(package, extra, adapter) from None
     if TorchVersion(found) < TorchVersion(at_least) or not TorchVersion(_released(found)) < TorchVersion(below):
         raise ConfigError(
-            f"{package} {found} is installed, and {door} knows {package}>={at_least},<{below}; install one of these: "
-            f"pip install 'shardstack[{extra}]'"
+            f"{package} {found} is installed, and {adapter} knows {package}>={at_least},<{below}; install one of "
+            f"these: pip install 'shardstack[{extra}]'"
         )
 
 
