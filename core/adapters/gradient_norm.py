@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..errors import OptimizerError
 from ..optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from ..optimizer.distrib_optimizer import collect_main_ranges
+from ..optimizer.main_params import MainParam
 from ..optimizer.param_groups import collect_main_params
 
 
@@ -25,11 +28,9 @@ class GradientNorm:
     def __init__(self, wrapper: _BaseDataParallel) -> None:
         self._wrapper = wrapper
         if isinstance(wrapper, _FlatDataParallel) and wrapper.plan.strategy != "no_shard":
-            self._params = collect_main_ranges([wrapper], [wrapper])
+            self._params = collect_main_ranges([wrapper], [wrapper], has_master=False)
         else:
-            self._params = collect_main_params([wrapper])
-        for param in self._params:  # a norm needs no fp32 master, which would take memory
-            param.main = param.local()
+            self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))
         self._statistics = GradientStatistics(self._params, is_exact=wrapper.plan.is_reproducible)
 
     @torch.no_grad()
