@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..errors import OptimizerError
 from ..optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from ..optimizer.distrib_optimizer import collect_main_ranges
+from ..optimizer.main_params import MainParam
 from ..optimizer.param_groups import collect_main_params
 
 
@@ -25,21 +28,10 @@ class GradientNorm:
     def __init__(self, wrapper: _BaseDataParallel) -> None:
         self._wrapper = wrapper
         if isinstance(wrapper, _FlatDataParallel) and wrapper.plan.strategy != "no_shard":
-            self._params = collect_main_ranges([wrapper], [wrapper])
+            self._params = collect_main_ranges([wrapper], [wrapper], has_master=False)
         else:
-            self._params = collect_main_params([wrapper])
-        for param in self._params:  # a norm needs no fp32 master, which would take memory
-            param.main = param.local()
+            self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))
         self._statistics = GradientStatistics(self._params, is_exact=wrapper.plan.is_reproducible)
-
-    @torch.no_grad()
-    def measure(self) -> Tensor:
-        """Returns the L2 norm, 0-dim in fp32. Collective; gradients have to be reduced.
-
-        Raises:
-            OptimizerError: they are not reduced.
-        """
-        return self._measure(self._gradients()).float()
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -51,11 +43,11 @@ class GradientNorm:
             OptimizerError: gradients are not reduced.
         """
         gradients = self._gradients()
-        norm = self._measure(gradients).float().double()
-        factor = clip_coefficient(norm, max_norm)
+        norm = self._statistics.measure(gradients)[0].float()
+        factor = clip_coefficient(norm.double(), max_norm)
         factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
         multiply_gradients([gradient for gradient in gradients if gradient is not None], factor)
-        return norm.float()
+        return norm
 
     @torch.no_grad()
     def clamp(self, limit: float) -> None:
@@ -68,9 +60,6 @@ class GradientNorm:
         if present:
             torch._foreach_clamp_min_(present, -limit)
             torch._foreach_clamp_max_(present, limit)
-
-    def _measure(self, gradients: list[Tensor | None]) -> Tensor:
-        return self._statistics.measure(gradients)[0]
 
     def _gradients(self) -> list[Tensor | None]:
         if not self._wrapper.gradient_state.is_reduced:

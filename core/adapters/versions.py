@@ -1,4 +1,4 @@
-"""Checks the version of a system that has an adapter here, when the adapter is imported."""
+"""Checks the version of the system that an adapter is for, when the adapter is imported."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SUPPORTED = {
     "torchtitan": ("0.3", "0.4", "titan"),
     "transformers": ("5.23", "6", "hf"),
 }
-"""The first version that an adapter knows, the first that it does not, and the extra that installs it; `setup.py` has
-the same."""
+"""The first version that an adapter supports, the first that it does not, and the extra that installs it; `setup.py`
+has the same."""
 
 
 def check_version(package: str, adapter: str) -> None:
@@ -24,7 +24,7 @@ def check_version(package: str, adapter: str) -> None:
 
     Args:
         package: of `SUPPORTED`.
-        adapter: the adapter that needs it, for messages.
+        adapter: its name, for messages.
 
     Raises:
         MissingExtraError: it is not installed.

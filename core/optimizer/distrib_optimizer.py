@@ -97,7 +97,9 @@ class DistributedOptimizer(MegatronOptimizer):
                 wrapper.publish_update()
 
 
-def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[_FlatDataParallel]) -> list[MainParam]:
+def collect_main_ranges(
+    model_chunks: Sequence[nn.Module], wrappers: Sequence[_FlatDataParallel], *, has_master: bool = True
+) -> list[MainParam]:
     """Returns what this rank updates of every trainable parameter, as `collect_main_params` names them.
 
     Raises:
@@ -111,7 +113,7 @@ def collect_main_ranges(model_chunks: Sequence[nn.Module], wrappers: Sequence[_F
                 f"parameter {name} is in none of the wrapper's buffers: it was added, replaced or unfrozen after "
                 "wrapping; wrap the model when it is complete"
             )
-        return MainRange(name, param, owner, attribute, *ranges[param])
+        return MainRange(name, param, owner, attribute, *ranges[param], has_master=has_master)
 
     return collect_main_params(model_chunks, make)
 

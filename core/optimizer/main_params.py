@@ -48,6 +48,9 @@ class MainParam:
     attribute: str
     """The parameter's name in `owner`."""
 
+    has_master: bool = field(default=True, kw_only=True)
+    """False: `main` is a view in low precision too, where gradients are read and nothing is updated."""
+
     main: Tensor = field(init=False)
     """In the shape of `local`. A view is valid while the parameter keeps its storage, which `check_storage` checks; a
     master is the optimizer's own memory. Its ``grad`` is set during the update alone."""
@@ -66,12 +69,12 @@ class MainParam:
             raise OptimizerError(
                 f"parameter {self.name} is on the meta device; materialise the model before its optimizer is built"
             )
-        self.main = local.detach().float() if self.is_low_precision else local.detach()
+        self.main = local.detach().float() if self.is_low_precision and self.has_master else local.detach()
         self._address = local_part(self.param).data_ptr()
 
     @property
     def is_low_precision(self) -> bool:
-        """Whether `main` is an fp32 master copy instead of a view."""
+        """Whether the parameter is in fp16 or bf16, so that its update takes an fp32 master."""
         return self.local().dtype in _LOW_PRECISION
 
     def local(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,18 @@ from .main_params import MainParam, refresh_masters
 from .optimizer_config import OptimizerConfig
 from .update_rules import ensure_state, get_step_count, set_step_count, state_names
 from .written_params import WrittenParams
+
+
+def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any]) -> dict[str, Any]:
+    """Returns the scalars of an optimizer's state as checkpoints hold them.
+
+    Args:
+        counts: steps by parameter name; most parameters have the same.
+        grad_scaler: the state of the loss scale; empty if there is none.
+    """
+    step = Counter(counts.values()).most_common(1)[0][0]
+    step_of = {name: count for name, count in counts.items() if count != step}
+    return {"step": step, "step_of": step_of, "grad_scaler": grad_scaler}
 
 
 class OptimizerState(ABC):
@@ -95,12 +107,7 @@ class OptimizerState(ABC):
         scale."""
         self.finish_step()
         counts = {p.name: get_step_count(self.optimizer, p.main) for p in self._params}
-        step = Counter(counts.values()).most_common(1)[0][0]
-        return {
-            "step": step,
-            "step_of": {name: count for name, count in counts.items() if count != step},
-            "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler is not None else {},
-        }
+        return scalars_of(counts, self.grad_scaler.state_dict() if self.grad_scaler is not None else {})
 
     @torch.no_grad()
     def load_state_scalars(self, scalars: dict[str, Any]) -> None:

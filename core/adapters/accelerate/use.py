@@ -41,7 +41,7 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
         vars(target)["plugin"] = plugin
         return target
     check_version("transformers", "core.adapters.accelerate")
-    from transformers import Trainer
+    from transformers import Trainer  # accelerate alone needs no transformers
 
     from .trainer import ShardstackTrainer
 

@@ -23,7 +23,7 @@ from ..strategies import FSDP2
 from .backward_sync import NoSync, wrapper_of
 from .checkpoint import Trained, load_folder, save_folder
 from .optimizers import ShardstackOptimizer, Updates, updates_of, zero_through_wrapper
-from .precision import SUPPORTED
+from .precision import unsupported
 from .processes import Processes
 from .sharding import wrap
 
@@ -61,10 +61,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     def precision(self, plugin: Precision | None) -> None:
         is_bf16 = type(plugin) in (HalfPrecision, MixedPrecision) and str(plugin.precision).startswith("bf16")  # type: ignore[union-attr]
         if not (plugin is None or type(plugin) is Precision or is_bf16):
-            raise ConfigError(
-                f"precision is {getattr(plugin, 'precision', plugin)!r} ({type(plugin).__name__}); this strategy "
-                f"takes {', '.join(SUPPORTED)}"
-            )
+            raise unsupported(plugin)
         self._precision = plugin  # Lightning's attribute; Fabric sets it through here, None before
 
     # ---- setup

@@ -53,7 +53,7 @@ class ShardstackOptimizer(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the gradients of the whole model, unless its last step has."""
+        """Zeroes the gradients of the whole model, unless they are zero."""
         _zero(self.wrapper)
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,12 +66,12 @@ class ShardstackOptimizer(Optimizer):
 
 
 class TranslatedOptimizer:
-    """Carries out a torch optimizer's update on a wrapper's shards, which torch's own would see a part of.
+    """Carries out a torch optimizer's update on a wrapper's shards.
 
     The optimizer stays what the user holds: schedulers set the settings of its groups, and each step reads them.
 
     Raises:
-        OptimizerError: an update that shards of flat buffers have no counterpart of.
+        OptimizerError: an update that shards of flat buffers do not support.
     """
 
     def __init__(self, optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
@@ -151,12 +151,12 @@ class _ZeroesThroughWrapper:
     wrapper: _BaseDataParallel
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the gradients of the whole model, unless its last step has."""
+        """Zeroes the gradients of the whole model, unless they are zero."""
         _zero(self.wrapper)
 
 
 def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
-    """Lets ``optimizer.zero_grad()`` zero all that the wrapper keeps, which ``param.grad`` may not be a part of."""
+    """Lets ``optimizer.zero_grad()`` zero the wrapper's gradients, which ``param.grad`` may not show."""
     if not isinstance(optimizer, (ShardstackOptimizer, _ZeroesThroughWrapper)):
         kind = type(optimizer)
         optimizer.wrapper = wrapper  # type: ignore[attr-defined]

@@ -76,9 +76,13 @@ def of_strategy(plugin: Precision | None, strategy: StepsAndClips) -> Precision:
     elif type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
         made = BFloat16("bf16-true")
     else:
-        found = getattr(plugin, "precision", type(plugin).__name__)
-        raise ConfigError(
-            f"precision is {found!r} ({type(plugin).__name__}); this strategy takes {', '.join(SUPPORTED)}"
-        )
+        raise unsupported(plugin)
     made.strategy = strategy
     return made
+
+
+def unsupported(plugin: object) -> ConfigError:
+    """Returns the error for a plugin of another precision, of the Trainer or of Fabric."""
+    kind = type(plugin).__name__
+    found = getattr(plugin, "precision", kind)
+    return ConfigError(f"precision is {found!r} ({kind}); this strategy takes {', '.join(SUPPORTED)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 
 from ...dist_checkpointing import global_view
 from ...errors import CheckpointError
+from ...optimizer.optimizer_state import scalars_of
 
 
 class TorchOptimizer:
@@ -60,13 +60,7 @@ class TorchOptimizer:
 
     def state_scalars(self) -> dict[str, Any]:
         """Returns the step count, and the parameters that deviate from it, as JSON."""
-        counts = {name: self._count(parameter) for name, parameter in self._named.items()}
-        step = Counter(counts.values()).most_common(1)[0][0]
-        return {
-            "step": step,
-            "step_of": {name: count for name, count in counts.items() if count != step},
-            "grad_scaler": {},
-        }
+        return scalars_of({name: self._count(parameter) for name, parameter in self._named.items()}, {})
 
     def load_state_scalars(self, scalars: dict[str, Any]) -> None:
         """Sets the step counts, once the moments are loaded."""

@@ -11,6 +11,9 @@ from torch import nn
 
 from ...errors import ParallelConfigError
 
+_CHOSEN = "_shardstack_chose_fsdp2"
+"""An attribute of Megatron-LM's arguments: `with_fsdp2` has set ``use_torch_fsdp2``, not a flag."""
+
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_torch_fsdp2": ((False,), "with_fsdp2 takes the place of --use-torch-fsdp2; drop the flag"),
     "use_distributed_optimizer": ((False,), "FSDP2 shards the optimizer's state already; drop the flag"),
@@ -36,6 +39,7 @@ def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Mod
 
     @functools.wraps(model_provider)
     def provide(*args: Any, **kwargs: Any) -> nn.Module:
+        # Imported here: `core.adapters.megatron_lm` is imported before `megatron.training`.
         arguments = importlib.import_module("megatron.training.global_vars").get_args()
         for name, (supported, reason) in _REFUSED.items():
             value = getattr(arguments, name, supported[0])
@@ -46,7 +50,3 @@ def with_fsdp2(model_provider: Callable[..., nn.Module]) -> Callable[..., nn.Mod
         return model_provider(*args, **kwargs)
 
     return provide
-
-
-_CHOSEN = "_shardstack_chose_fsdp2"
-"""An attribute of Megatron-LM's arguments: `with_fsdp2` has set ``use_torch_fsdp2``, not a flag."""

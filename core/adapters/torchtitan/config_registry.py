@@ -17,10 +17,14 @@ from .configs import with_fsdp2
 
 def __getattr__(name: str) -> Callable[[], Any]:
     # A config's name begins with its model's: looking there first imports no other model.
+    if name.startswith("_"):  # Python's own look-ups would import every model
+        raise AttributeError(f"{__name__} has no attribute {name!r}")
     for model in sorted(_supported_models, key=lambda model: (not name.startswith(model), model)):
         try:
             registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
         except ImportError:  # of a package that only this model needs
+            if name.startswith(model):
+                raise
             continue
         function = vars(registry).get(name)
         if callable(function):

@@ -185,7 +185,7 @@ class ParameterGathering:
         )
 
     def _on_use(self, unit: Unit) -> None:
-        """Gathers a hidden unit whose parameter is used, or raises."""
+        """Gathers a hidden unit when one of its parameters is used, or raises."""
         if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
             first = next(iter(unit.name_of.values()))
             raise UnitError(

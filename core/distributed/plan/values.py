@@ -189,7 +189,7 @@ class ShardingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class GatheringPlan(ShardingPlan):
-    """The part of a plan that an engine needs whose units are gathered for their use."""
+    """The plan of an engine that gathers units for their use."""
 
     asked_by: ClassVar[Mapping[str, str]] = {
         **ShardingPlan.asked_by,

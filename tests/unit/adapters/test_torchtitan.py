@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,6 +105,11 @@ def _finds_configs() -> None:
         assert config.model_spec.parallelize_fn is parallelize and config.training.steps == 3
         with pytest.raises(ValueError, match="'llama3_debug' not found"):
             ConfigManager().parse_args([*flags[:3], "llama3_debug"])
+        with (
+            mock.patch.dict(sys.modules, {"torchtitan.models.llama3.config_registry": None}),
+            pytest.raises(ImportError, match="llama3"),
+        ):
+            ConfigManager().parse_args(flags)
         for program in programs_in(REPOSITORY / "docs" / "torchtitan.md"):
             names: dict[str, Any] = {}
             exec(program, names)
