@@ -138,9 +138,9 @@ class Composition:
     continues: str = "no"
 
     def __post_init__(self) -> None:
-        wrong = [axis for axis, value in vars(self).items() if value not in AXES[axis]]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is {getattr(self, wrong[0])!r}; it takes one of {AXES[wrong[0]]}")
+        for axis, value in vars(self).items():
+            if value not in AXES[axis]:
+                raise ValueError(f"{axis} is {value!r}; it takes one of {AXES[axis]}")
 
     def __repr__(self) -> str:
         given = [
@@ -220,10 +220,11 @@ class Composition:
     @property
     def is_meaningful(self) -> bool:
         """Whether every value means something next to the others."""
-        return all(
-            getattr(self, axis) not in (values or AXES[axis][1:]) or means_something(self)
-            for axis, values, means_something in RULES
-        )
+        given = vars(self)
+        for axis, values, means_something in RULES:
+            if given[axis] in (values or AXES[axis][1:]) and not means_something(self):
+                return False
+        return True
 
 
 def _has_buckets(c: Composition) -> bool:

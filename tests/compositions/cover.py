@@ -80,10 +80,10 @@ def allowed_pairs() -> dict[Pair, Composition]:
 def _with(pair: Pair) -> Composition | None:
     """A simple composition with these two values, or None where there is none."""
     fixed = dict(pair)
-    # What rules ask for: a wrapper, ranks, a precision, and micro-batches that can be dealt out.
-    helpful = ["wrapper", "layout", "precision", "micro_batches"]
-    if fixed.get("mistake") == "runs two units at once":
-        helpful += ["forward_prefetch", "backward_prefetch"]
+    if fixed.get("mistake") == "runs two units at once":  # which it takes two units in one slot to do
+        fixed = {"wrapper": "zero3", "forward_prefetch": "0", "backward_prefetch": "0"} | fixed
+    # What rules ask for, the most often last: a precision, micro-batches that can be dealt out, ranks, a wrapper.
+    helpful = ("precision", "micro_batches", "layout", "wrapper")
     free = {axis: SAMPLED[axis] for axis in helpful if axis not in fixed}
     for values in itertools.product(*free.values()):
         composition = Composition(**(fixed | dict(zip(free, values, strict=True))))
