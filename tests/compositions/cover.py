@@ -97,6 +97,17 @@ def sample() -> tuple[Composition, ...]:
     return tuple(Composition(**values) for values in json.loads(SAMPLE.read_text(encoding="utf-8")))
 
 
+def quick_sample() -> tuple[Composition, ...]:
+    """Those of the sample, chosen greedily, in which every value meets every wrapper that the sample has it meet."""
+    pairs = {c: {pair for pair in pairs_of(c) if "wrapper" in (pair[0][0], pair[1][0])} for c in sample()}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        chosen.append(max(pairs, key=lambda c: len(pairs[c] & missing) / work(c)))
+        missing -= pairs[chosen[-1]]
+    return tuple(chosen)
+
+
 def write_sample(seed: int = 1) -> int:
     """Chooses the sample anew, as after a change of `AXES`; returns how many compositions it has."""
     draw = random.Random(seed)

@@ -26,7 +26,7 @@ from core.training.state import TrainingState, build_scheduler
 from core.training.train_step import train_step
 from tests.functional._runs import _whole
 
-BEFORE, AFTER = 2, 5
+BEFORE, AFTER = 2, 3
 """Steps that a writer makes before its checkpoint, and that it and every reader make after it."""
 
 VOCABULARY, SEQUENCE, GLOBAL_BATCH = 62, 8, 12

@@ -29,7 +29,18 @@ SERIAL_TRAININGS = {
     "sgd, untied": TRAININGS["sgd, untied"],
     "sgd, per token": Training(SGD, steps=45, tied=False, per_token=True),
 }
-BRIEF = ("zero1, overlapped", "zero2", "zero3", "fsdp2")
+BRIEF = {
+    "adamw": ("ddp, overlapped", "zero1", "zero1, overlapped", "zero2", "zero2, every micro-batch", "zero3", "fsdp2")
+    + ("fsdp2, torch's collectives", "fsdp2, offloaded"),
+    "sgd, untied": ("zero3", "fsdp2"),
+    "bf16": ("zero1, overlapped", "fsdp2"),
+    "fp16": ("zero2", "zero3"),
+    "per token": ("zero1, overlapped",),
+}
+"""What runs each time on two ranks, by training: each wrapper, and each training under both kinds of engines."""
+BRIEF_HYBRIDS = ("hybrid zero1", "hybrid fsdp2")
+BRIEF_SERIAL = {"sgd, tied": ("zero3", "fsdp2"), "sgd, untied": ("ddp", "zero2"), "sgd, per token": ("zero2", "fsdp2")}
+"""Likewise of those that are compared with one process."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +60,8 @@ class Case:
     def is_long(self) -> bool:
         """Whether it belongs to the long set."""
         if self.ranks > 2:
-            return not (self.training == "adamw" and self.wrapper in HYBRIDS)
-        if self.is_serial or self.training == "adamw":
-            return False
-        if self.training == "per token":  # the other wrappers are compared with one process, in that training by SGD
-            return self.wrapper != "zero1, overlapped"
-        return self.wrapper not in BRIEF
+            return not (self.training == "adamw" and self.wrapper in BRIEF_HYBRIDS)
+        return self.wrapper not in (BRIEF_SERIAL if self.is_serial else BRIEF)[self.training]
 
     @property
     def settings(self) -> Training:

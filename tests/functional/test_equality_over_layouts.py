@@ -81,7 +81,6 @@ def _compare(wrapper: str, layout: Layout, trained: str) -> None:
 BRIEF = {
     ("fsdp2", Layout(tp=2, sequence_parallel=True)),
     ("zero2, overlapped", Layout(tp=2)),
-    ("ddp", Layout(cp=2)),
     ("zero1, overlapped", Layout(cp=2)),
     ("fsdp2", Layout(cp=2)),
     ("zero2", Layout(tp=2, cp=2, sequence_parallel=True)),

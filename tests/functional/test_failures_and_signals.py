@@ -203,6 +203,7 @@ def test_a_killed_run_is_started_again_and_a_signal_saves_and_ends_it(
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.long  # the ranks' part is that of our own launcher, above
 def test_torchrun_passes_a_signal_on_and_the_run_is_saved(start: Start, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(TORCHRUN, *ENDLESS, "--data-path", corpus, "--save", run)

@@ -26,17 +26,12 @@ QUICK = {
     ("8 micro-batches", "zero3", 4),
     ("8 micro-batches", "fsdp2", 2),
     ("8 micro-batches", "hybrid fsdp2", 4),
-    ("8 micro-batches", "zero2, overlapped", 8),
     ("12 micro-batches, per token", "zero2, every micro-batch", 2),
-    ("12 micro-batches, per token", "fsdp2, every micro-batch", 2),
     ("12 micro-batches, per token", "hybrid zero3", 4),
     ("bf16", "zero2, overlapped", 4),
     ("bf16", "fsdp2", 2),
     ("fp16", "zero3", 2),
-    ("fp16", "fsdp2", 4),
-    ("fp16, 12 micro-batches", "ddp, overlapped", 4),
     ("sequences in two parts", "zero2, overlapped", 2),
-    ("sequences in two parts, 6 micro-batches", "fsdp2", 2),
 }
 """What runs each time; the rest of the table is for the long set."""
 

@@ -40,11 +40,11 @@ def log(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (1, []),
-        (2, []),
+        pytest.param(1, [], marks=pytest.mark.long),
+        pytest.param(2, [], marks=pytest.mark.long),
         (2, ["--use-torch-fsdp2"]),
         (2, ["--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"]),
-        (2, ["--bf16"]),
+        pytest.param(2, ["--bf16"], marks=pytest.mark.long),
         (2, ["--fp16", "--initial-loss-scale", "1048576", "--loss-scale-window", "2", "--async-save"]),
         (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
         (2, ["--context-parallel-size", "2", "--reset-attention-mask", "--reset-position-ids"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -234,6 +235,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+@functools.cache
 def serial(num_ranks: int, micro_batches: int = 1) -> tuple[list[list[float]], list[dict[str, torch.Tensor]], Any]:
     """What all ranks together must do, in one process: losses by rank, mean gradients by step, weights."""
     model = Net()

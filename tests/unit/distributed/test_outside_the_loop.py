@@ -27,9 +27,11 @@ from tests.unit.distributed.outside_the_loop import SCENARIOS
 from tests.unit.distributed.outside_the_loop.scenario import Plain, Wrapped, largest
 
 
-def _plain(name: str, kind: str) -> dict[str, Tensor]:
+@functools.cache
+def _plain(name: str, adds_ranks_first: bool) -> dict[str, Tensor]:
+    """Weights of a plain module after a scenario; ranks are reused, and have them for every wrapper."""
     case = SCENARIOS[name]
-    run = Plain(case.make(), case.optimizer, adds_ranks_first=kind == "zero2_every_micro_batch")
+    run = Plain(case.make(), case.optimizer, adds_ranks_first=adds_ranks_first)
     case.go(run)
     return run.weights()
 
@@ -65,7 +67,7 @@ def _outcome(name: str, kind: str) -> str:
         return f"raised {type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}"
     if pattern:
         return f"did not raise {pattern!r}"
-    expected = _plain(name, kind)
+    expected = _plain(name, adds_ranks_first=kind == "zero2_every_micro_batch")
     wrong = {key: largest(found[key].double() - expected[key].double()) for key in expected}
     rtol = case.rtol_of.get(kind, case.rtol)
     wrong = {key: off for key, off in wrong.items() if not off <= rtol * largest(expected[key])}

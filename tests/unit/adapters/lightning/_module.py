@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,6 +95,7 @@ def trainer(strategy: Any, folder: Any, **settings: Any) -> L.Trainer:
     )
 
 
+@functools.cache
 def serial(
     num_ranks: int, optimizer: str = "sgd", steps: int = STEPS, micro_batches: int = MICRO_BATCHES
 ) -> tuple[list[list[float]], list[float], dict[str, torch.Tensor]]:
