@@ -35,7 +35,8 @@ def _trains_as_one_process(chunked: bool, backend: str, tied: bool) -> None:
     assert calls["foreach_reduce"] == (UNITS - tied) * _titan.STEPS, "more than one reduction a step"
     # torchtitan's norm adds the squares of an embedding's 2^19 elements in fp32, which is random rounding of the order
     # of 2^9.5 times 2^-24, that is 4e-5; it scales what is clipped, and AdamW carries it on.
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-6, atol=0.0)
+    # A loss is a mean over 150 tokens of all ranks, added in another order: 150 roundings by 2^-24 are 1e-5.
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(norms, expected_norms, rtol=1e-4, atol=0.0)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.05 * _titan.LR)
 
