@@ -1,4 +1,4 @@
-"""Which elements of a parameter this rank keeps, where a wrapper shards it in flat memory."""
+"""Notes which elements of a parameter this rank keeps, where a wrapper shards it in flat memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 _RANGE = "held_range"
+"""An attribute of a parameter: its elements on this rank. Set by `keep_range` when the model is wrapped, to None
+inside `whole_parameters`; the elements are a view of the wrapper's memory, valid as long as the wrapper exists."""
 
 
 def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:

@@ -1,4 +1,4 @@
-"""The place of a task that Slurm's ``srun`` started, as the variables that ``torchrun`` sets.
+"""Translates the place of a task that Slurm's ``srun`` started to the variables that ``torchrun`` sets.
 
 Slurm names no meeting place: ranks meet on the first node of the job step, at a port that follows from the job's
 number, so that jobs that share a node seldom take one port.

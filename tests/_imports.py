@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""Imports what processes of tests need, before they are forked, and does once what each of them would do anew.
+"""Imports what processes of tests need, before they are forked, and does once what each of them would do again.
 
 Nothing here starts a thread or joins a group.
 """

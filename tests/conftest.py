@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="write the golden values of tests/functional/cases anew, and say what changed",
+        help="write the golden values of tests/functional/cases again, and say what changed",
     )
 
 

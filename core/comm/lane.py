@@ -37,8 +37,10 @@ class CommLane:
 
 @functools.cache
 def comm_lane(device: torch.device, number: int = 0) -> CommLane:
-    """Returns a lane of a device. Two lanes take different process groups, in which messages cannot overtake each
-    other's."""
+    """Returns a lane of a device, the same at each call with this number, for the process's life.
+
+    Two lanes take different process groups, in which messages cannot overtake each other's.
+    """
     return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
 
 

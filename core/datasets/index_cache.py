@@ -62,7 +62,7 @@ def load_or_build(directory: Path, key: Mapping[str, Any], build: Callable[[], A
                 if error.errno not in DISK_FULL:
                     raise _unwritable(directory, error) from error
                 warnings.warn(
-                    f"{directory}: the order of samples is not kept ({error.strerror}), and is computed anew by each "
+                    f"{directory}: the order of samples is not kept ({error.strerror}), and is computed again by each "
                     "rank and each start; make room",
                     stacklevel=2,
                 )

@@ -132,7 +132,7 @@ class GradientState:
         if self.phase is Phase.UNSCALED:
             raise ShardstackError(
                 f"{optimizer}.step() was called twice for the gradients of one step, which the first call has divided "
-                "by the loss scale; call zero_grad_buffer, and compute them anew"
+                "by the loss scale; call zero_grad_buffer, and compute them again"
             )
         if not self.is_reduced:
             raise ShardstackError(

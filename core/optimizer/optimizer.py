@@ -99,7 +99,7 @@ class MegatronOptimizer(OptimizerState):
     ) -> None:
         """Queues one update, which the device skips if a gradient is not finite; does not wait for it.
 
-        The host learns what it came to when it calls :meth:`finish_step`, as checkpoints do, or during the next step:
+        The host learns the outcome when it calls :meth:`finish_step`, as checkpoints do, or during the next step:
         before its update, or in :meth:`scale_loss` where the loss scale adapts. Between two steps without a
         `finish_step` something else must not write into parameters in low precision, or has to call
         :meth:`reload_model_params`.

@@ -32,7 +32,7 @@ def scalars_of(counts: Mapping[str, int], grad_scaler: dict[str, Any]) -> dict[s
 
 
 class OptimizerState(ABC):
-    """What is updated, with moments, masters and the loss scale, under the names that checkpoints use."""
+    """The updated tensors, moments, masters and loss scale, under the names that checkpoints use."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a step of the optimizer came to, which the device decides and the host learns later."""
+"""The outcome of an optimizer's step, which the device decides and the host learns later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import OptimizerError
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step came to, equal on all ranks."""
+    """The outcome of a step, equal on all ranks."""
 
     updated: bool
     """False if a gradient was not finite, so that nothing was updated."""
@@ -37,12 +37,12 @@ class StepOutcome:
 
 
 class PendingOutcome:
-    """The outcome on its way to the host, in one copy.
+    """The outcome while it is copied to the host.
 
     Args:
         norm: 0-dim, in double.
         num_zeros: likewise.
-        report: `[n]`, numbers of the caller; None for none.
+        report: `[n]`, numbers of the caller, copied with it; None for none.
         written: for each of `names` whether it was written behind the masters' back; None if that is known already.
         stepped: main tensors whose step was counted in advance.
         lr, loss_scale: of the step.

@@ -28,7 +28,7 @@ VECTOR_ELEMENTS = 16
 
 
 class _SkippableRule(torch.optim.Optimizer):
-    """An update that a device can skip by itself: its kernels write nothing where `found_inf` holds 1."""
+    """An update that a device can skip without the host: its kernels write nothing where `found_inf` holds 1."""
 
     found_inf: Tensor | None = None
     """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `MegatronOptimizer.start_step`

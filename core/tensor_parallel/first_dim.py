@@ -13,7 +13,7 @@ from .partition import check_divides
 
 
 class Pending(Protocol):
-    """A collective on its way."""
+    """A collective that may still run."""
 
     def wait(self) -> object:
         """Returns when its result may be used."""

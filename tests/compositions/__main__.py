@@ -1,7 +1,7 @@
 """Trains random compositions until the time is used up, or one does not train as one process does.
 
     python -m tests.compositions --minutes 10 --seed 1
-    python -m tests.compositions --write-sample         chooses the fixed sample of `make test` anew
+    python -m tests.compositions --write-sample         chooses a new fixed sample for `make test`
 
 A failure is shrunk by hypothesis and printed as a test to paste.
 """
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=_positive, default=10.0, help="how long to draw")
     parser.add_argument("--seed", type=_seed, default=None, help="where to begin; by default the time of day")
     parser.add_argument("--log", type=Path, default=None, help="a file to which each composition is added")
-    parser.add_argument("--write-sample", action="store_true", help="choose the fixed sample anew")
+    parser.add_argument("--write-sample", action="store_true", help="choose a new fixed sample")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if options.write_sample:

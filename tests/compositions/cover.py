@@ -109,7 +109,7 @@ def quick_sample() -> tuple[Composition, ...]:
 
 
 def write_sample(seed: int = 1) -> int:
-    """Chooses the sample anew, as after a change of `AXES`; returns how many compositions it has."""
+    """Chooses a new sample, as after a change of `AXES`; returns how many compositions it has."""
     draw = random.Random(seed)
     allowed = allowed_pairs()
     missing = dict.fromkeys(allowed)

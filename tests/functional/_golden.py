@@ -1,4 +1,4 @@
-"""Golden values: the curve of a case's run as it is stored, compared, and written anew.
+"""Golden values: the curve of a case's run as it is stored, compared, and written again.
 
 `docs/functional-cases.md` explains the format. Nothing here starts a run.
 """

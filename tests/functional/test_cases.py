@@ -3,7 +3,7 @@
 make test                                   the quick ones, on the CPU
 make test-long                              all, on the CPU
 make test-gpu                               all, on the GPUs of this machine
-pytest tests/functional/test_cases.py -m 'not gpu' --update-golden    writes golden values anew, and says what changed
+pytest tests/functional/test_cases.py -m 'not gpu' --update-golden    writes golden values again, and says what changed
 make test-gpu ARGS=--update-golden                                    the same on GPUs
 """
 

@@ -124,7 +124,7 @@ def test_a_flipped_bit_is_found_unasked_where_tensors_are_cut_anew(corpus: Path,
 
 
 def test_every_door_refuses_a_flipped_bit(corpus: Path, run: Path, tmp_path: Path) -> None:
-    """In the weights of the layout that reads them, where nothing is cut anew."""
+    """In the weights of the layout that reads them, where nothing is cut again."""
     tensors = json.loads((run / "iter_0000006" / "checkpoint.json").read_text())["tensors"]
     _, _, file, start, num_bytes, _ = tensors["model.decoder.final_layernorm.weight"]["pieces"][0]
     path = run / "iter_0000006" / file

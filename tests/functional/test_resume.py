@@ -120,7 +120,7 @@ def test_another_wrapper_and_number_of_ranks_continue_a_checkpoint(corpus: Path,
         run_distributed(_pretrain, ranks, *arguments, "--bf16", *flags, "--load", str(first), "--save", str(second))
         losses[name] = [line["loss"] for line in log(second) if "loss" in line]
         assert [line["step"] for line in log(second) if "loss" in line] == [4, 5, 6]
-    # Gradients in bf16 are rounded in another order by each; a run that began anew would be off in the first digit.
+    # Gradients in bf16 are rounded in another order by each; a run that started again would be off in the first digit.
     for name in losses:
         assert losses[name] == pytest.approx(losses["fsdp2"], rel=2e-3), name
 

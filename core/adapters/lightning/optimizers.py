@@ -164,7 +164,7 @@ def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> No
 
 
 def _zero(wrapper: _BaseDataParallel) -> None:
-    if wrapper.gradient_state.phase is not Phase.ZEROED:  # between a forward and its backward it would gather anew
+    if wrapper.gradient_state.phase is not Phase.ZEROED:  # between a forward and its backward it would gather again
         wrapper.zero_grad_buffer()
 
 

@@ -85,6 +85,7 @@ class Processes:
 
     def _configure_launcher(self) -> None:
         if self.cluster_environment is not None and not self.cluster_environment.creates_processes_externally:
+            # Lightning's attribute: it calls this before ranks start, and launches by it.
             self._launcher = self.launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:

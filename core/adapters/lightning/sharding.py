@@ -59,7 +59,7 @@ def wrap(module: nn.Module, settings: DistributedDataParallelConfig, units: Unit
         if wrapper.ddp_config != settings:
             raise WrapError(
                 f"{type(module).__name__} is wrapped already, with another sharding than this strategy's; give it a "
-                "strategy of equal settings, or build the model anew"
+                "strategy of equal settings, or build the model again"
             )
         return wrapper
     return wrap_model(

@@ -24,6 +24,7 @@ class TorchOptimizer:
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
         names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+        # Trained parameters by name; fixed.
         self._named = {names[p]: p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
     def step(self) -> tuple[bool, float | None, int | None]:

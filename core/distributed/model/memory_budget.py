@@ -60,7 +60,7 @@ def _compiler(memory_budget: float) -> Callable[..., Any]:
 def _checks_for_random_numbers() -> dict[str, Any]:
     """Returns settings of the compiler with which it refuses a graph that draws random numbers.
 
-    Torch takes a random operation for any other that it may compute again, and draws anew: the gradient would be that
+    Torch takes a random operation for any other that it may compute again, and draws again: the gradient would be that
     of another dropout than the forward's (seen on torch 2.13).
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass  # takes a second, which compiling takes anyway
@@ -71,7 +71,7 @@ def _checks_for_random_numbers() -> dict[str, Any]:
                 if _draws(node):
                     raise ParallelConfigError(
                         f"activation_memory_budget is below 1 and a unit draws random numbers ({node.target}), which "
-                        "torch would draw anew in backward; set dropout to 0 (hidden_dropout, attention_dropout), or "
+                        "torch would draw again in backward; set dropout to 0 (hidden_dropout, attention_dropout), or "
                         "use activation_checkpointing"
                     )
 

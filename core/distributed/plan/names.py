@@ -31,6 +31,7 @@ class ParameterNames:
         for parameter in self.of:
             if getattr(parameter, "shared_embedding", False):
                 self.of[parameter] = (*self.of[parameter], *borrowers)
+        # The place of each name, borrowed ones last; fixed.
         self._place = {name: place for place, name in enumerate([*names, *borrowers])}
 
     def plan_of(self, parameter: nn.Parameter, **cut: Any) -> ParamPlan:

@@ -1,4 +1,4 @@
-"""What `GPTModel` refuses: degrees of parallelism that it does not have, and batches that do not fit."""
+"""Rejects what `GPTModel` cannot do: degrees of parallelism that it does not have, and batches that do not fit."""
 
 from __future__ import annotations
 

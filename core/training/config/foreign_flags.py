@@ -13,7 +13,7 @@ _HINTS = {
     "train-samples": "write --train-iters instead: samples divided by the global batch size",
     "lr-decay-samples": "write --lr-decay-iters instead: samples divided by the global batch size",
     "no-load-optim": _NOT_YET,
-    "no-load-rng": "not here yet; random streams start anew where the number of ranks changes",
+    "no-load-rng": "not here yet; random streams start again where the number of ranks changes",
     "finetune": "write --pretrained-checkpoint in the place of --load instead: its weights alone are read",
     "recompute-activations": "write --recompute-granularity selective instead",
     "use-rotary-position-embeddings": "write --position-embedding-type rope instead",

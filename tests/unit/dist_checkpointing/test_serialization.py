@@ -311,7 +311,7 @@ def _rise_while_loading(directory: str, cut: bool, verify: bool) -> int:
 
 
 @pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
-@pytest.mark.parametrize("cut", [False, True], ids=["as it was cut", "cut anew"])
+@pytest.mark.parametrize("cut", [False, True], ids=["as it was cut", "cut again"])
 def test_loading_holds_at_most_one_tensor_on_top_of_its_targets(tmp_path, cut, verify):
     """16 tensors of 4 MiB: holding all of what is read would show as 32 or 64."""
     save({str(number): torch.zeros(1024, 1024) for number in range(16)}, tmp_path / "it", metadata={})

@@ -13,7 +13,7 @@ def test_the_first_is_warned_of_and_a_row_ends_the_run():
     with pytest.warns(UserWarning, match="iteration 3 is skipped") as caught:
         for iteration in range(3, 2 + LIMIT):
             skipped.note(iteration, False)
-        skipped.note(2 + LIMIT, True)  # the row begins anew
+        skipped.note(2 + LIMIT, True)  # the count starts again
         for iteration in range(LIMIT - 1):
             skipped.note(iteration, False)
     assert len(caught) == 1

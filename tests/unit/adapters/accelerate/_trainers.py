@@ -40,7 +40,7 @@ class Trained:
 
 @contextmanager
 def fresh_accelerate(local: int | None = None) -> Iterator[None]:
-    """Lets accelerate look at this process anew, and leaves its variables as they were.
+    """Lets accelerate look at this process again, and leaves its variables as they were.
 
     Args:
         local: ranks of a machine; all by default.

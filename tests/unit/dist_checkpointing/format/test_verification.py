@@ -67,7 +67,7 @@ def test_a_flipped_bit_is_named_by_all_ranks(tmp_path, layout):
     assert messages[0].endswith(": rows.weight")
     with pytest.raises(CheckpointError, match=rf"{file} is damaged in rows\.weight \(bytes \d+ to \d+\)$"):
         verify(tmp_path / "it")
-    # where it is not wanted only what is cut anew is compared
+    # where it is not wanted only what is cut again is compared
     assert run_distributed(_load, 2, layout, str(tmp_path / "it"), False) == (
         [None, None] if layout == "fsdp" else messages
     )
