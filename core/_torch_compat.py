@@ -36,6 +36,13 @@ def reduce_scatter_single(
     return work
 
 
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Returns the process group of this name, which code that is compiled takes in place of the group."""
+    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
+    group: dist.ProcessGroup = resolve(name)
+    return group
+
+
 def reduce_parameters_without_gradient(module: FSDPModule) -> None:
     """Lets an FSDP2 module reduce zeros for a parameter that backward did not reach on this rank.
 

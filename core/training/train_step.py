@@ -14,7 +14,7 @@ from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..transformer.context_parallel import own_chunks
-from ..transformer.document_masks import document_pieces
+from ..transformer.document_masks import PackedDocuments
 from .device_batches import Batch, to_device
 from .exact_totals import exact_totals
 from .micro_batch_seeds import MicroBatchSeeds
@@ -121,7 +121,7 @@ def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, 
     packed = {}
     if "document_starts" in batch:  # read here: FSDP2 would move it to the device
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        packed["pieces"] = document_pieces(batch["document_starts"], rank, size)
+        packed["documents"] = PackedDocuments(batch["document_starts"], rank, size)
     losses = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **packed)  # [b, s / cp]
     mask = batch["loss_mask"]
     return (losses.float() * mask).sum(), mask.sum()

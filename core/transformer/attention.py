@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from ..tensor_parallel.groups import group_rank
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.mappings import gather_from_sequence_parallel_region
 from ..tensor_parallel.random import recompute
-from .document_masks import Piece
+from .document_masks import PackedDocuments
 from .dot_product_attention import DotProductAttention, check_mask_type
 from .enums import AttnMaskType
 from .identity_op import IdentityOp
@@ -111,20 +110,20 @@ class SelfAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: Rotation | None = None,
-        pieces: Sequence[Piece] | None = None,
+        documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`.
 
         Args:
-            attention_mask, pieces: as in `DotProductAttention`.
+            attention_mask, documents: as in `DotProductAttention`.
             rotary_pos_emb: rotates queries and keys.
         """
         query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)
         if self.config.recompute_granularity == "selective" and self.training:
-            core = functools.partial(self.core_attention, **packing(pieces))
+            core = functools.partial(self.core_attention, **packing(documents))
             context = recompute(core, query, key, value, attention_mask)
         else:
-            context = self.core_attention(query, key, value, attention_mask, **packing(pieces))
+            context = self.core_attention(query, key, value, attention_mask, **packing(documents))
         output: torch.Tensor = self.linear_proj(context)[0]
         return output
 
@@ -165,9 +164,9 @@ class SelfAttention(MegatronModule):
         return own.movedim(0, -1).contiguous()
 
 
-def packing(pieces: Sequence[Piece] | None) -> dict[str, Sequence[Piece]]:
-    """Returns `pieces` as a keyword argument if there are any: modules of a spec may not support packed documents."""
-    return {} if pieces is None else {"pieces": pieces}
+def packing(documents: PackedDocuments | None) -> dict[str, PackedDocuments]:
+    """Returns `documents` as a keyword argument if there are any: modules of a spec may not support them."""
+    return {} if documents is None else {"documents": documents}
 
 
 def _norm_of_heads(config: TransformerConfig, given: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:

@@ -21,7 +21,7 @@ _ALIGNED_CHANNELS = 8
 _ALIGNED_LOGSUMEXP = 32
 """CUDA's kernel for fp32 pads the queries of its log-sum-exp to a multiple of this."""
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
+LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def has_kernel(query: torch.Tensor, dropout: float) -> bool:
     head."""
     if query.device.type == "cpu":
         return dropout == 0.0 and query.is_floating_point()
-    return query.is_cuda and query.dtype in (*_LOW_PRECISION, torch.float32) and query.shape[-1] <= 256
+    return query.is_cuda and query.dtype in (*LOW_PRECISION, torch.float32) and query.shape[-1] <= 256
 
 
 def attend(
@@ -52,8 +52,8 @@ def attend(
         output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
         return Attended(output, logsumexp)
     channels, scale = query.shape[-1], 1.0 / math.sqrt(query.shape[-1])
-    query, key, value = (_aligned(tensor) for tensor in (query, key, value))
-    if query.dtype in _LOW_PRECISION:
+    query, key, value = (aligned(tensor) for tensor in (query, key, value))
+    if query.dtype in LOW_PRECISION:
         found = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout, causal, False, scale=scale
         )
@@ -81,7 +81,8 @@ def attend_backward(
 
     Args:
         grad: gradient of the combined output.
-        attended: the combined output and log-sum-exp, with `random` of :func:`attend` for these keys.
+        attended: the combined output and log-sum-exp, with `random` of :func:`attend` for these keys, which only
+            `dropout` needs.
     """
     output, logsumexp = attended.output, attended.logsumexp
     if not query.is_cuda:
@@ -91,58 +92,25 @@ def attend_backward(
             )
         )
         return grads
+    random = attended.random or no_random_state(query)
     channels, groups, scale = query.shape[-1], key.shape[1], 1.0 / math.sqrt(query.shape[-1])
-    grad, query, key, value, output = (_aligned(tensor) for tensor in (grad, query, key, value, output))
-    if query.dtype in _LOW_PRECISION:
+    grad, query, key, value, output = (aligned(tensor) for tensor in (grad, query, key, value, output))
+    if query.dtype in LOW_PRECISION:
         found: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, output, logsumexp.contiguous()),
-            *(None, None, query.shape[2], key.shape[2], dropout, causal, *attended.random),
+            *(None, None, query.shape[2], key.shape[2], dropout, causal, *random),
             scale=scale,
         )
     else:
         key, value = (_expanded(tensor, query.shape[1]) for tensor in (key, value))
         padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % _ALIGNED_LOGSUMEXP), value=math.inf)  # of no weight
         found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *(grad, query, key, value, None, output, padded, *attended.random),
+            *(grad, query, key, value, None, output, padded, *random),
             *(dropout, [True, True, True, False], causal),
             scale=scale,
         )
     grad_query, grad_key, grad_value = (tensor[..., :channels] for tensor in found[:3])
     return grad_query, _summed(grad_key, groups), _summed(grad_value, groups)
-
-
-def has_kernel_for_documents(query: torch.Tensor) -> bool:
-    """Returns whether one call attends within each of many documents: on CUDA, in half precision."""
-    return query.is_cuda and query.dtype in _LOW_PRECISION and query.shape[-1] <= 256
-
-
-def attend_within_documents(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: int,
-    *,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Computes the causal attention of each document to itself, in one call of a kernel; differentiable.
-
-    Args:
-        query: `[s, b, n, d]`; keys and values may have fewer heads.
-        bounds: where documents begin in the rows of the batch, one behind the other, and last where the last ends;
-            `[documents + 1]` in int32, on the device.
-        longest: tokens of the longest document.
-
-    Returns:
-        `[s, b, n, d]`.
-    """
-    length, rows, _, channels = query.shape
-    flat = [_aligned(tensor.transpose(0, 1).flatten(0, 1)) for tensor in (query, key, value)]  # [b * s, n, d]
-    found: Any = torch.ops.aten._flash_attention_forward(
-        *flat, bounds, bounds, longest, longest, dropout, True, False, scale=1.0 / math.sqrt(channels)
-    )
-    output: torch.Tensor = found[0][..., :channels].unflatten(0, (rows, length))
-    return output.transpose(0, 1)
 
 
 def combine(first: Attended, second: Attended) -> Attended:
@@ -154,7 +122,17 @@ def combine(first: Attended, second: Attended) -> Attended:
     return Attended(output.to(first.output.dtype), logsumexp)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def no_random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what a backward kernel on CUDA takes, and does not read, where nothing was dropped."""
+    if query.dtype in LOW_PRECISION:
+        state = torch.zeros(3, dtype=torch.uint64, device=query.device)
+        return state[:2], state[2]
+    return torch.zeros((), dtype=torch.long, device=query.device), torch.zeros(
+        (), dtype=torch.long, device=query.device
+    )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Pads channels with zeros, which change no score and no output."""
     missing = -tensor.shape[-1] % _ALIGNED_CHANNELS
     return F.pad(tensor, (0, missing)) if missing else tensor

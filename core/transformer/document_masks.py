@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import overload
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from ..device import current_device
 from ..errors import DataError
 
 
@@ -50,57 +50,53 @@ def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[Piece]:
     return [Piece(slice(None), queries, slice(0, start)) for queries, start in _chunks(length, rank, size)]
 
 
-class DocumentPieces(Sequence[Piece]):
-    """The pieces of packed documents, and where documents begin, as a kernel for all of them at once takes it.
+class PackedDocuments:
+    """Where the documents packed into a batch begin, as data for a layer.
 
-    Not a list, so that what moves a model's inputs to its device (FSDP2) passes it on as it is.
+    Neither a number nor the shape of a tensor depends on the layout, so that a layer is compiled once for all of them.
+    Not a tensor or a list, so that what moves a model's inputs to its device (FSDP2) passes it on as it is.
 
     Args:
-        pieces: by row, in each row in the order of its tokens.
+        document_starts, rank, size: as in `document_pieces`.
+
+    Raises:
+        DataError: as `document_pieces`.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = tuple(pieces)
-        self._bounds: dict[torch.device, torch.Tensor] = {}  # by device, once `bounds` was asked for it
+    starts: torch.Tensor
+    """`[b, s / cp]`, on the host: for each token the position in the whole sequence at which its document begins."""
+    bounds: torch.Tensor | None
+    """`[b * s + 1]` in int32, on this process's device: where documents begin in the rows of the batch, one behind the
+    other, and last where the last ends; filled up with that. None under context parallelism."""
+    counts: torch.Tensor
+    """`[2]`, on the host: number of documents in `bounds`, and tokens of the longest."""
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
-    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
-        return self._pieces[index]
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest piece."""
-        return max(_length(piece) for piece in self._pieces)
-
-    def bounds(self, device: torch.device) -> torch.Tensor:
-        """Returns where pieces begin, and last where the last ends, `[pieces + 1]` in int32, in the order of rows."""
-        if device not in self._bounds:
-            lengths = [_length(piece) for piece in self._pieces]
-            bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
-            if device.type == "cuda":
-                bounds = bounds.pin_memory()
-            self._bounds[device] = bounds.to(device, non_blocking=True)
-        return self._bounds[device]
+    def __init__(self, document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> None:
+        self.starts = document_starts.cpu()
+        document_pieces(self.starts, rank, size)  # raises for what cannot be
+        begins = torch.ones_like(self.starts, dtype=torch.bool)
+        begins[:, 1:] = self.starts[:, 1:] != self.starts[:, :-1]
+        found = torch.cat([begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()], device="cpu")])
+        self.counts = torch.stack([torch.tensor(len(found) - 1, device="cpu"), found.diff().max()])
+        self.bounds = None
+        if size == 1:
+            bounds = torch.full((begins.numel() + 1,), begins.numel(), dtype=torch.int32, device="cpu")
+            bounds[: len(found)] = found
+            self.bounds = _on_device(bounds)
 
 
-def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> Sequence[Piece]:
+def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> list[Piece]:
     """Returns the pieces of a rank's queries if no query sees another document.
 
     Args:
         document_starts: `[b, s / cp]`, for each token of this rank the position in the whole sequence at which its
-            document begins. Read on the host.
+            document begins. On the host.
 
     Raises:
         DataError: a length as in `causal_pieces`, or a document that begins after one of its tokens.
     """
     rows, length = document_starts.shape
-    starts = document_starts.numpy() if document_starts.device.type == "cpu" else document_starts.cpu().numpy()
+    starts = document_starts.numpy()
     if not starts.any():
         return causal_pieces(length, rank, size)
     pieces = []
@@ -119,24 +115,26 @@ def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1)
                 begin = int(of_chunk[row, first])
                 own = slice(queries.start + first, queries.start + last)
                 pieces.append(Piece(slice(row, row + 1), own, slice(begin, max(begin, start))))
-    return DocumentPieces(pieces)
+    return pieces
 
 
-def visible_keys(pieces: Sequence[Piece], positions: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """Returns a mask `[b, 1, s / cp, s]` of pieces, True where a query sees a key, for devices without a fused kernel.
+def visible_keys(document_starts: torch.Tensor | None, positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Returns a mask `[b or 1, 1, s / cp, s]`, True where a query sees a key, for devices without a fused kernel.
 
     Args:
+        document_starts: `[b, s / cp]`, as in `document_pieces`; None without documents.
         positions: `[s / cp]`, positions of the queries in the whole sequence of `length` tokens.
     """
     keys = torch.arange(length, device=positions.device)
-    begins = torch.zeros(rows, len(positions), dtype=torch.long, device=positions.device)
-    for piece in pieces:
-        begins[piece.rows, piece.queries] = piece.before.start
-    return ((keys >= begins[..., None]) & (keys <= positions[:, None])).unsqueeze(1)
+    visible = keys <= positions[:, None]
+    if document_starts is None:
+        return visible[None, None]
+    return (visible & (keys >= document_starts.to(positions.device)[..., None])).unsqueeze(1)
 
 
-def _length(piece: Piece) -> int:
-    return int(piece.queries.stop - piece.queries.start)
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    device = current_device()
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _chunks(length: int, rank: int, size: int) -> Sequence[tuple[slice, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -14,11 +13,13 @@ from ..foreign_arguments import ignore, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
-from .attention_kernels import attend_within_documents, has_kernel, has_kernel_for_documents
-from .context_parallel import attend_in_pieces, gather_sequence, own_positions
-from .document_masks import DocumentPieces, Piece, causal_pieces, visible_keys
+from .attention_kernels import has_kernel
+from .context_parallel import gather_sequence, own_positions
+from .document_attention import attend_within_documents, has_kernel_for_documents
+from .document_masks import PackedDocuments, visible_keys
 from .enums import AttnMaskType
 from .module import MegatronModule
+from .piecewise_attention import attend_in_pieces
 from .transformer_config import TransformerConfig
 
 
@@ -71,7 +72,7 @@ class DotProductAttention(MegatronModule):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
-        pieces: Sequence[Piece] | None = None,
+        documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
         """Computes attention over this rank's heads; any strides with a contiguous last dim.
 
@@ -82,22 +83,22 @@ class DotProductAttention(MegatronModule):
             key, value: `[s, b, groups, d]`; consecutive heads / groups query heads share a group.
             attention_mask: `[b or 1, 1, s, s]`, True where a query (third dim) must not see a key, in addition to
                 the keys after it, which it never sees.
-            pieces: pieces of packed documents (`document_pieces`); None without packing.
+            documents: the documents packed into the batch; None without packing.
 
         Returns:
             `[s, b, heads * d]`.
 
         Raises:
-            ConfigError: a mask is combined with context parallelism or pieces.
+            ConfigError: a mask is combined with context parallelism or packed documents.
         """
         dropout = self.dropout if self.training else 0.0
-        if pieces is not None or parallel_state.get_context_parallel_world_size() > 1:
+        if documents is not None or parallel_state.get_context_parallel_world_size() > 1:
             if attention_mask is not None:
                 raise ConfigError(
                     "an attention_mask of s x s elements cannot be used with context parallelism or packed "
                     "documents; give document_starts, or set context_parallel_size to 1"
                 )
-            return self._in_pieces(query, key, value, pieces, dropout)
+            return self._in_pieces(query, key, value, documents, dropout)
         grouped = query.shape[2] != key.shape[2]
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [b, n, s, d], views
         if grouped and not _fuses_groups(query, attention_mask):
@@ -116,23 +117,21 @@ class DotProductAttention(MegatronModule):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        pieces: Sequence[Piece] | None,
+        documents: PackedDocuments | None,
         dropout: float,
     ) -> torch.Tensor:
         group = parallel_state.get_context_parallel_group(check_initialized=False)
-        if pieces is None:
-            rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-            pieces = causal_pieces(query.shape[0], rank, size)
         with get_rng_tracker().fork() if dropout > 0.0 else nullcontext():
-            if isinstance(pieces, DocumentPieces) and group_size(group) == 1 and has_kernel_for_documents(query):
-                bounds, longest = pieces.bounds(query.device), pieces.longest
-                return attend_within_documents(query, key, value, bounds, longest, dropout=dropout).flatten(2)
+            bounds = None if documents is None or group_size(group) > 1 else documents.bounds
+            if documents is not None and bounds is not None and has_kernel_for_documents(query):
+                return attend_within_documents(query, key, value, bounds, documents.counts, dropout).flatten(2)
+            starts = None if documents is None else documents.starts
             if has_kernel(query, dropout):
-                return attend_in_pieces(query, key, value, pieces, dropout, group).flatten(2)
+                return attend_in_pieces(query, key, value, starts, dropout, group).flatten(2)
             # Quadratic memory, as without context parallelism on such a device.
             key, value = (gather_sequence(tensor, group).permute(1, 2, 0, 3) for tensor in (key, value))
             key, value = (_expand_groups(tensor, query.shape[2]) for tensor in (key, value))
-            visible = visible_keys(pieces, own_positions(query.shape[0], query.device), query.shape[1], key.shape[2])
+            visible = visible_keys(starts, own_positions(query.shape[0], query.device), key.shape[2])
             context = _attend(query.permute(1, 2, 0, 3), key, value, visible, dropout, False)
         return context.permute(2, 0, 1, 3).flatten(2)
 

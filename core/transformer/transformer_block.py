@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import recompute
 from .attention import packing
-from .document_masks import Piece
+from .document_masks import PackedDocuments
 from .module import MegatronModule
 from .norms import build_norm
 from .rotary import Rotation
@@ -91,7 +91,7 @@ class TransformerBlock(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: Rotation | None = None,
-        pieces: Sequence[Piece] | None = None,
+        documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
         if not self.pre_process:
@@ -101,10 +101,10 @@ class TransformerBlock(MegatronModule):
         for first, last, recomputed in self._chunks():
             if recomputed:
                 hidden_states = recompute(
-                    self._run_layers, first, last, hidden_states, attention_mask, rotary_pos_emb, pieces
+                    self._run_layers, first, last, hidden_states, attention_mask, rotary_pos_emb, documents
                 )
             else:
-                hidden_states = self._run_layers(first, last, hidden_states, attention_mask, rotary_pos_emb, pieces)
+                hidden_states = self._run_layers(first, last, hidden_states, attention_mask, rotary_pos_emb, documents)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
     def _chunks(self) -> Iterator[tuple[int, int, bool]]:
@@ -128,10 +128,10 @@ class TransformerBlock(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
         rotary_pos_emb: Rotation | None,
-        pieces: Sequence[Piece] | None,
+        documents: PackedDocuments | None,
     ) -> torch.Tensor:
         for layer in self.layers[first:last]:
-            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(pieces))
+            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(documents))
         return hidden_states
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from .attention import SelfAttention, packing
-from .document_masks import Piece
+from .document_masks import PackedDocuments
 from .dropout import hidden_dropout
 from .identity_op import IdentityOp
 from .mlp import MLP
@@ -99,12 +98,12 @@ class TransformerLayer(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         *,
         rotary_pos_emb: Rotation | None = None,
-        pieces: Sequence[Piece] | None = None,
+        documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
         """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
         normed = self.input_layernorm(hidden_states)
         attended = self.self_attention(
-            normed, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(pieces)
+            normed, attention_mask=attention_mask, rotary_pos_emb=rotary_pos_emb, **packing(documents)
         )
         hidden_states = hidden_states + self._dropout(attended)
         return hidden_states + self._dropout(self.mlp(self.pre_mlp_layernorm(hidden_states)))

@@ -19,6 +19,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ...tensor_parallel.random import recompute
+from ...transformer import document_attention, piecewise_attention
 from ..plan.values import UnitTransform
 from .memory_budget import compiled
 
@@ -33,8 +34,11 @@ SAVED_OPERATIONS: tuple[str, ...] = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
+    piecewise_attention.FORWARD,
+    document_attention.FORWARD,
 )
-"""Operations of `torch.ops.aten` whose results "selective" saves: those that take long for the memory they would free.
+"""Operations, of `torch.ops.aten` where they name no library, whose results "selective" saves: those that take long
+for the memory they would free.
 
 Of `EVERY_SECOND_ONE` it saves the first, the third and so on. Everything else, such as norms and activations, is
 recomputed.
@@ -89,4 +93,11 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
 
 
-_SAVED = {getattr(torch.ops.aten, name).default: name for name in SAVED_OPERATIONS if hasattr(torch.ops.aten, name)}
+def _operation(name: str) -> Any:
+    """Returns what a name of `SAVED_OPERATIONS` stands for; None if this torch does not have it."""
+    library, _, own = name.rpartition("::")
+    found = getattr(getattr(torch.ops, library or "aten"), own, None)
+    return None if found is None else found.default
+
+
+_SAVED = {operation: name for name in SAVED_OPERATIONS if (operation := _operation(name)) is not None}

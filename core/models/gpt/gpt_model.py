@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import get_args
 
 import torch
@@ -15,7 +14,7 @@ from ...tensor_parallel.initialization import deferred_initialization, draw_init
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from ...transformer.context_parallel import own_positions
-from ...transformer.document_masks import Piece, document_pieces
+from ...transformer.document_masks import PackedDocuments
 from ...transformer.linear_cross_entropy import LinearCrossEntropyModule
 from ...transformer.spec_utils import Builder, ModuleSpec
 from ...transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -181,7 +180,7 @@ class GPTModel(LanguageModule):
         loss_mask: torch.Tensor | None = None,
         padding_mask: None = None,
         document_starts: torch.Tensor | None = None,
-        pieces: Sequence[Piece] | None = None,
+        documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
         """Returns the loss of each token, `[b, s]` in fp32, with labels; without labels the logits.
 
@@ -201,8 +200,8 @@ class GPTModel(LanguageModule):
             loss_mask: `[b, s]`; as in Megatron-LM not applied here: the caller multiplies the losses by it.
             document_starts: `[b, s]`, for each token the position in the whole sequence at which its document begins;
                 no token sees another document. Needs no mask. Read on the host: give a CPU tensor, or under FSDP2,
-                which moves it to the GPU, `pieces` in its place.
-            pieces: of the same, from :func:`core.transformer.document_masks.document_pieces`.
+                which moves it to the GPU, `documents` in its place.
+            documents: the same as :class:`core.transformer.document_masks.PackedDocuments`.
             inference_context, packed_seq_params, extra_block_kwargs, inference_params, padding_mask: Megatron-LM's;
                 only None is allowed.
 
@@ -226,7 +225,7 @@ class GPTModel(LanguageModule):
         check_batch(self.max_sequence_length, input_ids, position_ids, attention_mask, labels, document_starts)
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
         if document_starts is not None:
-            pieces = document_pieces(document_starts, rank, size)
+            documents = PackedDocuments(document_starts, rank, size)
         if position_ids is None and size > 1:
             position_ids = own_positions(input_ids.shape[1], input_ids.device).unsqueeze(0)  # [1, s]
         hidden_states = decoder_input
@@ -242,7 +241,9 @@ class GPTModel(LanguageModule):
         rotation = None
         if self.rotary_pos_emb is not None:
             rotation = self.rotary_pos_emb(input_ids.shape[1], device=input_ids.device, position_ids=position_ids)
-        output: torch.Tensor = self.decoder(hidden_states, attention_mask, rotary_pos_emb=rotation, pieces=pieces)
+        output: torch.Tensor = self.decoder(
+            hidden_states, attention_mask, rotary_pos_emb=rotation, documents=documents
+        )
         if self.output_layer is None:
             return output
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

@@ -1,7 +1,5 @@
 """Attention to two sets of keys, put together, against torch's attention to both at once."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,13 +8,14 @@ from core.transformer.attention_kernels import (
     Attended,
     attend,
     attend_backward,
-    attend_within_documents,
     combine,
     has_kernel,
 )
-from core.transformer.context_parallel import attend_in_pieces
-from core.transformer.document_masks import document_pieces
+from core.transformer.document_attention import attend_within_documents
+from core.transformer.document_masks import PackedDocuments
+from core.transformer.piecewise_attention import attend_in_pieces
 from tests.unit._on_gpu import ON_GPU
+from tests.unit.transformer._flash import flash_attention_by_hand
 
 BATCH, HEADS, GROUPS, LENGTH, BEFORE, CHANNELS = 2, 4, 2, 9, 14, 6
 
@@ -41,7 +40,13 @@ def _in_two(device: str, dtype: torch.dtype, dropout: float = 0.0) -> list[torch
     both = combine(*parts)
     grads = [
         attend_backward(
-            *(grad, query, key[:, :, keys], value[:, :, keys], Attended(both.output, both.logsumexp, part.random)),
+            *(
+                grad,
+                query,
+                key[:, :, keys],
+                value[:, :, keys],
+                Attended(both.output, both.logsumexp, part.random if dropout else ()),
+            ),
             causal=causal,
             dropout=dropout,
         )
@@ -95,19 +100,6 @@ STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 7, 7], [0, 1, 1, 1, 1, 5, 5, 5, 8]]
 """Where documents begin, `[b, s]`."""
 
 
-def _flash_by_hand(query, key, value, bounds, bounds_k, longest, longest_k, dropout, causal, debug, *, scale):
-    """Torch's kernel for documents, one behind the other, `[tokens, heads, d]`, on any device; without its rest."""
-    assert (bounds.dtype, bounds_k, longest_k) == (torch.int32, bounds, longest) and causal and not debug
-    assert all(tensor.shape[-1] % 8 == 0 for tensor in (query, key, value))
-    ends = bounds.tolist()
-    assert ends[-1] == len(query) and max(b - a for a, b in pairwise(ends)) == longest
-    parts = []
-    for begin, end in pairwise(ends):
-        own = [tensor[begin:end].transpose(0, 1) for tensor in (query, key, value)]
-        parts.append(F.scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True, scale=scale))
-    return (torch.cat(parts, 1).transpose(0, 1),)
-
-
 @pytest.mark.parametrize(
     ("device", "dtype", "tolerance"),
     [
@@ -118,14 +110,14 @@ def _flash_by_hand(query, key, value, bounds, bounds_k, longest, longest_k, drop
 )
 def test_one_call_for_all_documents_is_one_call_for_each(device, dtype, tolerance, monkeypatch):
     if device == "cpu":  # which has no such kernel
-        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", _flash_by_hand)
-    pieces = document_pieces(STARTS)
+        flash_attention_by_hand(monkeypatch)
+    documents = PackedDocuments(STARTS)
     # Queries, keys and values have lengths of the file's other tests: here all are as long as the queries.
     query, key, value, grad = (t.permute(2, 0, 1, 3)[-LENGTH:] for t in _tensors(device, dtype))
     found, expected = [], []
     for results, attention in (
-        (found, lambda *leaves: attend_within_documents(*leaves, pieces.bounds(leaves[0].device), pieces.longest)),
-        (expected, lambda *leaves: attend_in_pieces(*leaves, pieces)),
+        (found, lambda *leaves: attend_within_documents(*leaves, documents.bounds.to(device), documents.counts)),
+        (expected, lambda *leaves: attend_in_pieces(*leaves, STARTS)),
     ):
         leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
         output = attention(*leaves)
@@ -133,3 +125,16 @@ def test_one_call_for_all_documents_is_one_call_for_each(device, dtype, toleranc
         results += [output.detach(), *(leaf.grad for leaf in leaves)]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_the_operations_keep_what_they_promise_the_compiler(device: str):
+    """Shapes, strides, derivatives and purity, as torch checks them."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    documents = PackedDocuments(STARTS)
+    leaves = [t.permute(2, 0, 1, 3)[-LENGTH:].detach().requires_grad_() for t in _tensors(device, dtype)[:3]]
+    within, in_pieces = torch.ops.shardstack.attend_within_documents, torch.ops.shardstack.attend_in_pieces
+    if device == "cuda":
+        torch.library.opcheck(within.default, (*leaves, documents.bounds, documents.counts))
+    for starts in (STARTS, None):
+        torch.library.opcheck(in_pieces.default, (*leaves, starts, ""))

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from core import parallel_state
 from core.errors import ConfigError, DataError
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
-from core.transformer import TransformerConfig, attention_kernels
-from core.transformer.context_parallel import attend_in_pieces, gather_sequence, own_chunks, own_positions
-from core.transformer.document_masks import causal_pieces, document_pieces
+from core.transformer import TransformerConfig, attention_kernels, piecewise_attention
+from core.transformer.context_parallel import gather_sequence, own_chunks, own_positions
+from core.transformer.document_masks import PackedDocuments
 from core.transformer.dot_product_attention import DotProductAttention
+from core.transformer.piecewise_attention import attend_in_pieces
 from tests.unit._spawn import run_distributed
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 24, 2, 4, 2, 6
@@ -61,15 +62,8 @@ def _cut(documents: bool, dtype: torch.dtype = torch.float64) -> list[torch.Tens
         parallel_state.initialize_model_parallel(context_parallel_size=size)
     query, key, value, grad = (own_chunks(tensor, 0).to(dtype) for tensor in _tensors())
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    rank, group = (
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_group(check_initialized=False),
-    )
-    if documents:
-        pieces = document_pieces(own_chunks(document_starts()), rank, size)
-    else:
-        pieces = causal_pieces(LENGTH // size, rank, size)
-    output = attend_in_pieces(*leaves, pieces, 0.0, group)
+    group = parallel_state.get_context_parallel_group(check_initialized=False)
+    output = attend_in_pieces(*leaves, own_chunks(document_starts()) if documents else None, 0.0, group)
     output.backward(grad)
     return [output.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -133,10 +127,10 @@ def _through_the_module(kernels: bool, documents: bool, dropout: float = 0.0) ->
     core = DotProductAttention(TransformerConfig(**sizes, context_parallel_size=2, attention_dropout=dropout))
     query, key, value, grad = (own_chunks(tensor, 0) for tensor in _tensors())
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    pieces = document_pieces(own_chunks(document_starts()), dist.get_rank(), 2) if documents else None
+    packed = PackedDocuments(own_chunks(document_starts()), dist.get_rank(), 2) if documents else None
     has_kernel = attention_kernels.has_kernel if kernels else lambda *unused: False
     with mock.patch("core.transformer.dot_product_attention.has_kernel", has_kernel):
-        output = core(*leaves, None, pieces=pieces)
+        output = core(*leaves, None, documents=packed)
     output.backward(grad.flatten(2))
     get_rng_tracker().reset()
     return [output.detach(), *(leaf.grad for leaf in leaves)]
@@ -174,6 +168,15 @@ class _LargestTensor(TorchDispatchMode):
 
     elements = 0
 
+    def watching(self, function):
+        """Returns a function within which this mode is on: it does not see into an operation from outside."""
+
+        def watched(*args):
+            with self:
+                return function(*args)
+
+        return watched
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = func(*args, **(kwargs or {}))
         for tensor in given if isinstance(given, (tuple, list)) else (given,):
@@ -187,12 +190,11 @@ def _largest_of_cut_attention(length: int) -> int:
     leaves = [torch.randn(length // 2, 1, 2, 8, requires_grad=True) for _ in range(3)]
     starts = (torch.arange(length) // 200 * 200).unsqueeze(0)
     group = parallel_state.get_context_parallel_group()
-    with _LargestTensor() as largest:
-        for pieces in (
-            causal_pieces(length // 2, dist.get_rank(), 2),
-            document_pieces(own_chunks(starts), dist.get_rank(), 2),
-        ):
-            attend_in_pieces(*leaves, pieces, 0.0, group).sum().backward()
+    largest = _LargestTensor()
+    forward, backward = (largest.watching(f) for f in (piecewise_attention._forward, piecewise_attention._backward))
+    with mock.patch.multiple(piecewise_attention, _forward=forward, _backward=backward):
+        for documents in (None, own_chunks(starts)):
+            attend_in_pieces(*leaves, documents, 0.0, group).sum().backward()
     return largest.elements
 
 

@@ -5,6 +5,7 @@ import torch
 
 from core.errors import DataError
 from core.transformer.document_masks import (
+    PackedDocuments,
     Piece,
     causal_pieces,
     chunk_places,
@@ -43,7 +44,8 @@ def test_every_pair_is_computed_once(size: int, documents: bool):
         pieces = document_pieces(STARTS[:, own], rank, size) if documents else causal_pieces(length, rank, size)
         seen = _seen(pieces, 2, own, 8)
         assert torch.equal(seen, visible[:, own])
-        assert torch.equal(visible_keys(pieces, own, 2, 8)[:, 0].int(), visible[:, own])
+        mask = visible_keys(STARTS[:, own] if documents else None, own, 8)
+        assert torch.equal(mask[:, 0].int().expand(2, -1, -1), visible[:, own])
         work.add(int(seen.sum()))
     assert documents or len(work) == 1  # under a causal mask all ranks do the same
 
@@ -58,8 +60,21 @@ def test_one_document_takes_no_more_calls_than_none_said():
     assert document_pieces(torch.zeros(3, 8, dtype=torch.long)) == causal_pieces(8)
 
 
+def test_bounds_have_one_shape_for_every_layout():
+    for starts, bounds, longest in (
+        (STARTS, [0, 3, 5, 8, 9, 15, 16], 6),
+        (torch.zeros(2, 8, dtype=torch.long), [0, 8, 16], 8),
+        (torch.arange(8).expand(2, 8), [*range(17)], 1),
+    ):
+        documents = PackedDocuments(starts)
+        assert documents.counts.tolist() == [len(bounds) - 1, longest]
+        assert documents.bounds.dtype == torch.int32
+        assert documents.bounds.tolist() == bounds + [16] * (17 - len(bounds))
+    assert PackedDocuments(STARTS[:, [0, 1, 6, 7]], 0, 2).bounds is None
+
+
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(DataError, match=r"two equal chunks .* 7 tokens are not; .* multiple of 4"):
         causal_pieces(7, 0, 2)
     with pytest.raises(DataError, match=r"position 1 of row 0 .* begins behind it, at 5"):
-        document_pieces(torch.tensor([[0, 5, 0]]))
+        PackedDocuments(torch.tensor([[0, 5, 0]]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,26 +19,12 @@ from tests.functional._runs import FFN, HIDDEN, SEQUENCE, build_gpt, ddp_config,
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import gradients
+from tests.unit.distributed.model._graphs import counted_graphs
 
 LAYERS = 10
 """More than the 8 compilations of one function after which torch gives up and runs it uncompiled."""
 
 WRAPPERS = ("ddp", "zero1, overlapped", "zero2, overlapped", "zero3", "fsdp2")
-
-
-@contextmanager
-def _counted_graphs(compiler: str) -> Iterator[list[int]]:
-    """Notes the number of operations of each graph that is compiled."""
-    found: list[int] = []
-
-    def compile_graph(graph: Any, inputs: Any) -> Any:
-        found.append(sum(node.op == "call_function" for node in graph.graph.nodes))
-        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
-
-    torch._dynamo.reset()  # the processes of ranks are reused, and with them what is compiled
-    counters.clear()
-    with mock.patch.object(memory_budget, "COMPILER", compile_graph):
-        yield found
 
 
 def _train(wrapper: str, tied: bool, fields: dict[str, Any]) -> None:
@@ -58,7 +42,7 @@ def _train(wrapper: str, tied: bool, fields: dict[str, Any]) -> None:
 
 
 def _graphs(wrapper: str, tied: bool, fields: dict[str, Any]) -> tuple[list[int], dict[str, int], dict[str, int]]:
-    with _counted_graphs("aot_eager") as found:
+    with counted_graphs("aot_eager") as found:
         _train(wrapper, tied, {"compile_units": True, **fields})
     return found, dict(counters["graph_break"]), dict(counters["frames"])
 

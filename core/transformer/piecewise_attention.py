@@ -1,0 +1,259 @@
+"""Attention of a rank's queries to the keys of all ranks, one call of a kernel for each piece of the queries.
+
+Keys and values are all-gathered in forward and again in backward, so that a rank saves only its own; their gradients
+are reduce-scattered. The attention of a chunk's queries to its own keys is computed during the gather. No mask and no
+scores are ever in memory.
+
+All pieces together are one operation of torch (`torch.library`), which reads where documents begin when it runs: code
+compiled for one layout of documents serves all of them, and collectives break no graph. Only attention that drops
+weights is no such operation, because the random state that it saves differs from device to device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._torch_compat import group_of_name
+from ..tensor_parallel.groups import Group, group_rank, group_size
+from .attention_kernels import Attended, attend, attend_backward, combine
+from .context_parallel import GatheringKeys, ScatteringGradients
+from .document_masks import Piece, causal_pieces, document_pieces
+
+FORWARD, BACKWARD = "shardstack::attend_in_pieces", "shardstack::attend_in_pieces_backward"
+"""The operations' names in torch; a group is the name of a process group, empty for a rank alone."""
+
+_Random = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+"""The random states of a piece: for its own keys, and for those before."""
+
+
+def attend_in_pieces(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    document_starts: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    group: Group = None,
+) -> torch.Tensor:
+    """Computes causal attention of this rank's queries to the keys of all ranks, each document to itself.
+
+    Args:
+        query: `[s / cp, b, heads, d]`.
+        key, value: `[s / cp, b, groups, d]`.
+        document_starts: `[b, s / cp]`, as in `document_pieces`; None without documents.
+        dropout: probability; drawn from torch's default stream.
+        group: the context-parallel ranks; None is one rank, with the whole sequence.
+
+    Returns:
+        `[s / cp, b, heads, d]`.
+    """
+    output: torch.Tensor
+    if dropout > 0.0:
+        output = _DroppingAttention.apply(query, key, value, document_starts, dropout, group)
+    else:
+        name = "" if group is None else group.group_name
+        output = torch.ops.shardstack.attend_in_pieces(query, key, value, document_starts, name)[0]
+    return output
+
+
+class _DroppingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        document_starts: torch.Tensor | None,
+        dropout: float,
+        group: Group,
+    ) -> torch.Tensor:
+        ctx.pieces, ctx.dropout, ctx.group = _pieces(query, document_starts, group), dropout, group
+        output, logsumexp, ctx.random = _forward(query, key, value, ctx.pieces, dropout, group)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        grads = _backward(grad, query, key, value, output, logsumexp, ctx.pieces, ctx.random, ctx.dropout, ctx.group)
+        return *grads, None, None, None
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Sequence[Piece], dropout: float, group: Group
+) -> tuple[torch.Tensor, torch.Tensor, list[_Random]]:
+    """Returns the output, the log-sum-exp `[b, heads, s / cp]`, and the random states of each piece."""
+    gathering = GatheringKeys(key, value, group)
+    found = [_attend_to_own(query, key, value, piece, dropout) for piece in pieces]
+    whole_key, whole_value = gathering.wait()
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)  # [s / cp, b, heads, d]
+    logsumexp = found[0].logsumexp.new_empty(query.shape[1], query.shape[2], query.shape[0])  # [b, heads, s / cp]
+    random = []
+    for piece, own in zip(pieces, found, strict=True):
+        both, before = own, None
+        if _sees_before(piece):
+            keys, values = (_heads_first(t[piece.before, piece.rows]) for t in (whole_key, whole_value))
+            before = attend(_queries(query, piece), keys, values, causal=False, dropout=dropout)
+            both = combine(before, own)
+        _queries(output, piece).copy_(both.output)
+        logsumexp[piece.rows, :, piece.queries] = both.logsumexp
+        random.append((own.random, () if before is None else before.random))
+    return output, logsumexp, random
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    pieces: Sequence[Piece],
+    random: Sequence[_Random],
+    dropout: float,
+    group: Group,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gathers, with half of the pieces' own keys meanwhile; then keys before them; reduce-scatters, with the rest."""
+    grad = grad.contiguous()
+    grad_query, grad_key, grad_value = (
+        torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
+    )
+
+    def add(
+        piece: Piece, keys: torch.Tensor, values: torch.Tensor, causal: bool, state: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds to the gradient of a piece's queries; returns the gradients of these keys and values."""
+        found = Attended(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
+        views = (_queries(grad, piece), _queries(query, piece), keys, values)
+        of_query, of_keys, of_values = attend_backward(*views, found, causal=causal, dropout=dropout)
+        _queries(grad_query, piece).add_(of_query)
+        return of_keys, of_values
+
+    def add_own(first: int, last: int) -> None:
+        for piece, (state, _) in zip(pieces[first:last], random[first:last], strict=True):
+            grads = add(piece, _queries(key, piece), _queries(value, piece), True, state)
+            for total, part in zip((grad_key, grad_value), grads, strict=True):
+                _queries(total, piece).add_(part)
+
+    half = len(pieces) // 2
+    gathering = GatheringKeys(key, value, group)
+    add_own(0, half)
+    whole_key, whole_value = gathering.wait()
+    grad_whole = key.new_zeros(len(whole_key), 2, *key.shape[1:])  # [s, key and value, b, groups, d]
+    for piece, (_, state) in zip(pieces, random, strict=True):
+        if _sees_before(piece):
+            keys, values = (_heads_first(t[piece.before, piece.rows]) for t in (whole_key, whole_value))
+            grads = add(piece, keys, values, False, state)
+            for total, part in zip(grad_whole.unbind(1), grads, strict=True):
+                _heads_first(total[piece.before, piece.rows]).add_(part)
+    del whole_key, whole_value
+    scattering = ScatteringGradients(grad_whole, group)
+    del grad_whole
+    add_own(half, len(pieces))
+    for total, part in zip((grad_key, grad_value), scattering.wait(), strict=True):
+        total.add_(part)
+    return grad_query, grad_key, grad_value
+
+
+def _pieces(query: torch.Tensor, document_starts: torch.Tensor | None, group: Group) -> list[Piece]:
+    rank, size = group_rank(group), group_size(group)
+    if document_starts is None:
+        return causal_pieces(query.shape[0], rank, size)
+    return document_pieces(document_starts, rank, size)
+
+
+def _attend_to_own(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, dropout: float
+) -> Attended:
+    """Computes the causal attention of a piece's queries to their own keys."""
+    views = (_queries(tensor, piece) for tensor in (query, key, value))
+    return attend(*views, causal=True, dropout=dropout)
+
+
+def _queries(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Returns the `[b, n, s, d]` of a piece as a view of `[s / cp, b, n, d]`."""
+    return _heads_first(tensor[piece.queries, piece.rows])
+
+
+def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `[s, b, n, d]` as a view `[b, n, s, d]`."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def _sees_before(piece: Piece) -> bool:
+    return bool(piece.before.stop > piece.before.start)
+
+
+# ---- the operation: its kernels, the shapes that the compiler sees, and its derivative
+
+
+def _named(group: str) -> Group:
+    return group_of_name(group) if group else None
+
+
+def _operation(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, document_starts: torch.Tensor | None, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks = _named(group)
+    output, logsumexp, _ = _forward(query, key, value, _pieces(query, document_starts, ranks), 0.0, ranks)
+    return output, logsumexp
+
+
+def _backward_operation(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    document_starts: torch.Tensor | None,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ranks = _named(group)
+    pieces = _pieces(query, document_starts, ranks)
+    random: list[_Random] = [((), ())] * len(pieces)
+    return _backward(grad, query, key, value, output, logsumexp, pieces, random, 0.0, ranks)
+
+
+def _shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, document_starts: torch.Tensor | None, group: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    length, rows, heads, _ = query.shape
+    in_double = query.dtype == torch.float64
+    logsumexp = query.new_empty(rows, heads, length, dtype=torch.float64 if in_double else torch.float32)
+    return query.new_empty(query.shape), logsumexp
+
+
+def _backward_shapes(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.group = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _derivative(ctx: Any, grad: torch.Tensor, unused: Any) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, document_starts, output, logsumexp = ctx.saved_tensors
+    saved = (query, key, value, output, logsumexp, document_starts)
+    return *torch.ops.shardstack.attend_in_pieces_backward(grad, *saved, ctx.group), None, None
+
+
+torch.library.define(
+    FORWARD, "(Tensor query, Tensor key, Tensor value, Tensor? document_starts, str group) -> (Tensor, Tensor)"
+)
+torch.library.define(
+    BACKWARD,
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, Tensor? document_starts, "
+    "str group) -> (Tensor, Tensor, Tensor)",
+)
+for _name, _kernel, _fake in ((FORWARD, _operation, _shapes), (BACKWARD, _backward_operation, _backward_shapes)):
+    torch.library.impl(_name, "CompositeExplicitAutograd", _kernel)
+    torch.library.register_fake(_name, _fake)
+torch.library.register_autograd(FORWARD, _derivative, setup_context=_save)
