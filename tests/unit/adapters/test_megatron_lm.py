@@ -40,7 +40,9 @@ def _trains_as_one_process(tied: bool, per_token: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-2 * _megatron.LR)
 
 
-@pytest.mark.parametrize(("tied", "per_token"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("tied", "per_token"), [(False, False), pytest.param(True, False, marks=pytest.mark.long), (False, True)]
+)
 def test_it_trains_as_one_process_with_one_reduction_a_step(tied: bool, per_token: bool) -> None:
     run_distributed(_trains_as_one_process, 2, tied, per_token)
 

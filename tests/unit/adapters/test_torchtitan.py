@@ -43,7 +43,11 @@ def _trains_as_one_process(chunked: bool, backend: str, tied: bool) -> None:
 
 @pytest.mark.parametrize(
     ("chunked", "backend", "tied"),
-    [(False, "spmd_types", False), (True, "spmd_types", False), (False, "partial_dtensor", True)],
+    [
+        pytest.param(False, "spmd_types", False, marks=pytest.mark.long),
+        (True, "spmd_types", False),
+        (False, "partial_dtensor", True),
+    ],
 )
 def test_its_trainer_trains_as_one_process_with_one_reduction_a_step(chunked: bool, backend: str, tied: bool) -> None:
     run_distributed(_trains_as_one_process, 2, chunked, backend, tied)

@@ -54,7 +54,9 @@ def _with_own_loss(kind: str, folder: str, strategies: list[str | None], argumen
     [
         ("mean of ranks", {}),
         ("doubled", {}),
-        ("doubled", {"average_tokens_across_devices": False, "max_grad_norm": 0.0}),
+        pytest.param(
+            "doubled", {"average_tokens_across_devices": False, "max_grad_norm": 0.0}, marks=pytest.mark.long
+        ),
     ],
     ids=["mean of ranks", "doubled", "tokens of ranks apart"],
 )
@@ -102,7 +104,9 @@ def _in_precision(
     return found
 
 
-@pytest.mark.parametrize("in_bf16", [False, True], ids=["autocast", "bf16 weights"])
+@pytest.mark.parametrize(
+    "in_bf16", [False, pytest.param(True, marks=pytest.mark.long)], ids=["autocast", "bf16 weights"]
+)
 def test_low_precision_is_the_same_under_every_strategy(in_bf16, tmp_path):
     arguments = {"bf16": True, "optim": "adamw_torch", "learning_rate": 0.01}
     (one,) = run_distributed(_in_precision, 1, str(tmp_path), ["no_shard"], in_bf16, arguments)[0]

@@ -60,7 +60,9 @@ def _trained(kind: str, folder: str, strategies: list[str | None], fields: dict,
     return found
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("llama", {"tied": True}), ("qwen3", {})])
+@pytest.mark.parametrize(
+    ("kind", "fields"), [("llama", {"tied": True}), pytest.param("qwen3", {}, marks=pytest.mark.long)]
+)
 def test_a_trainer_computes_what_it_does_in_one_process(kind, fields, tmp_path):
     (expected, alone) = run_distributed(_trained, 1, kind, str(tmp_path), [None, "optim_grads_params"], fields, {})[0]
     assert len(expected.losses) == 4  # of windows of 6, 4, 6 and 4 sequences
@@ -119,6 +121,7 @@ def _trained_adapters(folder: str, strategies: list[str | None]) -> list[Trained
     return found
 
 
+@pytest.mark.long
 def test_low_rank_adapters_train_under_recomputation_and_are_saved(tmp_path):
     pytest.importorskip("peft")
     import peft

@@ -11,6 +11,7 @@ from torch import nn
 from core.adapters.lightning import ShardstackFabricStrategy, ShardstackOptimizer
 from core.errors import CheckpointError, ConfigError, OptimizerError
 from core.optimizer import OptimizerConfig
+from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net, batch
 from tests.unit.adapters.lightning._module import (
@@ -68,7 +69,7 @@ def _as_serial(sharding: str, folder: str) -> None:
         assert all(torch.equal(ended[name], value) for name, value in expected_end.items())
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding.startswith(("optim_grads", "fsdp2"))))
 def test_a_loop_is_that_of_one_process_and_continues_bitwise(sharding, tmp_path):
     run_distributed(_as_serial, 2, sharding, str(tmp_path))
 
@@ -192,7 +193,7 @@ def _two_models(sharding: str) -> None:
         assert torch.equal(value, expected)
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
 def test_two_models_keep_their_gradients_apart(sharding):
     run_distributed(_two_models, 2, sharding)
 

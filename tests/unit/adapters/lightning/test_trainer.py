@@ -18,6 +18,7 @@ from core.adapters.lightning import ShardstackOptimizer, ShardstackStrategy
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from core.errors import CheckpointError, ConfigError, OptimizerError, WrapError
 from core.optimizer import OptimizerConfig
+from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters.lightning._module import (
     CLIP,
@@ -76,7 +77,7 @@ class _OwnOptimizer(Module):
         return optimizer
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim", "fsdp2")))
 def test_adamw_of_torch_and_our_optimizer_do_the_same(sharding, tmp_path):
     run_distributed(_adamw, 2, sharding, str(tmp_path))
 
@@ -93,7 +94,7 @@ def _counted(sharding: str, folder: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding.startswith(("optim_grads", "fsdp2"))))
 def test_gradients_are_reduced_once_a_step(sharding, tmp_path):
     for with_accumulation, without in run_distributed(_counted, 2, sharding, str(tmp_path)):
         assert with_accumulation == without and without % STEPS == 0 and without > 0
@@ -148,7 +149,7 @@ class Dropped(Module):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("sharding", quick(SHARDINGS, lambda sharding: sharding in ("optim_grads_params", "fsdp2")))
 def test_a_run_continues_bitwise_with_callbacks_and_loggers(sharding, tmp_path):
     run_distributed(_epochs, 2, sharding, str(tmp_path))
 
@@ -220,6 +221,7 @@ def _meta(folder: str) -> None:
         assert all(torch.equal(other[name], value) for name, value in ends[0].items())
 
 
+@pytest.mark.long  # as under Fabric
 def test_a_model_on_meta_is_drawn_after_it_is_sharded(tmp_path):
     run_distributed(_meta, 2, str(tmp_path))
 
@@ -242,6 +244,7 @@ def _precision(folder: str) -> None:
                 trainer(ShardstackStrategy(), folder, precision=precision)
 
 
+@pytest.mark.long
 def test_precisions(tmp_path):
     run_distributed(_precision, 2, str(tmp_path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.model import memory_budget
 from core.errors import ParallelConfigError
 from tests.functional._runs import FFN, HIDDEN, SEQUENCE, build_gpt, ddp_config, micro_batches
+from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import gradients
@@ -48,17 +50,15 @@ def _graphs(wrapper: str, tied: bool, fields: dict[str, Any]) -> tuple[list[int]
 
 
 @pytest.mark.parametrize(
-    ("tied", "recomputes"),
-    [
-        (True, "none"),
-        (True, "selective"),
-        *(
-            pytest.param(tied, recomputes, marks=pytest.mark.long)
-            for tied, recomputes in ((False, "none"), (False, "selective"), (False, "full"), (True, "full"))
+    ("wrapper", "tied", "recomputes"),
+    quick(
+        product(WRAPPERS, (True, False), ("none", "selective", "full")),
+        lambda case: (
+            case in (("ddp", True, "none"), ("zero2, overlapped", True, "none"))
+            or case in (("zero3", True, "none"), ("fsdp2", True, "selective"))
         ),
-    ],
+    ),
 )
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_all_layers_share_one_graph_without_breaks(wrapper: str, tied: bool, recomputes: str) -> None:
     for graphs, breaks, frames in run_distributed(_graphs, 2, wrapper, tied, {"activation_checkpointing": recomputes}):
         assert not breaks
@@ -104,9 +104,7 @@ def _saves_less_for_less(wrapper: str, budgets: list[float]) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    "wrapper", ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.long) for name in WRAPPERS[1:-1])]
-)
+@pytest.mark.parametrize("wrapper", quick(WRAPPERS, lambda wrapper: wrapper == "fsdp2"))
 def test_a_smaller_budget_saves_less_for_backward_and_changes_no_number(wrapper: str) -> None:
     for most, some, few, none in run_distributed(_saves_less_for_less, 2, wrapper, [1.0, 0.5, 0.2, 0.0]):
         assert most > some > few > none
