@@ -20,7 +20,7 @@ from core.distributed import _BaseDataParallel, finalize_model_grads, wrap_model
 from core.models.gpt import GPTModel
 from core.optimizer import MegatronOptimizer
 from core.transformer import Float16Module, TransformerConfig, own_chunks
-from core.transformer.context_parallel import _Scattering
+from core.transformer.context_parallel import ScatteringGradients
 from tests.functional._runs import (
     VOCABULARY,
     Batch,
@@ -194,12 +194,12 @@ def _labels_in_whole_order() -> AbstractContextManager[Any]:
 def _keys_keep_their_own_gradient() -> AbstractContextManager[Any]:
     """Gradients of a rank's keys and values from other ranks' queries are lost."""
 
-    def wait(self: _Scattering) -> tuple[torch.Tensor, ...]:
+    def wait(self: ScatteringGradients) -> tuple[torch.Tensor, ...]:
         assert self.work is not None
         self.work.wait()
         return self.both.zero_().unbind(1)
 
-    return mock.patch.object(_Scattering, "wait", wait)
+    return mock.patch.object(ScatteringGradients, "wait", wait)
 
 
 _finalize_module = sys.modules[finalize_model_grads.__module__]  # whose name in the package is its function's
