@@ -17,7 +17,6 @@ from core.optimizer.exact_squares import (
     sum_of_squares,
 )
 
-
 CPU = torch.device("cpu")
 
 
