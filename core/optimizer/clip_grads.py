@@ -22,10 +22,10 @@ from ..comm.host_read import known_on_host
 from ..device import current_device
 from .exact_squares import (
     CHUNK_ELEMENTS,
-    digits_of,
     exponent_of_unit,
     largest_magnitude,
     root_of_digits,
+    sum_fits,
     sum_of_squares,
 )
 from .main_params import MainParam
@@ -74,7 +74,7 @@ class GradientStatistics:
     def measure(self, grads: Sequence[Tensor | None], count_zeros: bool = False) -> Tensor:
         """Returns the L2 norm of the gradient, and how many of its elements are zero if asked, else 0.
 
-        Every rank has to call it. Waits for no device, unless the norm is to be exact.
+        Every rank has to call it. Waits for no device.
 
         Args:
             grads: this rank's gradients, in the order of the parameters; None where there is none this step.
@@ -83,9 +83,7 @@ class GradientStatistics:
             `[2]` in double, on the device of this process.
         """
         if self._is_exact:
-            return torch.tensor(
-                self._measure_exactly(grads, count_zeros), dtype=torch.float64, device=current_device()
-            )
+            return self._measure_exactly(grads, count_zeros)
         device = current_device()
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for key, groups in self._shard_groups.items():
@@ -100,31 +98,31 @@ class GradientStatistics:
         self._reduce_over_model(total, "the gradient norm over the model")
         return torch.stack([total[0].sqrt(), total[1]])
 
-    def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> tuple[float, int]:
-        """Returns the same two numbers; the host adds up, and waits for the device."""
+    def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> Tensor:
+        """Returns the same two numbers. Only gradients of the host, of a model on a device, make it wait for that."""
         device = current_device()
         largest = torch.zeros((), dtype=torch.float64, device=device)
         for key, groups in self._shard_groups.items():
-            of_key = torch.full_like(largest, largest_magnitude(self._counted(grads, key)))
+            of_key = largest_magnitude(self._counted(grads, key), device)
             for group in groups:
                 all_reduce_by_backend(of_key, group, what="the largest gradient", op=dist.ReduceOp.MAX)
             largest = torch.maximum(largest, of_key)
         self._reduce_over_model(largest, "the largest gradient", dist.ReduceOp.MAX)
-        exponent = exponent_of_unit(largest.item())
+        exponent = exponent_of_unit(largest)
         total = torch.zeros(3, dtype=torch.int64, device=device)
         for key, groups in self._shard_groups.items():
             counted = self._counted(grads, key)
-            squares = 0 if exponent is None else sum_of_squares(counted, exponent)
-            zeros = int(_count_zeros(counted)) if counted and count_zeros else 0
-            sums = torch.tensor([*digits_of(squares), zeros], dtype=torch.int64, device=device)
+            zeros = total.new_zeros(1)
+            if counted and count_zeros:
+                zeros += _count_zeros(counted).to(device)
+            sums = torch.cat([sum_of_squares(counted, exponent), zeros])
             for group in groups:
                 all_reduce_by_backend(sums, group, what="the gradient norm")
             if self._is_first_of_model or key not in self._summed_over_model:
                 total += sums
         self._reduce_over_model(total, "the gradient norm over the model")
-        *digits, num_zeros = total.tolist()
-        norm = math.inf if exponent is None else root_of_digits(digits, exponent)
-        return norm, num_zeros
+        norm = torch.where(sum_fits(largest), root_of_digits(total[:2], exponent), math.inf)
+        return torch.stack([norm, total[2].double()])
 
     def _counted(self, grads: Sequence[Tensor | None], key: tuple[str, ...]) -> list[Tensor]:
         return [grad for grad in (grads[i] for i in self._members[key]) if grad is not None and grad.numel()]

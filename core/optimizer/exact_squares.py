@@ -3,13 +3,13 @@
 All ranks agree on a unit, 2^-46 of the square of the power of two above the largest magnitude. Each square, computed
 in double, is rounded to a multiple of it; the sum of these integers is exact, in any order. The rounding is of each
 element alone, so that the sum depends on the elements and on nothing else; it is off by half a unit an element at
-most.
+most. Every number stays on the device of the gradients: the host waits for none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,57 +22,92 @@ CHUNK_ELEMENTS = 1 << 16
 
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
 _LOW_BITS = 32
+_LOW = (1 << _LOW_BITS) - 1
 _LEAST_EXPONENT = -1020
 """Even, and above those of subnormal numbers."""
 
+_LARGEST_EXPONENT = 1023 - 53 + _BITS
+"""Of the square of the power of two above the largest magnitude: beyond, a square exceeds what double holds."""
 
-def largest_magnitude(grads: Sequence[Tensor]) -> float:
-    """Returns the largest absolute value; infinity if any value is not finite."""
-    on_host = [extreme for grad in grads if grad.device.type == "cpu" for extreme in torch.aminmax(grad)]
-    on_device = [grad for grad in grads if grad.device.type != "cpu"]
-    found = [abs(extreme.item()) for extreme in on_host]
+
+def largest_magnitude(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Returns the largest absolute value, 0-dim in double on `device`; infinity if any value is not finite."""
+    on_host = [extreme.double() for grad in grads if not grad.is_cuda for extreme in torch.aminmax(grad)]
+    on_device = [grad for grad in grads if grad.is_cuda]
+    found = torch.zeros((), dtype=torch.float64, device=device)
+    if on_host:
+        found = torch.stack(on_host).abs().max().to(device)
     if on_device:
-        found.append(torch.stack(torch._foreach_norm(on_device, math.inf)).max().item())
-    return max((value if value < math.inf else math.inf for value in found), default=0.0)  # NaN is in no order
+        norms = torch._foreach_norm(on_device, math.inf)
+        found = torch.maximum(found, torch.stack([norm.double() for norm in norms]).max())
+    return torch.where(found < math.inf, found, math.inf)  # NaN is in no order
 
 
-def exponent_of_unit(largest: float) -> int | None:
-    """Returns the exponent, even, of the unit for these magnitudes; None where a square exceeds what double holds."""
-    exponent = 2 * math.frexp(largest)[1] if math.isfinite(largest) else 1 << 20
-    return None if exponent > 1023 - 53 + _BITS else max(exponent - _BITS, _LEAST_EXPONENT)
+def exponent_of_unit(largest: Tensor) -> Tensor:
+    """Returns the exponent, even, of the unit for these magnitudes, 0-dim; of no meaning unless `sum_fits`."""
+    above = _exponent_of_square(largest).clamp(max=_LARGEST_EXPONENT)
+    return (above - _BITS).clamp(min=_LEAST_EXPONENT)
 
 
-def sum_of_squares(grads: Iterable[Tensor], exponent: int) -> int:
-    """Returns the sum in units of ``2^exponent``."""
-    total = 0
-    buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64)
-    anchor = math.ldexp(1.5, 52 + exponent)  # numbers just above it are multiples of the unit
-    bits = int(torch.tensor(anchor, dtype=torch.float64).view(torch.int64))
+def sum_fits(largest: Tensor) -> Tensor:
+    """Returns whether double holds every square: not where a value is not finite."""
+    return largest.isfinite() & (_exponent_of_square(largest) <= _LARGEST_EXPONENT)
+
+
+def sum_of_squares(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
+    """Returns the sum in units of ``2^exponent``, as two digits, `[2]`, whose sums over ranks fit in 64 bits."""
+    device = exponent.device
+    digits = [torch.zeros(2, dtype=torch.int64, device=device)]
+    on_host = [grad for grad in grads if not grad.is_cuda]
+    if on_host:
+        digits.append(_sum_on_host(on_host, exponent.to("cpu") if exponent.is_cuda else exponent).to(device))
+    on_device = [chunk for g in grads if g.is_cuda for chunk in g.reshape(-1).split(_DEVICE_CHUNK_ELEMENTS)]
+    if on_device:
+        anchor = _anchor(exponent)
+        bits = anchor.view(torch.int64)
+        for chunk in on_device:
+            units = chunk.double().square_().add_(anchor).view(torch.int64).sub_(bits)
+            digits.append(torch.stack([(units >> _LOW_BITS).sum(), (units & _LOW).sum()]))
+    return torch.stack(digits).sum(0)
+
+
+def root_of_digits(digits: Tensor, exponent: Tensor) -> Tensor:
+    """Returns the square root, 0-dim in double, of a sum of `sum_of_squares`, which it rounds once."""
+    high, low = digits.unbind()
+    high, low = high + (low >> _LOW_BITS), low & _LOW  # now both are exact in double
+    return (high.double() * float(1 << _LOW_BITS) + low.double()).sqrt() * power_of_two(exponent // 2)
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Returns ``2^exponent`` in double, exactly: by its bits.
+
+    Args:
+        exponent: int64, from -1022 to 1023.
+    """
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def _exponent_of_square(largest: Tensor) -> Tensor:
+    finite = torch.where(largest.isfinite(), largest, 0.0)
+    return 2 * torch.frexp(finite).exponent.long()
+
+
+def _anchor(exponent: Tensor) -> Tensor:
+    """Returns a number that those just above it differ from by multiples of ``2^exponent``."""
+    return 1.5 * power_of_two(exponent + 52)
+
+
+def _sum_on_host(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
+    """Returns the same for tensors of the CPU; none is converted to double as a whole."""
+    sums, sizes = [], []
+    buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64, device="cpu")
+    anchor = _anchor(exponent)
     for grad in grads:
-        if grad.device.type == "cpu":
-            for chunk in grad.reshape(-1).split(CHUNK_ELEMENTS):
-                double = buffer[: chunk.numel()].copy_(chunk)
-                units = double.mul_(double).add_(anchor).view(torch.int64)  # the anchor's bits, plus the units
-                total += _signed(int(units.sum()) - chunk.numel() * bits)
-        else:
-            for chunk in grad.reshape(-1).split(_DEVICE_CHUNK_ELEMENTS):
-                units = chunk.double().square_().add_(anchor).view(torch.int64).sub_(bits)
-                high, low = (units >> _LOW_BITS).sum(), (units & ((1 << _LOW_BITS) - 1)).sum()
-                total += (int(high) << _LOW_BITS) + int(low)
-    return total
-
-
-def digits_of(total: int) -> list[int]:
-    """Returns two digits whose sums over ranks fit in 64 bits."""
-    return [total >> _LOW_BITS, total & ((1 << _LOW_BITS) - 1)]
-
-
-def root_of_digits(digits: Sequence[int], exponent: int) -> float:
-    """Returns the square root of a sum of `digits_of`, in units of ``2^exponent``."""
-    high, low = digits
-    return math.ldexp(math.sqrt((high << _LOW_BITS) + low), exponent // 2)
-
-
-def _signed(number: int) -> int:
-    """Returns the number of 64 bits with a sign that equals `number` modulo 2^64."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+        for chunk in grad.reshape(-1).split(CHUNK_ELEMENTS):
+            double = buffer[: chunk.numel()].copy_(chunk)
+            units = double.mul_(double).add_(anchor).view(torch.int64)  # the anchor's bits, plus the units
+            sums.append(units.sum())
+            sizes.append(chunk.numel())
+    # Sums are modulo 2^64; of the units alone, 62 bits are left.
+    units_of_chunks = torch.stack(sums) - torch.tensor(sizes, device="cpu") * anchor.view(torch.int64)
+    return torch.stack([(units_of_chunks >> _LOW_BITS).sum(), (units_of_chunks & _LOW).sum()])

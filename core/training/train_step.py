@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .. import device, parallel_state
 from ..comm.collectives import all_reduce_by_backend
+from ..comm.host_read import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
@@ -85,7 +86,7 @@ def train_step(
             all_reduce_by_backend(totals[2:], what="the wish to stop", op=dist.ReduceOp.MAX)
         if tree is not None:
             exact = exact_totals(rows, group)
-            totals[:2] = totals.new_tensor([exact[0], exact[1] if per_token else 1.0])
+            totals[:2] = exact if per_token else torch.stack([exact[0], torch.ones_like(exact[1])])
         return RunningStep(optimizer, scheduler, totals)
 
 
@@ -101,7 +102,7 @@ def evaluate(model: _BaseDataParallel, batches: Iterator[Batch], num_batches: in
             rows.append(torch.stack([masked_sum.double(), tokens.double()]))
     finally:
         model.train(was_training)
-    total_loss, total_tokens = exact_totals(rows, model.process_group)
+    total_loss, total_tokens = HostRead(exact_totals(rows, model.process_group)).wait()
     return total_loss / max(total_tokens, 1.0)
 
 

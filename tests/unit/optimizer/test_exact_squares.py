@@ -9,18 +9,32 @@ import pytest
 import torch
 
 from core.optimizer.exact_squares import (
-    digits_of,
     exponent_of_unit,
     largest_magnitude,
+    power_of_two,
     root_of_digits,
+    sum_fits,
     sum_of_squares,
 )
 
+CPU = torch.device("cpu")
 
-def _norm(grads: list[torch.Tensor]) -> float:
-    exponent = exponent_of_unit(largest_magnitude(grads))
-    assert exponent is not None
-    return root_of_digits(digits_of(sum_of_squares(grads, exponent)), exponent)
+
+def _norm(grads: list[torch.Tensor], ranks: int = 1) -> float:
+    """The norm of what `ranks` hold, each every so many of the gradients."""
+    largest = largest_magnitude(grads, CPU)
+    assert sum_fits(largest)
+    exponent = exponent_of_unit(largest)
+    digits = sum(sum_of_squares(grads[rank::ranks], exponent) for rank in range(ranks))
+    return root_of_digits(digits, exponent).item()
+
+
+def _sum(values: torch.Tensor) -> tuple[Fraction, Fraction]:
+    """The sum and its unit."""
+    exponent = exponent_of_unit(largest_magnitude([values], CPU))
+    high, low = sum_of_squares([values], exponent).tolist()
+    unit = Fraction(2) ** int(exponent)
+    return ((high << 32) + low) * unit, unit
 
 
 def _values(scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -36,7 +50,7 @@ def _values(scale: float, dtype: torch.dtype) -> torch.Tensor:
 def test_no_cut_and_no_order_changes_a_bit(scale: float, dtype: torch.dtype):
     values = _values(scale, dtype)
     expected = _norm([values])
-    assert _norm(list(values.split(777))) == expected
+    assert all(_norm(list(values.split(777)), ranks) == expected for ranks in (1, 2, 8))
     assert _norm([values[5:], values[:5]]) == expected
     assert (
         _norm([values[torch.randperm(len(values))].view(17, -1) if len(values) % 17 == 0 else values.flip(0)])
@@ -48,15 +62,28 @@ def test_no_cut_and_no_order_changes_a_bit(scale: float, dtype: torch.dtype):
 def test_the_sum_is_the_true_one_to_the_stated_error(scale: float):
     values = _values(scale, torch.float32)
     exact = sum(Fraction(value) ** 2 for value in values.tolist())
-    exponent = exponent_of_unit(largest_magnitude([values]))
-    error = abs(Fraction(sum_of_squares([values], exponent)) * Fraction(2) ** exponent - exact)
-    assert error <= len(values) * Fraction(2) ** exponent / 2
-    assert error / exact < 1e-9  # far below fp32's resolution, to which the norm is rounded
+    found, unit = _sum(values)
+    assert abs(found - exact) <= len(values) * unit / 2
+    assert abs(found - exact) / exact < 1e-9  # far below fp32's resolution, to which the norm is rounded
+    assert _norm([values]) == math.sqrt(found)  # rounded once to double, and by the root
 
 
 def test_values_that_are_not_finite_or_zero():
-    assert largest_magnitude([torch.tensor([1.0, math.nan]), torch.ones(3)]) == math.inf
-    assert largest_magnitude([torch.ones(3), torch.tensor([-math.inf])]) == math.inf
-    assert exponent_of_unit(math.inf) is None and exponent_of_unit(1e300) is None
-    assert _norm([torch.zeros(4)]) == 0.0
+    assert largest_magnitude([torch.tensor([1.0, math.nan]), torch.ones(3)], CPU) == math.inf
+    assert largest_magnitude([torch.ones(3), torch.tensor([-math.inf])], CPU) == math.inf
+    assert largest_magnitude([], CPU) == 0.0
+    for largest in (math.inf, 1e300):
+        assert not sum_fits(torch.tensor(largest, dtype=torch.float64))
+    assert _norm([torch.zeros(4)]) == _norm([]) == 0.0
     assert _norm([torch.tensor([3.0, -4.0])]) == 5.0
+
+
+def test_many_large_squares_do_not_overflow():
+    values = torch.full((3 << 20,), 0.999999)
+    found, _ = _sum(values)
+    assert found == 3 * (1 << 20) * _sum(values[:1])[0]
+
+
+def test_powers_of_two_are_exact_and_of_any_magnitude():
+    exponents = torch.tensor([-1022, -510, 0, 1, 52, 1023])
+    assert power_of_two(exponents).tolist() == [math.ldexp(1.0, exponent) for exponent in exponents.tolist()]

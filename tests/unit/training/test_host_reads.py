@@ -149,9 +149,10 @@ def test_steps_without_a_wait_have_the_same_bits(wrapper: str, precision: dict[s
         assert all(torch.isfinite(weight).all() for weight in weights)
 
 
+@pytest.mark.parametrize("mode", [{}, {"reproducible_across_ranks": True}], ids=["", "reproducible"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_host_reads_once_a_step_and_a_step_late(wrapper: str) -> None:
-    for at, _, _ in run_distributed(_steps, 2, WRAPPERS[wrapper]):
+def test_the_host_reads_once_a_step_and_a_step_late(wrapper: str, mode: dict[str, Any]) -> None:
+    for at, _, _ in run_distributed(_steps, 2, WRAPPERS[wrapper] | mode):
         # The first is of the second step: each before its update, when its two micro-batches are queued.
         assert at == [4, 6, 8, 8]
 
@@ -219,7 +220,11 @@ def _watched_by_cuda() -> Iterator[_Reads]:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0}], ids=str)
+@pytest.mark.parametrize(
+    "precision",
+    [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0}, {"reproducible_across_ranks": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_no_call_of_a_step_waits_for_the_gpu(wrapper: str, precision: dict[str, Any]) -> None:
     changes = WRAPPERS[wrapper] | precision
