@@ -34,7 +34,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Run:
-    """A composition in its parts, each of which continues the one before."""
+    """A composition in parts, each continuing the one before."""
 
     composition: Composition
     parts: tuple[Composition, ...]

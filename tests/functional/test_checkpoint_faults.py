@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
         assert pretrain(corpus, "--load", run).endswith(f"no other checkpoint in {run} is whole")
 
 
-def test_a_flipped_bit_is_found_unasked_where_tensors_are_cut_anew(corpus: Path, run: Path) -> None:
+def test_a_flipped_bit_is_found_unasked_where_tensors_are_cut_again(corpus: Path, run: Path) -> None:
     _damage(run / "iter_0000006", "flipped bit")
     error = pretrain(corpus, "--load", run, "--no-verify-checkpoint", ranks=1)
     assert "rank_00001.bin is damaged in " in error

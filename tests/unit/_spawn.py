@@ -152,7 +152,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
         num_modules = len(sys.modules)
         with process_state_kept():
             try:
-                _name_groups_anew()
+                _restart_group_names()
                 _seed_everything()
                 answer = (True, fn(*args))
             except BaseException:
@@ -181,7 +181,7 @@ _job = -1
 """Number of the job, the same on all ranks: set when it begins."""
 
 
-def _name_groups_anew() -> None:
+def _restart_group_names() -> None:
     """Gives groups that torch names after their ranks (local synchronisation) names that no earlier job used.
 
     Under an old name a rank would find the addresses of the old group in the store, where no rank listens anymore.

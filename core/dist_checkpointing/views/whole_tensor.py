@@ -11,7 +11,7 @@ from .flat_range import FlatRange
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gathers a tensor of which each rank holds a shard or a flat range, bit by bit, detached. All ranks call it."""
+    """Gathers a tensor whose shards or flat ranges ranks hold, bit by bit, detached. All ranks call it."""
     if isinstance(tensor, DTensor):
         full: Tensor = tensor.full_tensor()
         return full.detach()

@@ -195,7 +195,7 @@ class Bucket:
         for accumulator in self.extra_main_grads:
             accumulator.mul_(factor)
 
-    def begin_grads_anew(self) -> None:
+    def restart_grads(self) -> None:
         """Lets the next gradients replace what is in memory."""
         for slot in self.slots:
-            slot.begin_anew()
+            slot.restart()

@@ -70,7 +70,7 @@ class BucketSums:
             for memory in self._sums.set_aside([whole], additions):
                 bucket.buffer.give_back_grads(memory)
             return
-        bucket.begin_grads_anew()
+        bucket.restart_grads()
         if not additions:
             spare = self._spare.pop() if self._spare else bucket.buffer.take_grads(bucket.numel)
             whole = spare.copy_(whole)

@@ -88,7 +88,7 @@ class GradSlot:
         if self.accumulates_in_fp32:
             self.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Keeps the memory, whose values were set aside; the next gradient is copied over them."""
         self.content = self.content.released()
         self.param.main_grad = None  # type: ignore[attr-defined]

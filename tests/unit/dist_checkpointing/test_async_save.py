@@ -162,7 +162,7 @@ def test_a_state_that_is_cut_as_the_last_one_is_copied_before_it_is_planned(tmp_
     assert content(tmp_path / "it") == content(tmp_path / "now")
 
 
-def _cut_anew_on_rank_1(root: str) -> None:
+def _cut_again_on_rank_1(root: str) -> None:
     saver, first = AsyncSaver(), dist.get_rank() == 0
     both = {"a": torch.arange(4.0), "b": torch.arange(8.0)}
     saver.save(both, f"{root}/it", metadata={})  # rank 0 writes one of them, rank 1 the other
@@ -177,7 +177,7 @@ def _cut_anew_on_rank_1(root: str) -> None:
 
 
 def test_what_one_rank_cuts_otherwise_is_planned_before_all_copy(tmp_path):
-    run_distributed(_cut_anew_on_rank_1, 2, str(tmp_path))
+    run_distributed(_cut_again_on_rank_1, 2, str(tmp_path))
     assert content(tmp_path / "it") == content(tmp_path / "now")
     assert content(tmp_path / "fewer") == content(tmp_path / "fewer now")
 

@@ -99,7 +99,7 @@ def build_that_raises() -> nn.Module:
     raise KeyError("width")
 
 
-def build_anew_each_time() -> tuple[nn.Module, object]:
+def build_with_new_values_each_time() -> tuple[nn.Module, object]:
     model = Net()
     with torch.no_grad():
         model.layers[2][2].bias += next(_calls)

@@ -61,7 +61,7 @@ def test_a_name_that_leads_to_no_function_is_refused(name: str, said: str):
         ("build_on_meta", "first.weight is on the meta device"),
         ("build_without_loss", "returned a Net alone, whose forward does not take input_ids and labels"),
         ("build_that_raises", "build_that_raises raised KeyError: 'width'"),
-        ("build_anew_each_time", "is not the same from one build to the next: layers.2.2.bias differs"),
+        ("build_with_new_values_each_time", "is not the same from one build to the next: layers.2.2.bias differs"),
         ("build_another_each_time", "is not the same from one build to the next: scale"),
     ],
 )

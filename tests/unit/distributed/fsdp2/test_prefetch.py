@@ -127,5 +127,5 @@ def _forgets_what_was_gathered_ahead() -> None:
         assert torch.equal(model(x), doubled(x))
 
 
-def test_parameters_gathered_ahead_are_gathered_anew_after_an_update():
+def test_parameters_gathered_ahead_are_gathered_again_after_an_update():
     run_distributed(_forgets_what_was_gathered_ahead, 2)
