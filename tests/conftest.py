@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_end_with_the_session() -> Iterator[None]:
     torch.set_num_threads(1)
+    gc.freeze()  # what the tests have imported: no collection has to look at it again
     start_server()  # before a test changes what its forks would inherit
     yield
     close_pools()

@@ -98,14 +98,20 @@ def sample() -> tuple[Composition, ...]:
 
 
 def quick_sample() -> tuple[Composition, ...]:
-    """Those of the sample, chosen greedily, in which every value meets every wrapper that the sample has it meet."""
-    pairs = {c: {pair for pair in pairs_of(c) if "wrapper" in (pair[0][0], pair[1][0])} for c in sample()}
-    missing = set().union(*pairs.values())
+    """Those of the sample, chosen greedily, in which every layout is, and every other value meets every wrapper that
+    the sample has it meet."""
+    facts: dict[Composition, set[object]] = {c: {c.layout, *_pairs_with_wrapper(c)} for c in sample()}
+    missing = set().union(*facts.values())
     chosen = []
     while missing:
-        chosen.append(max(pairs, key=lambda c: len(pairs[c] & missing) / work(c)))
-        missing -= pairs[chosen[-1]]
+        chosen.append(max(facts, key=lambda c: len(facts[c] & missing) / work(c)))
+        missing -= facts[chosen[-1]]
     return tuple(chosen)
+
+
+def _pairs_with_wrapper(composition: Composition) -> set[Pair]:
+    axes = {pair: {pair[0][0], pair[1][0]} for pair in pairs_of(composition)}
+    return {pair for pair, both in axes.items() if "wrapper" in both and "layout" not in both}
 
 
 def write_sample(seed: int = 1) -> int:

@@ -32,7 +32,7 @@ FSDP2 = (*ENDLESS, "--use-torch-fsdp2", "--num-workers", "1")
     [
         pytest.param(LAUNCH, 0, id="launch-0"),
         pytest.param(LAUNCH, 1, id="launch-1", marks=pytest.mark.long),
-        pytest.param(TORCHRUN, 0, id="torchrun-0"),
+        pytest.param(TORCHRUN, 0, id="torchrun-0", marks=pytest.mark.long),
         pytest.param(TORCHRUN, 1, id="torchrun-1", marks=pytest.mark.long),
     ],
 )

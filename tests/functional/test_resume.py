@@ -111,7 +111,6 @@ def test_another_wrapper_and_number_of_ranks_continue_a_checkpoint(corpus: Path,
     losses = {}
     for name, ranks, flags in (
         ("fsdp2", 2, ["--use-torch-fsdp2"]),
-        ("ddp", 2, []),
         ("tensor parallel", 2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
         ("context parallel", 2, ["--context-parallel-size", "2", "--use-distributed-optimizer"]),
         ("alone", 1, []),

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.functional._program import LIMIT_S, Ended, program_environment, run_program
 
 MODULE = """
@@ -55,6 +57,11 @@ def test_a_model_of_ones_own_is_verified(tmp_path: Path) -> None:
     assert lines[2].split(maxsplit=1) == ["zero2", "equal, bit by bit, as ddp"]
     assert lines[3].split(maxsplit=1)[1].startswith("parts at step 0: the gradient of 2.bias is off by 1.0e+00")
     assert lines[4] == "not equal: fsdp2"
+
+
+@pytest.mark.long  # a start takes ten seconds of imports
+def test_it_starts_ranks_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "my_module.py").write_text(MODULE)
     one_rank = ("--nproc-per-node", "1", "--wrappers", "zero1")
     equal = _verify_on_its_own_ranks(tmp_path, "my_module:build", "--steps", "1", *one_rank)
     assert equal.returncode == 0 and equal.stdout.splitlines()[-1] == "equal", equal
