@@ -97,23 +97,6 @@ def sample() -> tuple[Composition, ...]:
     return tuple(Composition(**values) for values in json.loads(SAMPLE.read_text(encoding="utf-8")))
 
 
-def quick_sample() -> tuple[Composition, ...]:
-    """Those of the sample, chosen greedily, in which every layout is, and every other value meets every wrapper that
-    the sample has it meet."""
-    facts: dict[Composition, set[object]] = {c: {c.layout, *_pairs_with_wrapper(c)} for c in sample()}
-    missing = set().union(*facts.values())
-    chosen = []
-    while missing:
-        chosen.append(max(facts, key=lambda c: len(facts[c] & missing) / work(c)))
-        missing -= facts[chosen[-1]]
-    return tuple(chosen)
-
-
-def _pairs_with_wrapper(composition: Composition) -> set[Pair]:
-    axes = {pair: {pair[0][0], pair[1][0]} for pair in pairs_of(composition)}
-    return {pair for pair, both in axes.items() if "wrapper" in both and "layout" not in both}
-
-
 def write_sample(seed: int = 1) -> int:
     """Chooses a new sample, as after a change of `AXES`; returns how many compositions it has."""
     draw = random.Random(seed)

@@ -15,7 +15,7 @@ import pytest
 from tests.compositions.__main__ import main
 from tests.compositions.check import as_test, check_all
 from tests.compositions.composition import AXES, Composition
-from tests.compositions.cover import LEFT_OUT, allowed_pairs, is_sampled, pairs_of, quick_sample, sample
+from tests.compositions.cover import LEFT_OUT, allowed_pairs, is_sampled, pairs_of, sample
 from tests.compositions.refusals import REFUSALS, refusal_of
 from tests.functional._program import REPOSITORY
 
@@ -35,24 +35,20 @@ def _by_layout(compositions: tuple[Composition, ...]) -> dict[str, list[Composit
 
 
 SAMPLE = _by_layout(sample())
-QUICK = frozenset(quick_sample())
 
 
 @functools.cache
-def _problems(layout: str, is_quick: bool) -> dict[Composition, str]:
+def _problems(layout: str) -> dict[Composition, str]:
     """Of all compositions of a layout, which share their jobs."""
-    return check_all([c for c in SAMPLE[layout] if (c in QUICK) == is_quick])
+    return check_all(SAMPLE[layout])
 
 
 @pytest.mark.parametrize(
     "composition",
-    [
-        pytest.param(c, id=f"{c.layout}-{c.wrapper}", marks=[] if c in QUICK else [pytest.mark.long])
-        for c in itertools.chain(*SAMPLE.values())
-    ],
+    [pytest.param(c, id=f"{c.layout}-{c.wrapper}") for c in itertools.chain(*SAMPLE.values())],
 )
 def test_a_composition_trains_as_one_process_does(composition: Composition):
-    problem = _problems(composition.layout, composition in QUICK).get(composition)
+    problem = _problems(composition.layout).get(composition)
     assert problem is None, f"{problem}\n\n{as_test(composition)}"
 
 
