@@ -63,6 +63,7 @@ class ParameterOwner(nn.Module):
         super().__init__()
         self.tp_group = resolve_group(tp_group)
         self.initializers: dict[str, Initializer] = {}  # by parameter name; `add_parameter` adds
+        self.initial_dtypes: dict[str, torch.dtype] = {}  # that have each initial value; `add_parameter` adds
         self.parameter_marks: dict[str, dict[str, Any]] = {}  # attributes by parameter name; `add_parameter` adds
 
     def add_parameter(
@@ -71,22 +72,27 @@ class ParameterOwner(nn.Module):
         shape: tuple[int, ...],
         initializer: Initializer,
         *,
-        dtype: torch.dtype,
+        config: ModelParallelConfig,
         partition_dim: int | None = None,
         sequence_parallel: bool = False,
     ) -> nn.Parameter:
         """Registers an empty parameter, on torch's default device.
 
+        Its initial value will be one that `config.compute_dtype` has, in fp32 too: shards in fp32 then start where the
+        fp32 masters of a model start that was cast to bf16, and where Megatron-LM's do, which draws in bf16.
+
         Args:
             shape: shape of this rank's part.
             initializer: fills the whole model's tensor.
+            config: its `params_dtype` is the parameter's dtype.
             partition_dim: the dim that is split over tensor-parallel ranks; None if it is replicated.
             sequence_parallel: it is replicated but used on a part of the sequence, so that its gradients are partial
                 sums over the tensor-parallel group.
         """
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
+        parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         self.register_parameter(name, parameter)
         self.initializers[name] = initializer
+        self.initial_dtypes[name] = config.compute_dtype
         self.parameter_marks[name] = {
             "tensor_model_parallel": partition_dim is not None,
             "partition_dim": -1 if partition_dim is None else partition_dim,
@@ -187,9 +193,11 @@ def initialize_parameters(
         if isinstance(place.module, ParameterOwner):
             place.module.restore_parameter_marks()
         group = place.module.tp_group if isinstance(place.module, ParameterOwner) else resolve_group(None)
+        dtypes = getattr(place.module, "initial_dtypes", {})
         for name, parameter in place.wanted.items():
             if name in initializers:
-                _fill(parameter, initializers[name], _seed_of(place.seed, place.prefix + name), group)
+                dtype = dtypes.get(name, torch.float32)
+                _fill(parameter, initializers[name], _seed_of(place.seed, place.prefix + name), group, dtype)
     for own, own_seed in reversed(foreign):  # inner modules first: enclosing ones may overwrite their values
         reset(own, own_seed)
     for (place, name, tensor), version in zip(_tensors(places), versions, strict=True):
@@ -276,7 +284,7 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
-def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: Group) -> None:
+def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: Group, dtype: torch.dtype) -> None:
     whole = torch.empty(whole_shape(parameter, group), dtype=torch.float32, device="cpu")
     if _takes_generator(initializer):
         initializer(whole, generator=torch.Generator(device="cpu").manual_seed(seed))
@@ -284,7 +292,7 @@ def _fill(parameter: torch.Tensor, initializer: Initializer, seed: int, group: G
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach into the GPU's stream too
             initializer(whole)
-    copy_partition(whole, parameter, group)
+    copy_partition(whole.to(dtype), parameter, group)
 
 
 def _takes_generator(initializer: Initializer) -> bool:

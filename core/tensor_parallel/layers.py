@@ -98,9 +98,9 @@ class ColumnParallelLinear(ParameterOwner):
         if skip_weight_param_allocation:
             self.register_parameter("weight", None)
         else:
-            self.add_parameter("weight", (rows, input_size), init_method, dtype=config.params_dtype, partition_dim=0)
+            self.add_parameter("weight", (rows, input_size), init_method, config=config, partition_dim=0)
         if bias:
-            self.add_parameter("bias", (rows,), _zeros, dtype=config.params_dtype, partition_dim=0)
+            self.add_parameter("bias", (rows,), _zeros, config=config, partition_dim=0)
         else:
             self.register_parameter("bias", None)
         initialize_unless_deferred(self, config)
@@ -198,11 +198,9 @@ class RowParallelLinear(ParameterOwner):
                 "give it the output of a ColumnParallelLinear, or turn sequence_parallel off"
             )
         shape = (output_size, self.input_size_per_partition)
-        self.add_parameter("weight", shape, init_method, dtype=config.params_dtype, partition_dim=1)
+        self.add_parameter("weight", shape, init_method, config=config, partition_dim=1)
         if bias:
-            self.add_parameter(
-                "bias", (output_size,), _zeros, dtype=config.params_dtype, sequence_parallel=self.sequence_parallel
-            )
+            self.add_parameter("bias", (output_size,), _zeros, config=config, sequence_parallel=self.sequence_parallel)
         else:
             self.register_parameter("bias", None)
         initialize_unless_deferred(self, config)

@@ -51,7 +51,7 @@ class VocabParallelEmbedding(ParameterOwner):
         rows = per_rank(num_embeddings, self.tp_group, "vocabulary (num_embeddings) of a VocabParallelEmbedding")
         self.vocab_start_index = rows * group_rank(self.tp_group)
         self.vocab_end_index = self.vocab_start_index + rows
-        self.add_parameter("weight", (rows, embedding_dim), init_method, dtype=config.params_dtype, partition_dim=0)
+        self.add_parameter("weight", (rows, embedding_dim), init_method, config=config, partition_dim=0)
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ class _WholeLinear(ParameterOwner):
             "weight",
             (output_size, input_size),
             init_method,
-            dtype=config.params_dtype,
+            config=config,
             sequence_parallel=config.sequence_parallel,
         )
 

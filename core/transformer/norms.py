@@ -34,7 +34,7 @@ class _Norm(ParameterOwner):
         self.size, self.eps = (hidden_size,), config.layernorm_epsilon if eps is None else eps
         partial = config.sequence_parallel if partial_gradients is None else partial_gradients
         for name, initializer in self.initial_values.items():
-            self.add_parameter(name, self.size, initializer, dtype=config.params_dtype, sequence_parallel=partial)
+            self.add_parameter(name, self.size, initializer, config=config, sequence_parallel=partial)
         initialize_unless_deferred(self, config)
         # Looked for here, because a compiled forward could not import.
         apex = apex_module("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda", self.apex_function)

@@ -1,7 +1,7 @@
 """The cases of every wrapper with either kind of weights in every precision, each named after its three parts.
 
-Replicas (DDP) are what the others equal: bit by bit on the CPU, but for FSDP2 in low precision, which shards fp32 and
-casts by itself where the others start from rounded weights.
+Replicas (DDP) are what the others equal, bit by bit on the CPU: in low precision too, where FSDP2 shards fp32 and casts
+by itself, because initial weights are rounded under every wrapper.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _case(wrapper: str, weights: str, precision: str) -> Case:
     return Case(
         kind="equality",
         equal_to=replicas,
-        tolerance=0.001 if low and wrapper == "fsdp2" else 0.0,
+        tolerance=0.0,
         gpu=OnGpu(equal_to=replicas, tolerance=0.02 if low else 0.001),
         **case,
     )

@@ -233,7 +233,7 @@ def test_a_shared_parameter_is_filled_once_under_its_first_name():
         def __init__(self, name: str) -> None:
             super().__init__()
             self.name = name
-            self.add_parameter("weight", (3, 2), self._fill, dtype=torch.float32)
+            self.add_parameter("weight", (3, 2), self._fill, config=ModelParallelConfig())
 
         def _fill(self, tensor: torch.Tensor, generator: torch.Generator) -> None:
             calls.append(self.name)
@@ -248,6 +248,17 @@ def test_a_shared_parameter_is_filled_once_under_its_first_name():
     initialize_parameters(alone, SEED, prefix="first.")
     assert torch.equal(model.first.weight, alone.weight)
     assert model.foreign.weight is model.first.weight
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_fp32_parameters_start_where_masters_of_a_cast_model_do(low: str):
+    drawn = ColumnParallelLinear(4, ODD, config=ModelParallelConfig(), init_method=normal)
+    computed = ColumnParallelLinear(4, ODD, config=ModelParallelConfig(**{low: True}), init_method=normal)
+    for layer in (drawn, computed):
+        initialize_parameters(layer, SEED)
+    dtype = computed.config.compute_dtype
+    assert computed.weight.dtype == torch.float32 and not torch.equal(computed.weight, drawn.weight)
+    assert torch.equal(computed.weight, drawn.weight.to(dtype).float())
 
 
 def test_a_module_from_elsewhere_leaves_the_random_stream_alone():

@@ -30,7 +30,7 @@ class PositionEmbedding(ParameterOwner):
     def __init__(self, config: TransformerConfig, max_sequence_length: int) -> None:
         super().__init__()
         shape = (max_sequence_length, config.hidden_size)
-        self.add_parameter("weight", shape, config.init_method, dtype=config.params_dtype)
+        self.add_parameter("weight", shape, config.init_method, config=config)
         initialize_unless_deferred(self, config)
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
