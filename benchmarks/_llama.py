@@ -83,8 +83,7 @@ class Training:
             hidden_dropout=0.0,
             attention_dropout=0.0,
             rotary_base=500_000.0,
-            bf16=True,
-            **model_fields,
+            **{"bf16": True} | model_fields,
         )
         gpt = GPTModel(
             config,
@@ -93,10 +92,12 @@ class Training:
             share_embeddings_and_output_weights=preset.is_tied,
             position_embedding_type="rope",
         )
-        module = Float16Module(config, gpt).to(self.device)  # cast before it moves
+        module = (Float16Module(config, gpt) if config.bf16 else gpt).to(self.device)  # cast before it moves
         self.model = wrap_model(module, config, DistributedDataParallelConfig(**wrapper_fields))
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(optimizer="adam", lr=1e-4, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0, bf16=True),
+            OptimizerConfig(
+                optimizer="adam", lr=1e-4, weight_decay=0.1, adam_beta2=0.95, clip_grad=1.0, bf16=config.bf16
+            ),
             [self.model],
         )
         constant = {"lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant"}

@@ -18,7 +18,7 @@ def arguments(
 
     Args:
         doc: of the benchmark's module.
-        only: the kinds of measurements; `--only` takes one.
+        only: the kinds of measurements, if there are several; `--only` takes one.
         rows: what may be named; without names the benchmark runs its own choice.
         of: what one of them is called.
         launches: processes a candidate for the memory peak.
@@ -31,7 +31,8 @@ def arguments(
         parser.add_argument(
             "--launches", type=int, default=launches, help="interleaved launches a candidate for the memory peak"
         )
-    parser.add_argument("--only", choices=tuple(only), help="measure one of them")
+    if only:
+        parser.add_argument("--only", choices=tuple(only), help="measure one of them")
     return parser
 
 
