@@ -1,7 +1,7 @@
 """The cases of every wrapper with either kind of weights in every precision, each named after its three parts.
 
-Replicas (DDP) are what the others equal, bit by bit on the CPU: in low precision too, where FSDP2 shards fp32 and casts
-by itself, because initial weights are rounded under every wrapper.
+Replicas (DDP) are what the others equal, bit by bit on the CPU: in low precision too, where FSDP2 shards fp32 and
+casts by itself, because initial weights are rounded under every wrapper.
 """
 
 from __future__ import annotations
