@@ -199,6 +199,7 @@ def _seed_everything() -> None:
 
 def _tear_down() -> None:
     """Leaves the next job the default group alone, on all ranks before any begins it."""
+    _finish_lanes()
     dist.barrier()  # a group may still be connecting on a slower rank
     parallel_state = sys.modules.get("core.parallel_state")  # only a job that imported it can have built groups
     if parallel_state is not None:
@@ -218,6 +219,23 @@ def _tear_down() -> None:
     # socket that has come to have the same number.
     gc.collect()
     dist.barrier()
+
+
+def _finish_lanes() -> None:
+    """Waits for collectives that the job has left running, such as the gather after its last step.
+
+    One that began on this rank after `_forget_collectives`, and on another before, would have another number there:
+    its messages would never match, and both ranks would wait for ever.
+    """
+    lanes = sys.modules.get("core.comm.lane")
+    if lanes is not None:
+        cpu = torch.device("cpu")
+        for lane in (lanes.comm_lane(cpu), lanes.comm_lane(cpu, 0), lanes.comm_lane(cpu, 1)):  # one for each key
+            lane.run(_do_nothing)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _forget_collectives() -> None:
