@@ -224,8 +224,8 @@ def _tear_down() -> None:
 def _finish_lanes() -> None:
     """Waits for collectives that the job has left running, such as the gather after its last step.
 
-    One that began on this rank after `_forget_collectives`, and on another before, would have another number there:
-    its messages would never match, and both ranks would wait for ever.
+    One that began after `_forget_collectives` would be found under way by the next job, and one that uses a group
+    after it is destroyed would fail.
     """
     lanes = sys.modules.get("core.comm.lane")
     if lanes is not None:
@@ -239,15 +239,17 @@ def _do_nothing() -> None:
 
 
 def _forget_collectives() -> None:
-    """Drops the records of this job's collectives: a later wait for a device would find one left under way."""
+    """Drops this job's collectives from the records: a later wait for a device would find one left under way.
+
+    Their numbers go on, so that a message that no rank has received matches none of the next job.
+    """
     record = sys.modules.get("core.comm.record")
-    if record is None:
-        return
-    for known in record._live_records():
+    for known in record._live_records() if record is not None else ():
+        known.calls.clear()
+        known._dropped = None
         if known._published is not None:  # a question of the next job would be answered by it
             record._store().delete_key(record._key(known.group_name, known.rank))
-    record._records.clear()
-    record._every_record.clear()
+            known._published = None
 
 
 def _forget_compiled() -> None:
