@@ -1,6 +1,6 @@
 """Keeps parameters whole among a part of the ranks between forward and backward.
 
-Relies on what `fully_shard` sets where ``reshard_after_forward`` is a number: ``post_forward_mesh_info`` of the group
+Relies on what `fully_shard` sets for resharding to a number of ranks: ``post_forward_mesh_info`` of the group
 and of each parameter, and the two sizes that follow from it. Without them units keep what they kept before.
 """
 
