@@ -35,12 +35,16 @@ class CommLane:
         self.submit(run).wait()
 
 
-@functools.cache
 def comm_lane(device: torch.device, number: int = 0) -> CommLane:
     """Returns a lane of a device, the same at each call with this number, for the process's life.
 
     Two lanes take different process groups, in which messages cannot overtake each other's.
     """
+    return _lane(device, number)
+
+
+@functools.cache
+def _lane(device: torch.device, number: int) -> CommLane:
     return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
 
 

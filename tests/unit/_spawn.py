@@ -230,8 +230,8 @@ def _finish_lanes() -> None:
     lanes = sys.modules.get("core.comm.lane")
     if lanes is not None:
         cpu = torch.device("cpu")
-        for lane in (lanes.comm_lane(cpu), lanes.comm_lane(cpu, 0), lanes.comm_lane(cpu, 1)):  # one for each key
-            lane.run(_do_nothing)
+        for number in (0, 1):
+            lanes.comm_lane(cpu, number).run(_do_nothing)
 
 
 def _do_nothing() -> None:

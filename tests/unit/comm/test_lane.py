@@ -53,7 +53,7 @@ def test_what_runs_at_once_keeps_its_place_behind_what_is_in_the_lane():
     threading.Timer(0.05, gate.set).start()
     lane.run(lambda: done.append("second"))
     assert done == ["first", "second"]
-    assert comm_lane(torch.device("cpu")) is lane
+    assert comm_lane(torch.device("cpu")) is comm_lane(CPU, 0) is lane
 
 
 def _ends_with_products_in_the_lane(count: int, before: str = "") -> tuple[int, str]:
