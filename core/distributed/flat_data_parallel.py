@@ -276,6 +276,7 @@ class _FlatDataParallel(_BaseDataParallel):
         held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
         held += [gradient for bucket in buckets for gradient in bucket.extra_main_grads]
         held += [t for group in self._bucket_groups if group.sums is not None for t in group.sums.tensors]
+        held += [t for memory in {bucket.buffer.grad_memory for bucket in buckets} for t in memory.kept]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         parameters = [*self.module.parameters(), *self.module.buffers()]
         whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]

@@ -122,7 +122,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 offloads=plan.offloads,
                 pins_memory=plan.pins_memory,
                 allocate=allocate_grads,
-                keeps_grads=plan.tree is not None and not plan.tree.interleaves,
+                keeps_grads=plan.sets_whole_gradients_aside,
             )
             for buffer in plan.buffers
         ]
@@ -259,12 +259,10 @@ class FullyShardedDataParallel(_FlatDataParallel):
     def held_tensors(self) -> dict[str, list[Tensor]]:
         held = super().held_tensors()
         slots = {unit.slot for unit in self.units if unit.slot is not None}
-        kept = [memory for buffer in self._buffers_of_shards for memory in buffer.kept_grad_memory]
         return held | {
             "parameters": [*(buffer.shards for buffer in self._buffers_of_shards), *self.module.buffers()],
             "gathered parameters": [
                 *(part for slot in slots for part in slot.parts),
                 *(part for unit in self.units for part in unit.part),
             ],
-            "gradients": [*held["gradients"], *kept],
         }

@@ -148,7 +148,7 @@ class Bucket:
             slot.release()
 
     def _allocate_grads(self) -> None:
-        data = self.buffer.take_grads(self.numel)
+        data = self.buffer.grad_memory.take(self.numel)
         self.zero_padding(data)
         self._hold_grads(data)
 

@@ -219,7 +219,7 @@ class BucketGroup:
             self._inspect(self.bucket)
         if self.bucket.releases_grads:
             self.bucket.release_grads()
-            self._sent = whole if self.bucket.buffer.reuses_grads else None
+            self._sent = whole if self.bucket.buffer.grad_memory.keeps(whole.numel()) else None
         what = f"the gradients of {self._name}"
         adds = self.has_reduced and self.bucket.separate_shard is not None
         run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, adds, what)
@@ -242,7 +242,7 @@ class BucketGroup:
     def _give_back(self) -> None:
         # The lane has been waited for: what takes this memory next runs after the reduction, on CUDA's streams too.
         if self._sent is not None:
-            self.bucket.buffer.give_back_grads(self._sent)
+            self.bucket.buffer.grad_memory.give_back(self._sent)
             self._sent = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:

@@ -25,9 +25,6 @@ class BucketSums:
         self._bucket, self._tree, self._of_shards, self._wait = bucket, tree, of_shards, wait
         # Owns the memory of what is set aside, from `_begin` until `complete` or `finish`, or until `clear`.
         self._sums = PartialSums()
-        # `[numel]` each: memory that `_sums` needs no longer, where the bucket keeps its whole gradients. `complete`
-        # and `_set_whole_aside` add, the latter takes for the next step; kept as long as the bucket.
-        self._spare: list[Tensor] = []
         # The shard holds the root of the tree: set by `finish`, cleared by `clear`.
         self._is_finished = False
         tree.register(self._begin)
@@ -35,7 +32,7 @@ class BucketSums:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that it holds."""
-        return [*self._sums.tensors, *self._spare]
+        return self._sums.tensors
 
     def enter(self) -> None:
         """Notes the backward that runs; call it before a gradient is added to the bucket."""
@@ -63,32 +60,29 @@ class BucketSums:
             self._set_whole_aside(additions)
 
     def _set_whole_aside(self, additions: int) -> None:
-        bucket = self._bucket
+        bucket, memory = self._bucket, self._bucket.buffer.grad_memory
         whole = bucket.complete_grads()
         if bucket.releases_grads:
             bucket.release_grads()
-            for memory in self._sums.set_aside([whole], additions):
-                bucket.buffer.give_back_grads(memory)
-            return
-        bucket.restart_grads()
-        if not additions:
-            spare = self._spare.pop() if self._spare else bucket.buffer.take_grads(bucket.numel)
-            whole = spare.copy_(whole)
-        free = self._sums.set_aside([whole], additions)
-        self._spare += [memory for memory in free if memory is not whole]
+            kept = None
+        else:
+            bucket.restart_grads()
+            kept = whole
+            if not additions:
+                whole = memory.take(bucket.numel).copy_(whole)
+        for free in self._sums.set_aside([whole], additions):
+            if free is not kept:
+                memory.give_back(free)
 
     @torch.no_grad()
     def complete(self, whole: Tensor) -> None:
         """Adds what was set aside to the last sum of a step, `whole` `[numel]`, before it is reduced."""
         if self._of_shards:
             return
-        free = self._sums.tensors
+        set_aside = self._sums.tensors
         self._sums.added_to([whole])
-        if not self._bucket.releases_grads:
-            self._spare += free
-            return
-        for memory in free:
-            self._bucket.buffer.give_back_grads(memory)
+        for free in set_aside:
+            self._bucket.buffer.grad_memory.give_back(free)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...host_memory import passing_memory
 from ..plan.buffers import is_expert_parameter
+from .grad_memory import GradMemory
 
 
 class FlatMemory:
@@ -39,16 +39,8 @@ class FlatMemory:
     """`[numel]`; parameters are views of it. None where they keep their own memory."""
     grad_data: Tensor | None
     """`[numel]`; every bucket's ``grad_data`` is a view of it. None where buckets allocate and release theirs."""
-    reuses_grads: bool = False
-    """Memory of released gradients is given back, for another bucket."""
-
-    def take_grads(self, numel: int) -> Tensor:
-        """Returns `[numel]`, of any values, for the whole gradient of a bucket that releases it."""
-        return passing_memory(numel, self.grad_dtype, self.device)
-
-    def give_back_grads(self, whole: Tensor) -> None:
-        """Takes back what `take_grads` gave, once nothing reads or writes it. Memory not given back is freed with
-        its last reference."""
+    grad_memory: GradMemory
+    """Memory of whole gradients that buckets release, or set aside in a tree of micro-batches."""
 
     @property
     def holds_experts(self) -> bool:

@@ -34,8 +34,8 @@ SAVED_OPERATIONS: tuple[str, ...] = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_attention_math",
-    piecewise_attention.FORWARD,
-    document_attention.FORWARD,
+    piecewise_attention.OPERATION,
+    document_attention.OPERATION,
 )
 """Operations, of `torch.ops.aten` where they name no library, whose results "selective" saves: those that take long
 for the memory they would free.

@@ -16,12 +16,12 @@ from core import parallel_state
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    FullyShardedDataParallel,
     FullyShardedDataParallelConfig,
     _BaseDataParallel,
     finalize_model_grads,
     wrap_model,
 )
+from core.distributed.flat_data_parallel import _FlatDataParallel
 from core.errors import ConfigError, ParallelConfigError, ShardstackError, UnitError
 from core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from tests.unit._quick import quick
@@ -284,16 +284,16 @@ def _count_waiting(name: str, fields: dict[str, Any], count: int, waiting: int) 
     assert waiting * whole <= most <= (waiting + 1) * (whole + 1000)
 
 
-def _count_allocations(count: int) -> int:
-    """Of whole gradients in the second step of a fully sharded model."""
-    model = _wrap("zero3")
-    assert isinstance(model, FullyShardedDataParallel)
+def _count_allocations(name: str, count: int) -> int:
+    """Of whole gradients in the second step."""
+    model = _wrap(name)
+    assert isinstance(model, _FlatDataParallel)
     model.expect_micro_batches(count)
     calls: list[int] = []
     for step in range(2):
-        for buffer in model._buffers_of_shards if step else ():
-            allocate = buffer._allocate
-            buffer._allocate = lambda *size, allocate=allocate: (calls.append(1), allocate(*size))[1]
+        for memory in {group.bucket.buffer.grad_memory for group in model._bucket_groups} if step else ():
+            allocate = memory._allocate
+            memory._allocate = lambda *size, allocate=allocate: (calls.append(1), allocate(*size))[1]
         model.zero_grad_buffer()
         for number in range(count):
             with nullcontext() if number == count - 1 else model.no_sync():
@@ -302,6 +302,7 @@ def _count_allocations(count: int) -> int:
     return len(calls)
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("count", [1, 4])
-def test_memory_of_sums_that_wait_goes_round(count):
-    assert run_distributed(_count_allocations, 2, count) == [0, 0]
+def test_memory_of_sums_that_wait_goes_round(name, count):
+    assert run_distributed(_count_allocations, 2, name, count) == [0, 0]

@@ -320,7 +320,7 @@ def _allocations() -> list[int]:
     for _ in range(3):
         taken = mock.Mock(side_effect=lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         for buffer in model._buffers_of_shards:
-            buffer._allocate = taken
+            buffer.grad_memory._allocate = taken
         model.zero_grad_buffer()
         model(torch.ones(2, 6)).sum().backward()
         finalize_model_grads([model])
