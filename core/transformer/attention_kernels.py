@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,12 +125,15 @@ def combine(first: Attended, second: Attended) -> Attended:
 
 def no_random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what a backward kernel on CUDA takes, and does not read, where nothing was dropped."""
-    if query.dtype in LOW_PRECISION:
-        state = torch.zeros(3, dtype=torch.uint64, device=query.device)
+    return _zero_state(query.device, query.dtype in LOW_PRECISION)
+
+
+@cache
+def _zero_state(device: torch.device, low_precision: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if low_precision:
+        state = torch.zeros(3, dtype=torch.uint64, device=device)
         return state[:2], state[2]
-    return torch.zeros((), dtype=torch.long, device=query.device), torch.zeros(
-        (), dtype=torch.long, device=query.device
-    )
+    return torch.zeros((), dtype=torch.long, device=device), torch.zeros((), dtype=torch.long, device=device)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from .attention_kernels import LOW_PRECISION, aligned, no_random_state
-
-FORWARD, BACKWARD = "shardstack::attend_within_documents", "shardstack::attend_within_documents_backward"
-"""The operations' names in torch."""
+from .attention_operation import define_attention
 
 
 def has_kernel_for_documents(query: torch.Tensor) -> bool:
@@ -109,15 +107,9 @@ def _backward_operation(
     return tuple(_unflattened(of, like) for of, like in zip(grads, (query, key, value), strict=True))
 
 
-def _shapes(query: torch.Tensor, *unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_logsumexp(query: torch.Tensor) -> torch.Tensor:
     length, rows, heads, _ = query.shape
-    return _empty(query), query.new_empty(heads, rows * length, dtype=torch.float32)
-
-
-def _backward_shapes(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    return _empty(query), _empty(key), _empty(value)
+    return query.new_empty(heads, rows * length, dtype=torch.float32)
 
 
 def _empty(like: torch.Tensor) -> torch.Tensor:
@@ -125,25 +117,12 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(rows, length, heads, channels).transpose(0, 1)
 
 
-def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, bounds, counts = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, counts)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _derivative(ctx: Any, grad: torch.Tensor, unused: Any) -> tuple[torch.Tensor | None, ...]:
-    return *torch.ops.shardstack.attend_within_documents_backward(grad, *ctx.saved_tensors), None, None
-
-
-torch.library.define(
-    FORWARD, "(Tensor query, Tensor key, Tensor value, Tensor bounds, Tensor counts) -> (Tensor, Tensor)"
+OPERATION = define_attention(
+    "attend_within_documents",
+    "Tensor bounds, Tensor counts",
+    _operation,
+    _backward_operation,
+    empty_like=_empty,
+    empty_logsumexp=_empty_logsumexp,
 )
-torch.library.define(
-    BACKWARD,
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, Tensor bounds, "
-    "Tensor counts) -> (Tensor, Tensor, Tensor)",
-)
-for _name, _kernel, _fake in ((FORWARD, _operation, _shapes), (BACKWARD, _backward_operation, _backward_shapes)):
-    torch.library.impl(_name, "CompositeExplicitAutograd", _kernel)
-    torch.library.register_fake(_name, _fake)
-torch.library.register_autograd(FORWARD, _derivative, setup_context=_save)
+"""Its name in torch."""

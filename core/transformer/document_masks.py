@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -85,8 +86,10 @@ class PackedDocuments:
             self.bounds = _on_device(bounds)
 
 
-def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> list[Piece]:
+def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> tuple[Piece, ...]:
     """Returns the pieces of a rank's queries if no query sees another document.
+
+    Remembers its last results: each layer asks for the same batch, in forward and in backward.
 
     Args:
         document_starts: `[b, s / cp]`, for each token of this rank the position in the whole sequence at which its
@@ -95,10 +98,15 @@ def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1)
     Raises:
         DataError: a length as in `causal_pieces`, or a document that begins after one of its tokens.
     """
-    rows, length = document_starts.shape
-    starts = document_starts.numpy()
+    starts = document_starts.numpy().astype(np.int32)
+    return _pieces_of(starts.tobytes(), *starts.shape, rank, size)
+
+
+@lru_cache(maxsize=4)
+def _pieces_of(document_starts: bytes, rows: int, length: int, rank: int, size: int) -> tuple[Piece, ...]:
+    starts = np.frombuffer(document_starts, dtype=np.int32).reshape(rows, length)
     if not starts.any():
-        return causal_pieces(length, rank, size)
+        return tuple(causal_pieces(length, rank, size))
     pieces = []
     for queries, start in _chunks(length, rank, size):
         of_chunk = starts[:, queries]
@@ -115,7 +123,7 @@ def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1)
                 begin = int(of_chunk[row, first])
                 own = slice(queries.start + first, queries.start + last)
                 pieces.append(Piece(slice(row, row + 1), own, slice(begin, max(begin, start))))
-    return pieces
+    return tuple(pieces)
 
 
 def visible_keys(document_starts: torch.Tensor | None, positions: torch.Tensor, length: int) -> torch.Tensor:

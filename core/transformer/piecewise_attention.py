@@ -19,11 +19,9 @@ import torch
 from .._torch_compat import group_of_name
 from ..tensor_parallel.groups import Group, group_rank, group_size
 from .attention_kernels import Attended, attend, attend_backward, combine
+from .attention_operation import define_attention
 from .context_parallel import GatheringKeys, ScatteringGradients
 from .document_masks import Piece, causal_pieces, document_pieces
-
-FORWARD, BACKWARD = "shardstack::attend_in_pieces", "shardstack::attend_in_pieces_backward"
-"""The operations' names in torch; a group is the name of a process group, empty for a rank alone."""
 
 _Random = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 """The random states of a piece: for its own keys, and for those before."""
@@ -158,7 +156,7 @@ def _backward(
     return grad_query, grad_key, grad_value
 
 
-def _pieces(query: torch.Tensor, document_starts: torch.Tensor | None, group: Group) -> list[Piece]:
+def _pieces(query: torch.Tensor, document_starts: torch.Tensor | None, group: Group) -> Sequence[Piece]:
     rank, size = group_rank(group), group_size(group)
     if document_starts is None:
         return causal_pieces(query.shape[0], rank, size)
@@ -218,42 +216,18 @@ def _backward_operation(
     return _backward(grad, query, key, value, output, logsumexp, pieces, random, 0.0, ranks)
 
 
-def _shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, document_starts: torch.Tensor | None, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_logsumexp(query: torch.Tensor) -> torch.Tensor:
     length, rows, heads, _ = query.shape
     in_double = query.dtype == torch.float64
-    logsumexp = query.new_empty(rows, heads, length, dtype=torch.float64 if in_double else torch.float32)
-    return query.new_empty(query.shape), logsumexp
+    return query.new_empty(rows, heads, length, dtype=torch.float64 if in_double else torch.float32)
 
 
-def _backward_shapes(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.group = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _derivative(ctx: Any, grad: torch.Tensor, unused: Any) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, document_starts, output, logsumexp = ctx.saved_tensors
-    saved = (query, key, value, output, logsumexp, document_starts)
-    return *torch.ops.shardstack.attend_in_pieces_backward(grad, *saved, ctx.group), None, None
-
-
-torch.library.define(
-    FORWARD, "(Tensor query, Tensor key, Tensor value, Tensor? document_starts, str group) -> (Tensor, Tensor)"
+OPERATION = define_attention(
+    "attend_in_pieces",
+    "Tensor? document_starts, str group",
+    _operation,
+    _backward_operation,
+    empty_like=lambda like: like.new_empty(like.shape),
+    empty_logsumexp=_empty_logsumexp,
 )
-torch.library.define(
-    BACKWARD,
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor logsumexp, Tensor? document_starts, "
-    "str group) -> (Tensor, Tensor, Tensor)",
-)
-for _name, _kernel, _fake in ((FORWARD, _operation, _shapes), (BACKWARD, _backward_operation, _backward_shapes)):
-    torch.library.impl(_name, "CompositeExplicitAutograd", _kernel)
-    torch.library.register_fake(_name, _fake)
-torch.library.register_autograd(FORWARD, _derivative, setup_context=_save)
+"""Its name in torch; a group is the name of a process group, empty for a rank alone."""

@@ -29,7 +29,7 @@ MUTATIONS = (
     ),
     Mutation(
         "documents are joined at the edge of a chunk",
-        "core.transformer.document_masks.document_pieces",
+        "core.transformer.document_masks._pieces_of",
         r"slice\(begin, ",
         "slice(0, ",
         ("tests/unit/transformer/test_document_masks.py",),

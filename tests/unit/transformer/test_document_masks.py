@@ -1,5 +1,7 @@
 """The keys that a rank's queries see, compared with the explicit mask."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from core.transformer.document_masks import (
 STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 7]])  # [b, s]
 
 
-def _seen(pieces: list[Piece], rows: int, positions: torch.Tensor, length: int) -> torch.Tensor:
+def _seen(pieces: Sequence[Piece], rows: int, positions: torch.Tensor, length: int) -> torch.Tensor:
     """Returns the pairs of query and key, `[b, s / cp, s]`, that the kernels are asked for, counted."""
     seen = torch.zeros(rows, len(positions), length, dtype=torch.int)
     for piece in pieces:
@@ -57,7 +59,13 @@ def test_chunks_of_all_ranks_find_their_place_in_the_sequence():
 
 
 def test_one_document_takes_no_more_calls_than_none_said():
-    assert document_pieces(torch.zeros(3, 8, dtype=torch.long)) == causal_pieces(8)
+    assert list(document_pieces(torch.zeros(3, 8, dtype=torch.long))) == causal_pieces(8)
+
+
+def test_pieces_of_the_batch_that_layers_share_are_computed_once():
+    assert document_pieces(STARTS) is document_pieces(STARTS.int())
+    assert document_pieces(STARTS) != document_pieces(STARTS.flip(0))
+    assert document_pieces(STARTS[:, :4]) != document_pieces(STARTS[:1])
 
 
 def test_bounds_have_one_shape_for_every_layout():
