@@ -130,6 +130,7 @@ def assert_listens_on_loopback_alone(process: subprocess.Popen[str]) -> None:
     assert len(ranks) == 2 and addresses and addresses <= loopback, addresses
 
 
+@pytest.mark.long  # a signal that saves and ends is in the test of killed runs, one of a terminal in `test_ranks`
 def test_an_interrupt_from_a_terminal_saves_and_ends(start: Start, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(LAUNCH, *FSDP2, "--data-path", corpus, "--save", run)
@@ -156,6 +157,7 @@ def _is_pending(number: signal.Signals, pid: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
+@pytest.mark.long  # `test_ranks` has it of ranks that do nothing else
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's table of processes")
 def test_a_second_signal_ends_a_run_in_which_one_rank_hangs(start: Start, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -40,7 +40,7 @@ PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "per token": ("skipped_bucket",),
     },
     "zero1, overlapped": {
-        "adamw": ("doubled_gradients", "stale_parameter"),
+        "adamw": ("skipped_bucket", "doubled_gradients", "stale_parameter"),
         "sgd, untied": ("clip_of_its_own",),
         "bf16": ("stale_low_precision",),
         "fp16": ("overflow_forgiven",),
@@ -93,7 +93,9 @@ PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "per token": ("stale_slot",),
     },
     "fsdp2": {
-        "adamw": ("skipped_unit", "stale_unit", "without_no_sync", "gradients_off_by_a_millionth"),
+        "adamw": (
+            *("skipped_unit", "doubled_gradients", "stale_unit", "without_no_sync", "gradients_off_by_a_millionth"),
+        ),
         "sgd, untied": ("doubled_gradients",),
         "bf16": ("norm_of_one_shard",),
         "fp16": ("skipped_unit",),
@@ -151,7 +153,7 @@ PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "per token": ("norm_of_one_shard",),
     },
     "hybrid fsdp2": {
-        "adamw": ("skipped_unit", "stale_unit", "norm_of_one_shard"),
+        "adamw": ("skipped_unit", "doubled_gradients", "stale_unit", "norm_of_one_shard"),
         "sgd, untied": ("doubled_gradients",),
         "bf16": ("stale_unit",),
         "fp16": ("skipped_unit",),

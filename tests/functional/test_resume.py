@@ -46,7 +46,7 @@ def log(run: Path) -> list[dict[str, Any]]:
         (2, ["--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"]),
         pytest.param(2, ["--bf16"], marks=pytest.mark.long),
         (2, ["--fp16", "--initial-loss-scale", "1048576", "--loss-scale-window", "2", "--async-save"]),
-        (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+        pytest.param(2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"], marks=pytest.mark.long),
         (2, ["--context-parallel-size", "2", "--reset-attention-mask", "--reset-position-ids"]),
         (1, ["--num-workers", "1", "--calculate-per-token-loss", "--optimizer", "sgd"]),
     ],
@@ -101,6 +101,7 @@ def test_a_deterministic_run_is_repeated_bit_by_bit(corpus: Path, tmp_path: Path
     assert refused.status == 2 and "error: CUBLAS_WORKSPACE_CONFIG is ':0:0'" in refused.err, refused
 
 
+@pytest.mark.long  # the matrix of checkpoints has every wrapper, and the next test numbers of ranks
 def test_another_wrapper_and_number_of_ranks_continue_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     arguments = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0", "--data-path", str(corpus)]
     arguments = _last_wins(arguments)

@@ -3,8 +3,8 @@
     python -I -W error _import_alone.py FOLDER[:FOLDER...] MODULE...
 
 Prints a JSON line ``[module, traceback or ""]`` for each. Each is imported in a fork of its own, so that what one
-module imported cannot help the next; Python imports the packages above it first, and so do the forks. The folders are
-searched before the installed packages.
+module imported cannot help the next; Python imports the packages above it first, and so do the forks. What these have
+imported already needs no fork. The folders are searched before the installed packages.
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ class _Hiding:
 
 def _import_in_forks(module: str, below: dict[str, list[str]]) -> None:
     """Prints the lines of a module and of those below it; these are forked where the package has been imported."""
+    if module in sys.modules:
+        print(json.dumps([module, ""]), flush=True)
+        for other in below.get(module, ()):
+            _import_in_forks(other, below)
+        return
     ours, theirs = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads

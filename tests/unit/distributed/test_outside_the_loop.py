@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from core.comm import collectives
+from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, toy
 from tests.unit.distributed.outside_the_loop import SCENARIOS
@@ -85,7 +86,11 @@ def cases() -> Iterator[tuple[str, str]]:
             yield name, kind
 
 
-@pytest.mark.parametrize(("name", "kind"), list(cases()))
+BRIEF = ("ddp_overlap", "zero1_overlap", "zero2", "zero2_overlap", "zero3", "fsdp2")
+"""Wrappers that run each time."""
+
+
+@pytest.mark.parametrize(("name", "kind"), quick(cases(), lambda case: case[1] in BRIEF))
 def test_what_works_on_a_plain_module_gives_that_result_or_raises(name: str, kind: str) -> None:
     found = {outcome[name] for outcome in outcomes(kind)}
     assert found == {"as expected"}, "\n".join(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ from core.training.state import build_scheduler
 from core.training.train_step import train_step
 from core.transformer.module import Float16Module
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
+from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 from tests.unit.training.test_train_step import batches, model_of
@@ -137,8 +139,17 @@ def _steps(
     return reads.at, results, [main.clone() for group in adam.param_groups for main in group["params"]]
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0}], ids=str)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+PRECISIONS = ({}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0})
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "precision"),
+    quick(
+        product(WRAPPERS, PRECISIONS),
+        lambda case: case[1] == {} or case in (("zero1", PRECISIONS[2]), ("fsdp2", PRECISIONS[1])),
+    ),
+    ids=str,
+)
 def test_steps_without_a_wait_have_the_same_bits(wrapper: str, precision: dict[str, Any]) -> None:
     changes = WRAPPERS[wrapper] | precision
     late, at_once = (run_distributed(_steps, 2, changes, watch) for watch in (_watched, None))

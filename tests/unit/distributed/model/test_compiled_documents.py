@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from core.distributed import finalize_model_grads, wrap_model
 from core.transformer import dot_product_attention, own_chunks
 from core.transformer.document_masks import PackedDocuments
 from tests.functional._runs import FFN, HIDDEN, build_gpt, ddp_config, micro_batches
+from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import gradients
@@ -80,11 +81,15 @@ def _graphs(wrapper: str, way: str, compiler: str = "aot_eager") -> tuple[int, d
     return len(graphs), dict(counters["graph_break"])
 
 
+WAYS = ("kernel", "kernel of CUDA", "mask", "context parallel", "selective recomputed", "full recomputed")
+
+
 @pytest.mark.parametrize(
-    "way", ["kernel", "kernel of CUDA", "mask", "context parallel", "selective recomputed", "full recomputed"]
-)
-@pytest.mark.parametrize(
-    "wrapper", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "zero3"))]
+    ("wrapper", "way"),
+    quick(
+        product(("ddp", "fsdp2", "zero3"), WAYS),
+        lambda case: case in (("ddp", "kernel"), ("ddp", "kernel of CUDA"), ("ddp", "context parallel")),
+    ),
 )
 def test_all_layouts_share_one_graph(wrapper: str, way: str) -> None:
     for graphs, breaks in run_distributed(_graphs, 2, wrapper, way):
