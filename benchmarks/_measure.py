@@ -23,6 +23,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch loads: its pr
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,8 +125,9 @@ def interleaved_peaks(
 
 
 def live_tensor_bytes(root_tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind these tensors."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in root_tensors}
+    """Bytes of the distinct storages behind these tensors; of a DTensor those of its local part."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in root_tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local}
     return sum(storages.values())
 
 
