@@ -16,14 +16,17 @@ or a time-out the processes are ended, and the next test gets new ones, so that 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import itertools
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -41,6 +44,8 @@ from tests.unit._process_state import process_state_kept
 START_LIMIT_S = 600.0
 JOB_LIMIT_S = 600.0  # ends a hang; of a job that takes seconds a busy machine makes minutes
 IDLE_POOLS_KEPT = 4  # world sizes whose processes stay alive
+_JOBS_NAMED = 4  # the last jobs of a pool, named when one fails
+_SHOW_STACKS = signal.SIGUSR2  # no test sends it
 
 
 class RankFailure(RuntimeError):
@@ -70,6 +75,7 @@ class _RankPool:
         self._store = tempfile.NamedTemporaryFile(prefix="ranks-", delete=False)  # noqa: SIM115
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._jobs: deque[str] = deque(maxlen=_JOBS_NAMED)  # names of the last ones; `run` appends
         for rank in range(world_size):
             ours, theirs = FORKED.Pipe()
             process = FORKED.Process(target=_serve, args=(theirs, rank, world_size, self._store.name), daemon=True)
@@ -85,7 +91,9 @@ class _RankPool:
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_s: float) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((fn, args))
-        return self._collect(limit_s, fn.__name__)
+        results = self._collect(limit_s, fn.__name__)
+        self._jobs.append(f"{fn.__module__}.{fn.__name__}")
+        return results
 
     def _collect(self, limit_s: float, what: str) -> list[Any]:
         deadline = time.monotonic() + limit_s
@@ -96,7 +104,7 @@ class _RankPool:
             ready = wait(waiting, max(0.0, deadline - time.monotonic()))
             if not ready:
                 silent = [rank for rank in range(len(self._pipes)) if rank not in results | failures]
-                failures |= dict.fromkeys(silent, f"no answer within {limit_s:g} s")
+                failures |= {rank: f"no answer within {limit_s:g} s\n{self._where_it_is(rank)}" for rank in silent}
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
@@ -110,8 +118,19 @@ class _RankPool:
         if failures:
             self.close()
             report = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items()))
-            raise RankFailure(f"{what} on {len(self._pipes)} ranks:\n{report}")
+            before = f" after {', '.join(self._jobs)}" if self._jobs else ""
+            raise RankFailure(f"{what} on {len(self._pipes)} ranks{before}:\n{report}")
         return [results[rank] for rank in range(len(self._pipes))]
+
+    def _where_it_is(self, rank: int) -> str:
+        """Returns the stacks of a rank's threads."""
+        stacks = _stacks_file(self._store.name, rank)
+        process = self._processes[rank]
+        if process.pid is None or not process.is_alive() or not stacks.exists():
+            return f"exit code {process.exitcode}"
+        os.kill(process.pid, _SHOW_STACKS)
+        time.sleep(0.5)
+        return stacks.read_text()
 
     def close(self) -> None:
         for process in self._processes:
@@ -121,6 +140,8 @@ class _RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._store.close()
+        for rank in range(len(self._pipes)):
+            _stacks_file(self._store.name, rank).unlink(missing_ok=True)
         Path(self._store.name).unlink(missing_ok=True)
 
 
@@ -138,6 +159,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
     """The life of one rank: join the group, then answer jobs until the pipe closes."""
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTACK_DEVICE="cpu", RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    stacks = _stacks_file(store_path, rank).open("w")  # open while the process lives
+    faulthandler.register(_SHOW_STACKS, stacks, all_threads=True)
     store = dist.FileStore(store_path, world_size)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=JOB_LIMIT_S)
@@ -162,6 +185,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
         _tear_down()
         if len(sys.modules) > num_modules:
             gc.freeze()  # no collection after a later job looks at a library's objects again
+
+
+def _stacks_file(store_path: str, rank: int) -> Path:
+    return Path(f"{store_path}.stacks-{rank}")
 
 
 def reach(point: str) -> None:
