@@ -46,7 +46,7 @@ class Collective:
 
     __slots__ = (
         *("ended_at", "event", "has_failed", "kind", "num_bytes", "number", "occurrence"),
-        *("on_device", "outer", "record", "started_at", "what"),
+        *("on_device", "record", "started_at", "what"),
     )
 
     def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int, on_device: bool = False) -> None:
@@ -58,8 +58,6 @@ class Collective:
         self.has_failed = False  # set by `explain`, on any thread: an error ended the call, and nothing waits in it
         # Where the accelerator is through with the call: `ended` records it there. Any thread may query it.
         self.event: device.Event | None = None
-        # The collective that this thread was already in: `__enter__` sets it, and `__exit__` returns to it.
-        self.outer: Collective | None = None
 
     def ended(self) -> None:
         """Records that the result is in memory; on an accelerator, that the call is enqueued on the current
@@ -79,11 +77,11 @@ class Collective:
         return not self.has_failed and not self.is_over
 
     def __enter__(self) -> Collective:
-        self.outer, _here.collective = getattr(_here, "collective", None), self
+        _here.entered.append(self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        _here.collective = self.outer
+        _here.entered.pop()
         if error is None:
             self.ended()
         else:
@@ -133,8 +131,7 @@ class _Unrecorded(Collective):
 
 def recorded_collective() -> Collective | None:
     """Returns the innermost recorded collective that this thread is in."""
-    call: Collective | None = getattr(_here, "collective", None)
-    return call
+    return _here.entered[-1] if _here.entered else None
 
 
 def message_tag(tag: int) -> int:
@@ -149,7 +146,13 @@ def message_tag(tag: int) -> int:
     return (zlib.crc32(f"{call.kind}\0{call.what}\0{call.occurrence}".encode()) & 0x7FFF) << 16 | tag
 
 
-_here = threading.local()
-"""``.collective``: the collective that the thread is in. `Collective.__enter__` and `__exit__` set it."""
+class _Here(threading.local):
+    def __init__(self) -> None:
+        # The collectives that this thread is in, the outermost first. `Collective.__enter__` appends and `__exit__`
+        # pops. One may be in it twice, and in those of two threads at once: a lane enters what its caller is in.
+        self.entered: list[Collective] = []
+
+
+_here = _Here()
 UNRECORDED = _Unrecorded()
 """The one for all calls that are not recorded."""

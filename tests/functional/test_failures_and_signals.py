@@ -188,6 +188,10 @@ def test_a_killed_run_is_started_again_and_a_signal_saves_and_ends_it(
     wait_for_steps(run, process)
     if sys.platform.startswith("linux"):
         assert_listens_on_loopback_alone(process)
+    deadline = time.monotonic() + LIMIT_S
+    while not (run / "latest").exists():  # a checkpoint that is still being written would not be loaded
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
     ranks = ranks_of(process)
     os.kill(ranks[0], signal.SIGKILL)
     deadline, before = time.monotonic() + LIMIT_S, (run / "log.jsonl").read_text().count("\n")

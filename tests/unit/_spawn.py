@@ -178,6 +178,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
                 _restart_group_names()
                 _seed_everything()
                 answer = (True, fn(*args))
+                _check_left_nothing_behind()
             except BaseException:
                 answer = (False, traceback.format_exc())
         pipe.send(answer)  # before ranks wait for each other: after a failure there is no rank to wait for
@@ -216,6 +217,14 @@ def _restart_group_names() -> None:
     global _job
     _job = job = next(_jobs)
     dist.distributed_c10d._hash_ranks_to_str = lambda ranks: f"{_hash_ranks_to_str(ranks)}-{job}"
+
+
+def _check_left_nothing_behind() -> None:
+    """Raises if this thread is still in a collective by its record: the next job's messages would have its tag."""
+    call = sys.modules.get("core.comm.call")
+    left = call.recorded_collective() if call is not None else None
+    if left is not None:
+        raise RuntimeError(f"the job has left the {left.kind} of {left.what} without leaving its record")
 
 
 def _seed_everything() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from core.comm import collectives
-from core.comm.call import message_tag
+from core.comm.call import Collective, message_tag, recorded_collective
 from core.comm.record import NUM_CALLS_KEPT, ask_other_ranks, latest_collective, record_of, recorded
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import run_distributed
@@ -49,6 +50,24 @@ def test_tags_tell_collectives_apart():
                     pass
                 tags.add(message_tag(7))
         assert len(tags) == 4 and all(0 <= tag < 2**31 and tag & 0xFFFF == 7 for tag in tags)
+
+
+def test_a_collective_entered_twice_and_on_two_threads_is_left_on_each():
+    with fake_world(rank=0, world_size=2):
+        with recorded("all-gather", "around", 8) as around:
+            with recorded("reduce-scatter", "unit a", 8) as call:
+                with call, ThreadPoolExecutor(1) as lane:
+                    assert lane.submit(_entered, call).result() == (call, None)
+                assert recorded_collective() is call
+            assert recorded_collective() is around
+        assert recorded_collective() is None
+
+
+def _entered(call: Collective) -> tuple[Collective | None, Collective | None]:
+    """Enters a collective on this thread; returns what the thread is in then, and after it."""
+    with call:
+        inside = recorded_collective()
+    return inside, recorded_collective()
 
 
 def _exchanges_different_things() -> bool:
