@@ -134,7 +134,10 @@ def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None
     """
     if tp_rank is None:
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    torch.manual_seed(seed)
+    # Not torch.manual_seed, which also formats the whole stack for each kind of accelerator that is not in use.
+    torch.default_generator.manual_seed(seed)
+    if device_type() == "cuda":
+        torch.cuda.manual_seed(seed)
     _tracker.reset()
     cp_rank = parallel_state.get_context_parallel_rank()
     own = seed + cp_rank * _CONTEXT_PARALLEL_OFFSET
