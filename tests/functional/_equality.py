@@ -31,15 +31,15 @@ SERIAL_TRAININGS = {
 }
 BRIEF = {
     "adamw": ("ddp, overlapped", "zero1, overlapped", "zero2", "zero3", "fsdp2"),
-    "sgd, untied": ("zero3",),
+    "sgd, untied": (),
     "bf16": ("fsdp2",),
     "fp16": ("zero2",),
-    "per token": ("zero1, overlapped",),
+    "per token": (),
 }
 """What runs each time on two ranks, by training. The sample of compositions has the other settings too."""
 BRIEF_HYBRIDS = ("hybrid fsdp2",)
-BRIEF_SERIAL = {"sgd, tied": ("zero3",), "sgd, untied": ("zero2",), "sgd, per token": ("fsdp2",)}
-"""Likewise of those that are compared with one process."""
+BRIEF_SERIAL: dict[str, tuple[str, ...]] = {"sgd, tied": ("zero3",), "sgd, untied": (), "sgd, per token": ()}
+"""Likewise of those that are compared with one process, as each composition of the sample is."""
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,6 @@ def _compare(wrapper: str, layout: Layout, trained: str) -> None:
 
 
 BRIEF = {
-    ("fsdp2", Layout(tp=2, sequence_parallel=True)),
-    ("zero1, overlapped", Layout(cp=2)),
     ("zero2", Layout(tp=2, cp=2, sequence_parallel=True)),
     ("fsdp2", Layout(dp=2, cp=2)),
 }
@@ -103,13 +101,13 @@ def test_every_wrapper_over_every_layout_equals_the_serial_run(layout: Layout, w
 
 KINDS = [
     ("one group", "ddp", Layout(tp=2, sequence_parallel=True)),
-    ("per token", "fsdp2", Layout(cp=2)),
     ("packed, recomputed", "fsdp2", Layout(cp=2)),
 ]
 """What runs each time. The sample of compositions has every pair of these features, the layouts and the wrappers, also
 those of the long set here."""
 
 MORE_KINDS = [
+    ("per token", "fsdp2", Layout(cp=2)),
     ("recomputed attention", "zero1", Layout(cp=2)),
     ("bf16", "zero1", Layout(cp=2)),
     ("untied", "zero2", Layout(tp=2, sequence_parallel=True)),
@@ -144,12 +142,12 @@ def test_every_kind_of_training_equals_the_serial_run(trained: str, wrapper: str
         ("positions_of_the_first_rank", "tied", "ddp", Layout(cp=2)),
         ("labels_in_whole_order", "tied", "ddp", Layout(cp=2)),
         ("keys_keep_their_own_gradient", "tied", "fsdp2", Layout(cp=2)),
-        ("norms_stay_partial", "tied", "ddp", Layout(tp=2)),
+        pytest.param("norms_stay_partial", "tied", "ddp", Layout(tp=2), marks=pytest.mark.long),
         ("norms_stay_partial", "tied", "fsdp2", Layout(tp=2, sequence_parallel=True)),
         ("inputs_keep_their_own_gradient", "tied", "zero1", Layout(tp=2)),
         ("one_norm_stays_partial", "bf16", "fsdp2", Layout(tp=2, sequence_parallel=True)),
         ("gradients_a_twentieth_too_large", "bf16", "zero1", Layout(cp=2)),
-        ("keys_keep_their_own_gradient", "bf16", "ddp", Layout(cp=2)),
+        pytest.param("keys_keep_their_own_gradient", "bf16", "ddp", Layout(cp=2), marks=pytest.mark.long),
     ],
 )
 def test_the_comparison_sees_a_planted_fault(fault: str, trained: str, wrapper: str, layout: Layout):

@@ -47,7 +47,7 @@ PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "per token": ("own_tokens",),
     },
     "zero2": {
-        "adamw": ("doubled_gradients", "stale_parameter"),
+        "adamw": ("skipped_bucket", "doubled_gradients", "stale_parameter"),
         "sgd, untied": ("skipped_bucket",),
         "bf16": ("doubled_gradients",),
         "fp16": ("stale_parameter",),
@@ -70,7 +70,7 @@ PLANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "per token": ("stale_parameter",),
     },
     "zero3": {
-        "adamw": ("skipped_bucket", "stale_slot", "gradients_off_by_a_millionth"),
+        "adamw": ("skipped_bucket", "doubled_gradients", "stale_slot", "gradients_off_by_a_millionth"),
         "sgd, untied": ("doubled_gradients",),
         "bf16": ("stale_low_precision",),
         "fp16": ("overflow_forgiven",),

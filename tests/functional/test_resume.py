@@ -43,7 +43,10 @@ def log(run: Path) -> list[dict[str, Any]]:
         pytest.param(1, [], marks=pytest.mark.long),
         pytest.param(2, [], marks=pytest.mark.long),
         (2, ["--use-torch-fsdp2"]),
-        (2, ["--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"]),
+        pytest.param(
+            *(2, ["--use-distributed-optimizer", "--bf16", "--overlap-grad-reduce", "--overlap-param-gather"]),
+            marks=pytest.mark.long,  # a golden case has it
+        ),
         pytest.param(2, ["--bf16"], marks=pytest.mark.long),
         (2, ["--fp16", "--initial-loss-scale", "1048576", "--loss-scale-window", "2", "--async-save"]),
         pytest.param(2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"], marks=pytest.mark.long),

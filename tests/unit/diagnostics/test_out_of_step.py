@@ -76,8 +76,13 @@ def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("kind", "fields", "collective", "what"),
     [
-        ("ddp", {}, "all-reduce", "the gradients of bucket head.weight to embedding.weight"),
-        ("zero1_overlap", {}, "reduce-scatter", "the gradients of bucket head.weight to blocks.1.down.weight"),
+        pytest.param(
+            "ddp", {}, "all-reduce", "the gradients of bucket head.weight to embedding.weight", marks=pytest.mark.long
+        ),
+        pytest.param(
+            *("zero1_overlap", {}, "reduce-scatter", "the gradients of bucket head.weight to blocks.1.down.weight"),
+            marks=pytest.mark.long,
+        ),
         ("zero2", {}, "reduce-scatter", "the gradients of bucket head.weight to embedding.weight"),
         ("fsdp2", {}, "all-gather", "the parameters of the root unit"),
     ],

@@ -86,7 +86,7 @@ def cases() -> Iterator[tuple[str, str]]:
             yield name, kind
 
 
-BRIEF = ("ddp_overlap", "zero1_overlap", "zero2", "zero2_overlap", "zero3", "fsdp2")
+BRIEF = ("ddp_overlap", "zero2_overlap", "zero3", "fsdp2")
 """Wrappers that run each time."""
 
 
