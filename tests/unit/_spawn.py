@@ -242,6 +242,9 @@ def _tear_down() -> None:
         parallel_state.destroy_model_parallel()
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
+    groups = sys.modules.get("core.distributed.groups")
+    if groups is not None:  # a destroyed group that is kept wakes up its thread a hundred times a second
+        groups._twins.clear()
     if "torch.distributed.tensor" in sys.modules:
         from core._torch_compat import forget_sharding_decisions
 
