@@ -12,7 +12,6 @@ import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -64,16 +63,9 @@ def run_scripts(programs: list[str], folder: Path) -> Ended:
     scripts = [folder / f"program{number}.py" for number in range(len(programs))]
     for script, program in zip(scripts, programs, strict=True):
         script.write_text(program)
-    one_after_the_other = "import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path)"
-    ended = subprocess.run(
-        [sys.executable, "-c", one_after_the_other, *scripts],
-        cwd=folder,
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    return Ended(ended.returncode, ended.stdout, ended.stderr)
+    all_of_them = folder / "programs.py"
+    all_of_them.write_text("import runpy, sys\nfor path in sys.argv[1:]:\n    runpy.run_path(path)")
+    return run_program(all_of_them, *scripts, folder=folder)
 
 
 def run_program(program: str | Path, *arguments: object, folder: Path, ranks: int = 0, **variables: str) -> Ended:

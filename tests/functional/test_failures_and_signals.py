@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from core.training.launch.signals import ECHO_S
-from tests.functional._program import PROGRAMS, REPOSITORY, TINY, program_environment
+from tests.functional._program import PROGRAMS, REPOSITORY, TINY, program_environment, run_program
 
 LAUNCH = [sys.executable, "-m", "core.training.launch", "--nproc-per-node", "2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -30,25 +30,32 @@ FSDP2 = (*ENDLESS, "--use-torch-fsdp2", "--num-workers", "1")
 @pytest.mark.parametrize(
     ("launcher", "rank"),
     [
-        pytest.param(LAUNCH, 0, id="launch-0"),
+        pytest.param(None, 0, id="forked-0"),  # `test_ranks` has what the launcher does with a rank that fails
+        pytest.param(LAUNCH, 0, id="launch-0", marks=pytest.mark.long),
         pytest.param(LAUNCH, 1, id="launch-1", marks=pytest.mark.long),
         pytest.param(TORCHRUN, 0, id="torchrun-0", marks=pytest.mark.long),
         pytest.param(TORCHRUN, 1, id="torchrun-1", marks=pytest.mark.long),
     ],
 )
 def test_a_crash_on_one_rank_ends_all_with_its_traceback_first(
-    corpus: Path, tmp_path: Path, launcher: list[str], rank: int
+    corpus: Path, tmp_path: Path, launcher: list[str] | None, rank: int
 ) -> None:
-    ended = subprocess.run(
-        [*launcher, FAILING, *ENDLESS, "--data-path", corpus, "--save", tmp_path / "run"],
-        cwd=tmp_path,
-        env=program_environment(CRASH_RANK=str(rank)),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert ended.returncode == 1
-    before, traceback = ended.stderr.split(f"rank {rank} of 2:\n", 1)
+    flags = [*ENDLESS, "--data-path", corpus, "--save", tmp_path / "run"]
+    if launcher is None:
+        forked = run_program(FAILING, *flags, folder=tmp_path, ranks=2, CRASH_RANK=str(rank))
+        status, err = forked.status, forked.err
+    else:
+        ended = subprocess.run(
+            [*launcher, FAILING, *flags],
+            cwd=tmp_path,
+            env=program_environment(CRASH_RANK=str(rank)),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        status, err = ended.returncode, ended.stderr
+    assert status == 1
+    before, traceback = err.split(f"rank {rank} of 2:\n", 1)
     assert "Traceback" not in before and f"rank {1 - rank}" not in before
     assert "ZeroDivisionError: a planted crash" in traceback.partition(f"rank {1 - rank} of 2")[0]
     assert f"rank {1 - rank} of 2:\nTraceback" not in traceback

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from core.dist_checkpointing import latest_checkpoint
-from tests.functional._program import LIMIT_S, REPOSITORY, TINY, program_environment
+from tests.functional._program import LIMIT_S, REPOSITORY, TINY, program_environment, run_program
 
 FAILING = REPOSITORY / "tests" / "functional" / "_failing_rank.py"
 EXAMPLES = REPOSITORY / "examples"
@@ -129,15 +129,16 @@ def test_workers_of_ray_train_do_what_torchrun_does_and_go_on_after_a_failure(tm
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="needs the extra 'lightning'")
 def test_the_example_of_lightning_starts_its_ranks_itself(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, EXAMPLES / "lightning_trainer.py", "--sharding", "optim", "--ranks", "2"],
-        cwd=tmp_path,
-        env=program_environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
+    ended = run_program(
+        EXAMPLES / "lightning_trainer.py",
+        "--sharding",
+        "optim",
+        "--ranks",
+        "2",
+        folder=tmp_path,
+        **program_environment(),
     )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    assert "after 8 steps" in ended.stdout
+    assert ended.status == 0, ended.err[-4000:]
+    assert "after 8 steps" in ended.out
     (saved,) = (tmp_path / "runs" / "lightning").glob("*.ckpt")
     assert len(list(saved.glob("rank_*.bin"))) == 2

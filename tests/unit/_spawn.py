@@ -172,7 +172,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
             fn, args = pipe.recv()
         except EOFError:
             return
-        num_modules = len(sys.modules)
         with process_state_kept():
             try:
                 _restart_group_names()
@@ -184,8 +183,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
         pipe.send(answer)  # before ranks wait for each other: after a failure there is no rank to wait for
         del fn, args, answer  # what they refer to would outlive the job
         _tear_down()
-        if len(sys.modules) > num_modules:
-            gc.freeze()  # no collection after a later job looks at a library's objects again
+        gc.freeze()  # what outlives the job, such as a library it imported: no later collection looks at it again
 
 
 def _stacks_file(store_path: str, rank: int) -> Path:

@@ -6,4 +6,5 @@ ranks             starts ranks, waits for them, passes signals on; `signals` cou
 parent_death      ends a rank with its launcher
 environment       reads and checks the environment that a launcher sets
 entry             sets a program's exit status: one line for a user's mistake, one traceback for a crash
+statuses          the exit statuses
 """

@@ -18,11 +18,7 @@ import torch.distributed as dist
 from ... import parallel_state, slurm
 from ...device import barrier
 from ...errors import MemoryLimitError, OutOfStepError, ShardstackError
-
-USER_ERROR_STATUS = 2
-RUN_ERROR_STATUS = 3
-CRASH_STATUS = 1
-INTERRUPTED_STATUS = 130
+from .statuses import CRASH_STATUS, INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
 
 _FIRST = "shardstack/first_failure"
 

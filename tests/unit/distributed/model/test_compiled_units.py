@@ -119,23 +119,20 @@ def test_torchs_compiler_keeps_to_the_budget() -> None:
         assert least < 0.6 * most
 
 
-def _dropout_is_refused() -> list[str]:
-    messages = []
-    torch._dynamo.reset()
-    for dropout in ({"hidden_dropout": 0.1}, {"attention_dropout": 0.1}):
-        module = build_gpt(True, **dropout)
-        fields = {"compile_units": True, "activation_memory_budget": 0.5}
-        model = wrap_model(module, module.config, ddp_config("ddp", **fields), process_group=dist.group.WORLD)
-        tokens, labels = micro_batches(0, 0)[0]
-        with pytest.raises(ParallelConfigError) as caught:
-            model(tokens, labels=labels)
-        messages.append(str(caught.value))
-    return messages
+def _dropout_is_refused(dropout: str) -> str:
+    module = build_gpt(True, **{dropout: 0.1})
+    fields = {"compile_units": True, "activation_memory_budget": 0.5}
+    model = wrap_model(module, module.config, ddp_config("ddp", **fields), process_group=dist.group.WORLD)
+    tokens, labels = micro_batches(0, 0)[0]
+    with pytest.raises(ParallelConfigError) as caught:
+        model(tokens, labels=labels)
+    return str(caught.value)
 
 
-def test_a_unit_that_drops_is_refused_because_torch_would_draw_again() -> None:
-    for message in run_distributed(_dropout_is_refused, 1)[0]:
-        assert message.startswith("activation_memory_budget is below 1 and a unit draws random numbers")
+@pytest.mark.parametrize("dropout", quick(["hidden_dropout", "attention_dropout"], {"attention_dropout"}.__contains__))
+def test_a_unit_that_drops_is_refused_because_torch_would_draw_again(dropout: str) -> None:
+    (message,) = run_distributed(_dropout_is_refused, 1, dropout)
+    assert message.startswith("activation_memory_budget is below 1 and a unit draws random numbers")
 
 
 @pytest.mark.parametrize(
