@@ -22,7 +22,7 @@ MUTATIONS = (
         "core.distributed.gradient_state.GradientState.check_may_step",
         r"if not self\.is_reduced:",
         "if not self.is_reduced and self.phase is Phase.ZEROED:",
-        (f"{OUTSIDE_THE_LOOP}[a_step_without_finalizing-zero2]",),
+        (f"{OUTSIDE_THE_LOOP}[a_step_without_finalizing-zero2_overlap]",),
     ),
     Mutation(
         "the first gradient is not scaled",
@@ -109,14 +109,14 @@ MUTATIONS = (
         "core.distributed.buffers.bucket_group.BucketGroup.start_param_sync",
         r"make_pending\(.*\)",
         "pass",
-        (f"{OUTSIDE_THE_LOOP}[an_average_of_weights_is_kept_by_references-zero1_overlap]",),
+        (f"{OUTSIDE_THE_LOOP}[an_average_of_weights_is_kept_by_references-zero2_overlap]",),
     ),
     Mutation(
         "a frozen parameter is updated with zeros",
         "core.distributed.buffers.grad_slot.GradSlot.has_gradient",
         "return .*",
         "return True",
-        (f"{OUTSIDE_THE_LOOP}[frozen_parameters_do_not_decay-zero1]",),
+        (f"{OUTSIDE_THE_LOOP}[frozen_parameters_do_not_decay-zero2_overlap]",),
     ),
     Mutation(
         "gradients are summed and not averaged",

@@ -17,14 +17,14 @@ MUTATIONS = (
         "core.optimizer.clip_grads.GradientStatistics._measure_exactly",
         r"all_reduce_by_backend\(of_key, .*\)",
         "pass",
-        (f"{REPRODUCIBLE}[8 micro-batches-zero1-2]",),
+        (f"{REPRODUCIBLE}[8 micro-batches-fsdp2-2]",),
     ),
     Mutation(
         "masters keep what was loaded over",
         "core.optimizer.written_params.WrittenParams.refresh_masters",
         "if is_written:",
         "if is_written and p.main.ndim > 2:",
-        (f"{OUTSIDE_THE_LOOP}[weights_are_loaded_under_low_precision-ddp]",),
+        (f"{OUTSIDE_THE_LOOP}[weights_are_loaded_under_low_precision-zero2_overlap]",),
     ),
     Mutation(
         "the norm is that of one shard",

@@ -1,0 +1,56 @@
+"""Benchmarks run, each in the least time that its arguments allow; what they measure then is not looked at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.functional._program import LIMIT_S, REPOSITORY, program_environment
+
+FOLDER = REPOSITORY / "benchmarks"
+ONCE = ("--rounds", "1")
+LEAST: dict[str, tuple[str, ...]] = {
+    "accelerate_trainer": ("--steps", "2", "--layers", "1", "--hidden", "32"),
+    "checkpoints": ("--millions", "2", *ONCE, "--folder", "."),
+    "chunked_loss": ("sharded, 4 x 1024 tokens", *ONCE, "--only", "time"),
+    "compiled_units": ("DDP", *ONCE),
+    "data_index": (),
+    "ddp_engine": ("--candidates", "replicated", *ONCE, "--only", "time"),
+    "deterministic": ONCE,
+    "fully_sharded": ("128 tokens", *ONCE, "--only", "time"),
+    "gpt_throughput": ("--preset", "small", "--steps", "2"),
+    "held_memory": ("--ranks", "2"),
+    "lightning_strategies": ("--steps", "2"),
+    "meta_construction": ("--millions", "5", "--only", "gpt"),
+    "parallel_layers": ("--width", "512", "--sequence", "64", *ONCE),
+    "reproducible": ("DDP", "--ranks", "2", *ONCE, "--only", "time"),
+    "trainers": ("adapters",),
+    "wrapper_overhead": ("defaults, 128 tokens", *ONCE, "--only", "time"),
+}
+NEEDS = {"accelerate_trainer": "accelerate", "lightning_strategies": "lightning", "trainers": "lightning"}
+
+
+def test_every_benchmark_is_here():
+    assert LEAST.keys() == {path.stem for path in FOLDER.glob("[a-z]*.py")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LEAST)
+def test_a_benchmark_runs(name: str, tmp_path: Path):
+    if name in NEEDS and find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    ended = subprocess.run(
+        [sys.executable, FOLDER / f"{name}.py", *LEAST[name]],
+        cwd=tmp_path,
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert "Traceback" not in ended.stderr, ended.stderr[-4000:]
+    assert ended.returncode in (0, 1), ended.stderr[-4000:]  # 1: above a limit, which one round does not decide
+    assert ended.stdout
