@@ -149,7 +149,7 @@ def message_tag(tag: int) -> int:
 class _Here(threading.local):
     def __init__(self) -> None:
         # The collectives that this thread is in, the outermost first. `Collective.__enter__` appends and `__exit__`
-        # pops. One may be in it twice, and in those of two threads at once: a lane enters what its caller is in.
+        # pops. A collective may be here twice, and on two threads at once: a lane enters its caller's.
         self.entered: list[Collective] = []
 
 

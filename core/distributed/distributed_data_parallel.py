@@ -38,7 +38,8 @@ class DistributedDataParallel(_FlatDataParallel):
     * ``optim`` (ZeRO-1): the gradient of its shard of each bucket, inside the buffer of whole gradients; the rest of
       ``main_grad`` is then this rank's own, and not to be read;
     * ``optim_grads`` (ZeRO-2): its shard alone. Whole gradients are allocated when backward reaches their bucket and
-      freed when the bucket is reduced, during the last micro-batch's backward; ``main_grad`` is then None.
+      freed when the bucket is reduced, during the last micro-batch's backward (or kept for the next step, where
+      ``reproducible_across_ranks`` sets some aside); ``main_grad`` is then None.
 
     With the last two, parameters are views of flat buffers, an optimizer of `core.optimizer` updates this rank's
     shards, and `start_param_sync` gathers the parameters. Backward moves each gradient into ``main_grad`` and frees
@@ -129,7 +130,7 @@ class DistributedDataParallel(_FlatDataParallel):
                 shard_index=self.intra_instance_group.rank() if self._is_sharded else 0,
                 holds_params=buffer.holds_params,
                 releases_grads=buffer.releases_grads,
-                keeps_grads=self.plan.sets_whole_gradients_aside,
+                keeps_grads=bool if self._tree is None else self._tree.sets_whole_gradients_aside,
                 accumulated_in_fp32=buffer.accumulated_in_fp32,
             )
             for buffer in self.plan.buffers

@@ -90,6 +90,10 @@ class GradientTree:
         """Micro-batches of this rank in a step."""
         return self._count
 
+    def sets_whole_gradients_aside(self) -> bool:
+        """Whether whole gradients of several micro-batches of a step wait for each other."""
+        return not self.shape.interleaves and self.shape.num_set_aside(self._count) > 0
+
     @property
     def factor(self) -> float:
         """What the sum over ranks is multiplied by: of data-parallel ranks a power of two, which rounds nothing."""

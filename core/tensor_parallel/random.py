@@ -137,7 +137,7 @@ def model_parallel_manual_seed(seed: int, *, tp_rank: int | None = None) -> None
     # Not torch.manual_seed, which also formats the whole stack for each kind of accelerator that is not in use.
     torch.default_generator.manual_seed(seed)
     if device_type() == "cuda":
-        torch.cuda.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
     _tracker.reset()
     cp_rank = parallel_state.get_context_parallel_rank()
     own = seed + cp_rank * _CONTEXT_PARALLEL_OFFSET

@@ -35,15 +35,15 @@ def define_attention(
     Returns:
         The operation's name, ``shardstack::NAME``.
     """
-    whole = f"{NAMESPACE}::{name}"
-    inputs = "Tensor query, Tensor key, Tensor value"
-    torch.library.define(whole, f"({inputs}, {layout}) -> (Tensor, Tensor)")
+    qualified = f"{NAMESPACE}::{name}"
+    tensors = "Tensor query, Tensor key, Tensor value"
+    torch.library.define(qualified, f"({tensors}, {layout}) -> (Tensor, Tensor)")
     torch.library.define(
-        f"{whole}_backward",
-        f"(Tensor grad, {inputs}, Tensor output, Tensor logsumexp, {layout}) -> (Tensor, Tensor, Tensor)",
+        f"{qualified}_backward",
+        f"(Tensor grad, {tensors}, Tensor output, Tensor logsumexp, {layout}) -> (Tensor, Tensor, Tensor)",
     )
-    torch.library.impl(whole, "CompositeExplicitAutograd", forward)
-    torch.library.impl(f"{whole}_backward", "CompositeExplicitAutograd", backward)
+    torch.library.impl(qualified, "CompositeExplicitAutograd", forward)
+    torch.library.impl(f"{qualified}_backward", "CompositeExplicitAutograd", backward)
 
     def shapes(query: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
         return empty_like(query), empty_logsumexp(query)
@@ -51,22 +51,22 @@ def define_attention(
     def backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *unused: Any) -> tuple[Tensor, ...]:
         return empty_like(query), empty_like(key), empty_like(value)
 
-    torch.library.register_fake(whole, shapes)
-    torch.library.register_fake(f"{whole}_backward", backward_shapes)
+    torch.library.register_fake(qualified, shapes)
+    torch.library.register_fake(f"{qualified}_backward", backward_shapes)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, *laid_out = inputs
-        tensors = [argument if isinstance(argument, Tensor) else None for argument in laid_out]
-        ctx.others = [None if isinstance(argument, Tensor) else argument for argument in laid_out]
-        ctx.save_for_backward(query, key, value, *output, *tensors)
+        query, key, value, *layout_args = inputs
+        saved = [argument if isinstance(argument, Tensor) else None for argument in layout_args]
+        ctx.others = [None if isinstance(argument, Tensor) else argument for argument in layout_args]
+        ctx.save_for_backward(query, key, value, *output, *saved)
         ctx.mark_non_differentiable(output[1])
 
     def derivative(ctx: Any, grad: Tensor, unused: Any) -> tuple[Tensor | None, ...]:
-        query, key, value, output, logsumexp, *tensors = ctx.saved_tensors
-        laid_out = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
+        query, key, value, output, logsumexp, *saved = ctx.saved_tensors
+        layout_args = [other if tensor is None else tensor for tensor, other in zip(saved, ctx.others, strict=True)]
         operation = getattr(getattr(torch.ops, NAMESPACE), f"{name}_backward")
-        grads = operation(grad, query, key, value, output, logsumexp, *laid_out)
-        return *grads, *(None for _ in laid_out)
+        grads = operation(grad, query, key, value, output, logsumexp, *layout_args)
+        return *grads, *(None for _ in layout_args)
 
-    torch.library.register_autograd(whole, derivative, setup_context=save)
-    return whole
+    torch.library.register_autograd(qualified, derivative, setup_context=save)
+    return qualified

@@ -125,4 +125,4 @@ OPERATION = define_attention(
     empty_like=_empty,
     empty_logsumexp=_empty_logsumexp,
 )
-"""Its name in torch."""
+"""Name of the operation in `torch.ops`."""

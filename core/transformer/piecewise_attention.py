@@ -230,4 +230,4 @@ OPERATION = define_attention(
     empty_like=lambda like: like.new_empty(like.shape),
     empty_logsumexp=_empty_logsumexp,
 )
-"""Its name in torch; a group is the name of a process group, empty for a rank alone."""
+"""Name of the operation in `torch.ops`; a group is the name of a process group, empty for a rank alone."""

@@ -115,13 +115,21 @@ def _meeting_place(ranks: int) -> Iterator[dict[str, str]]:
 
 
 def _wait(processes: Sequence[BaseProcess]) -> int:
-    """Returns the first status that is not 0, once all have ended."""
-    deadline = time.monotonic() + LIMIT_S
+    """Returns the first status that is not 0, once all have ended.
+
+    Raises:
+        TimeoutError: some had to be killed.
+    """
+    deadline, stuck = time.monotonic() + LIMIT_S, []
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
-            process.kill()
-            process.join()
+            stuck.append(process)
+    for process in stuck:
+        process.kill()
+        process.join()
+    if stuck:
+        raise TimeoutError(f"{len(stuck)} of {len(processes)} processes had not ended after {LIMIT_S:g} s")
     return next((process.exitcode for process in processes if process.exitcode), 0)
 
 

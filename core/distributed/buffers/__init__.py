@@ -1,6 +1,6 @@
 """Gradients on flat buffers, for replicas and for units of sharded parameters.
 
-flat_memory, param_and_grad_buffer  own the memory
+flat_memory, param_and_grad_buffer  own the memory; grad_memory keeps it between uses
 bucket, grad_slot                   a part of it, and one parameter's place there
 life_cycle                          the states of both
 bucket_group, reduction             the collectives of a bucket

@@ -1,8 +1,9 @@
-"""Memory of whole gradients, which buckets take when the first gradient arrives and give back when it was reduced."""
+"""Keeps the memory of whole gradients between uses: buckets take it, and give it back once nothing reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,22 +20,26 @@ class GradMemory:
 
     Args:
         dtype, device: of the gradients.
-        most_kept: of each number of elements, how many that no bucket uses are kept; of the others none.
-        allocate: what is not there.
+        keeps_all: asked at each use; True: all memory that is given back is kept.
+        most_kept: for each size in elements, how many unused tensors are kept otherwise; those of other sizes are
+            freed.
+        allocate: allocates memory when none of that size is kept.
     """
 
     def __init__(
         self,
         dtype: torch.dtype,
         device: torch.device,
-        most_kept: Mapping[int, float],
+        *,
+        keeps_all: Callable[[], bool] = bool,
+        most_kept: Mapping[int, int] = MappingProxyType({}),
         allocate: Allocate = passing_memory,
     ) -> None:
         self._dtype, self._device, self._allocate = dtype, device, allocate
-        self._most_kept = dict(most_kept)
+        self._keeps_all, self._most_kept = keeps_all, most_kept
         # Unused memory by its number of elements, for as long as the wrapper exists. `take` and `give_back` change it,
         # both on the thread that runs backward, or between backwards.
-        self._kept: dict[int, list[Tensor]] = {numel: [] for numel in most_kept}
+        self._kept: dict[int, list[Tensor]] = {}
 
     @property
     def kept(self) -> list[Tensor]:
@@ -43,7 +48,7 @@ class GradMemory:
 
     def keeps(self, numel: int) -> bool:
         """Returns whether memory of `numel` elements is kept at all."""
-        return numel in self._kept
+        return self._keeps_all() or numel in self._most_kept
 
     def take(self, numel: int) -> Tensor:
         """Returns `[numel]`, of any values."""
@@ -53,6 +58,6 @@ class GradMemory:
     def give_back(self, whole: Tensor) -> None:
         """Takes back what `take` gave, once nothing reads or writes it. What is not given back is freed with its last
         reference."""
-        numel = whole.numel()
-        if self.keeps(numel) and len(self._kept[numel]) < self._most_kept[numel]:
-            self._kept[numel].append(whole)
+        kept = self._kept.setdefault(whole.numel(), [])
+        if self._keeps_all() or len(kept) < self._most_kept.get(whole.numel(), 0):
+            kept.append(whole)

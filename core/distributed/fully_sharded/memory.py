@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,8 @@ class ShardedBuffer(FlatMemory):
         offloads: shards are in the host's memory.
         pins_memory: in a part of it that the device copies from while it computes.
         allocate: of the memory of whole gradients.
-        keeps_grads: whole gradients of several micro-batches wait for each other: all of their memory is kept.
+        keeps_grads: asked at each use; True: whole gradients of several micro-batches wait for each other, and all of
+            their memory is kept.
 
     Attributes:
         shards: `[numel / num_shards]`, this rank's shard of each bucket, one after the other: one tensor, so that its
@@ -51,7 +51,7 @@ class ShardedBuffer(FlatMemory):
         offloads: bool = False,
         pins_memory: bool = False,
         allocate: Allocate = passing_memory,
-        keeps_grads: bool = False,
+        keeps_grads: Callable[[], bool] = bool,
     ) -> None:
         self.names = [param.name for bucket in plan.buckets for param in bucket.params]
         self.params = [params[name] for name in self.names]
@@ -70,10 +70,13 @@ class ShardedBuffer(FlatMemory):
             numel // num_shards, dtype=plan.param_dtype, device=self.shard_device, pin_memory=pins_memory
         )
         sizes = Counter(bucket.elements for bucket in plan.buckets)
-        most_kept = dict.fromkeys(sizes, math.inf)
-        if not keeps_grads:
-            most_kept = {size: _GRAD_SLOTS for size, count in sizes.items() if count > 1}
-        self.grad_memory = GradMemory(plan.grad_dtype, device, most_kept, allocate)
+        self.grad_memory = GradMemory(
+            plan.grad_dtype,
+            device,
+            keeps_all=keeps_grads,
+            most_kept={size: _GRAD_SLOTS for size, count in sizes.items() if count > 1},
+            allocate=allocate,
+        )
         self.buckets: list[Bucket] = []
         for planned in plan.buckets if plan.is_trained else ():
             bucket = Bucket(self, planned.layout)

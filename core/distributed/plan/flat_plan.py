@@ -48,7 +48,7 @@ class BufferPlan:
     holds_params: bool
     """Parameters are views of it; otherwise it holds gradients alone."""
     releases_grads: bool
-    """Whole gradients are allocated by the bucket when they arrive, and freed when they are reduced."""
+    """Whole gradients are allocated by the bucket when they arrive, and released when they are reduced."""
     holds_experts: bool
     """Its parameters carry Megatron-LM's mark ``allreduce=False``."""
     accumulated_in_fp32: frozenset[str]

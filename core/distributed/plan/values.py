@@ -152,11 +152,6 @@ class ShardingPlan:
         return MicroBatchTree(self.groups.whole.size() // self.context_parallel_size, self.reduces_every_micro_batch)
 
     @property
-    def sets_whole_gradients_aside(self) -> bool:
-        """Whole gradients of several micro-batches wait for each other, to be added up in the tree."""
-        return self.tree is not None and not self.tree.interleaves
-
-    @property
     def sum_order(self) -> tuple[tuple[int, ...], ...] | None:
         """The ranks of a shard group, by the groups of them that are added first; None where any order will do.
 
