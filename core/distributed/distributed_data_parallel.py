@@ -130,7 +130,6 @@ class DistributedDataParallel(_FlatDataParallel):
                 shard_index=self.intra_instance_group.rank() if self._is_sharded else 0,
                 holds_params=buffer.holds_params,
                 releases_grads=buffer.releases_grads,
-                keeps_grads=bool if self._tree is None else self._tree.sets_whole_gradients_aside,
                 accumulated_in_fp32=buffer.accumulated_in_fp32,
             )
             for buffer in self.plan.buffers

@@ -13,6 +13,7 @@ from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapE
 from ..model_parallel_config import ModelParallelConfig
 from .buffers.bucket import Bucket
 from .buffers.bucket_group import BucketGroup
+from .buffers.grad_memory import GradMemory
 from .buffers.gradient_lender import GradientLender
 from .buffers.param_placement import ParamPlacement
 from .buffers.reduction import BucketReduction
@@ -126,6 +127,16 @@ class _FlatDataParallel(_BaseDataParallel):
             )
             for bucket in buckets
         ]
+
+    def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
+        super().expect_micro_batches(count, divides_by_ranks=divides_by_ranks)
+        if self._tree is not None:
+            for memory in self._grad_memories:
+                memory.keep_all(self._tree.sets_whole_gradients_aside)
+
+    @property
+    def _grad_memories(self) -> set[GradMemory]:
+        return {group.bucket.buffer.grad_memory for group in self._bucket_groups}
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         """Returns elements ``[start, end)`` of a flattened parameter, those that the plan gives this rank to
@@ -276,7 +287,7 @@ class _FlatDataParallel(_BaseDataParallel):
         held = [t for bucket in buckets for t in (bucket.grad_data, bucket.separate_shard) if t is not None]
         held += [gradient for bucket in buckets for gradient in bucket.extra_main_grads]
         held += [t for group in self._bucket_groups if group.sums is not None for t in group.sums.tensors]
-        held += [t for memory in {bucket.buffer.grad_memory for bucket in buckets} for t in memory.kept]
+        held += [t for memory in self._grad_memories for t in memory.kept]
         grads = [p.grad for p in self.module.parameters() if p.grad is not None and not is_unreadable(p.grad)]
         parameters = [*self.module.parameters(), *self.module.buffers()]
         whole = [b.grad_data for b in buckets if b.releases_grads and b.grad_data is not None]

@@ -122,7 +122,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
                 offloads=plan.offloads,
                 pins_memory=plan.pins_memory,
                 allocate=allocate_grads,
-                keeps_grads=bool if self._tree is None else self._tree.sets_whole_gradients_aside,
             )
             for buffer in plan.buffers
         ]

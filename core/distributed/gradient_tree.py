@@ -90,6 +90,7 @@ class GradientTree:
         """Micro-batches of this rank in a step."""
         return self._count
 
+    @property
     def sets_whole_gradients_aside(self) -> bool:
         """Whether whole gradients of several micro-batches of a step wait for each other."""
         return not self.shape.interleaves and self.shape.num_set_aside(self._count) > 0

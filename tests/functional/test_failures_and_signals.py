@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,22 @@ LIMIT_S = 400.0
 """Seconds for what takes ten; less than the ten minutes of a collective, which nothing here may wait for."""
 ENDLESS = (*TINY, "--train-iters", "1000000", "--eval-interval", "1000000")
 FSDP2 = (*ENDLESS, "--use-torch-fsdp2", "--num-workers", "1")
+
+
+def _run_to_its_end(launcher: list[str] | None, flags: list[Any], folder: Path, **environment: str) -> tuple[int, str]:
+    """Returns the exit status and stderr of two ranks of `FAILING`, under a launcher or forked from this process."""
+    if launcher is None:
+        forked = run_program(FAILING, *flags, folder=folder, ranks=2, **environment)
+        return forked.status, forked.err
+    ended = subprocess.run(
+        [*launcher, FAILING, *flags],
+        cwd=folder,
+        env=program_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return ended.returncode, ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -41,19 +58,7 @@ def test_a_crash_on_one_rank_ends_all_with_its_traceback_first(
     corpus: Path, tmp_path: Path, launcher: list[str] | None, rank: int
 ) -> None:
     flags = [*ENDLESS, "--data-path", corpus, "--save", tmp_path / "run"]
-    if launcher is None:
-        forked = run_program(FAILING, *flags, folder=tmp_path, ranks=2, CRASH_RANK=str(rank))
-        status, err = forked.status, forked.err
-    else:
-        ended = subprocess.run(
-            [*launcher, FAILING, *flags],
-            cwd=tmp_path,
-            env=program_environment(CRASH_RANK=str(rank)),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-        status, err = ended.returncode, ended.stderr
+    status, err = _run_to_its_end(launcher, flags, tmp_path, CRASH_RANK=str(rank))
     assert status == 1
     before, traceback = err.split(f"rank {rank} of 2:\n", 1)
     assert "Traceback" not in before and f"rank {1 - rank}" not in before
@@ -63,16 +68,10 @@ def test_a_crash_on_one_rank_ends_all_with_its_traceback_first(
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_ends_all(corpus: Path, tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [*LAUNCH, FAILING, *ENDLESS, "--data-path", corpus, "--save", tmp_path / "run"],
-        cwd=tmp_path,
-        env=program_environment(CRASH_RANK="1", CRASH_SIGNAL=str(int(signal.SIGKILL))),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert ended.returncode == 128 + signal.SIGKILL
-    assert "rank 1 was ended by SIGKILL" in ended.stderr
+    flags = [*ENDLESS, "--data-path", corpus, "--save", tmp_path / "run"]
+    status, err = _run_to_its_end(LAUNCH, flags, tmp_path, CRASH_RANK="1", CRASH_SIGNAL=str(int(signal.SIGKILL)))
+    assert status == 128 + signal.SIGKILL
+    assert "rank 1 was ended by SIGKILL" in err
 
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -20,9 +20,7 @@ class GradMemory:
 
     Args:
         dtype, device: of the gradients.
-        keeps_all: asked at each use; True: all memory that is given back is kept.
-        most_kept: for each size in elements, how many unused tensors are kept otherwise; those of other sizes are
-            freed.
+        most_kept: for each size in elements, how many unused tensors are kept; those of other sizes are freed.
         allocate: allocates memory when none of that size is kept.
     """
 
@@ -31,14 +29,15 @@ class GradMemory:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        keeps_all: Callable[[], bool] = bool,
         most_kept: Mapping[int, int] = MappingProxyType({}),
         allocate: Allocate = passing_memory,
     ) -> None:
         self._dtype, self._device, self._allocate = dtype, device, allocate
-        self._keeps_all, self._most_kept = keeps_all, most_kept
-        # Unused memory by its number of elements, for as long as the wrapper exists. `take` and `give_back` change it,
-        # both on the thread that runs backward, or between backwards.
+        self._most_kept = most_kept
+        # Whether all memory that is given back is kept, instead of `most_kept`; `keep_all` sets it.
+        self._keeps_all = False
+        # Unused memory by its number of elements, for as long as the wrapper exists. `take` and `give_back` change it
+        # on the thread that runs backward, or between backwards, and `keep_all` between steps.
         self._kept: dict[int, list[Tensor]] = {}
 
     @property
@@ -48,7 +47,14 @@ class GradMemory:
 
     def keeps(self, numel: int) -> bool:
         """Returns whether memory of `numel` elements is kept at all."""
-        return self._keeps_all() or numel in self._most_kept
+        return self._keeps_all or numel in self._most_kept
+
+    def keep_all(self, keeps: bool) -> None:
+        """Keeps all memory that is given back from now on; False: frees what is more than `most_kept`."""
+        self._keeps_all = keeps
+        if not keeps:
+            for numel, kept in self._kept.items():
+                del kept[self._most_kept.get(numel, 0) :]
 
     def take(self, numel: int) -> Tensor:
         """Returns `[numel]`, of any values."""
@@ -59,5 +65,5 @@ class GradMemory:
         """Takes back what `take` gave, once nothing reads or writes it. What is not given back is freed with its last
         reference."""
         kept = self._kept.setdefault(whole.numel(), [])
-        if self._keeps_all() or len(kept) < self._most_kept.get(whole.numel(), 0):
+        if self._keeps_all or len(kept) < self._most_kept.get(whole.numel(), 0):
             kept.append(whole)

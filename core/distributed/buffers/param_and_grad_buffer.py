@@ -7,7 +7,7 @@ reduced or gathered by one collective. Nothing here talks to another rank; `buck
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ class ParamAndGradBuffer(FlatMemory):
         shard_index: this rank's place among them.
         holds_params: make the parameters views of one buffer; their values are kept, their old memory is freed.
         releases_grads: allocate whole gradients by the bucket, when they arrive, and free them when they are reduced.
-        keeps_grads: asked at each use; True: whole gradients of several micro-batches wait for each other, and all of
-            their memory is kept.
         accumulated_in_fp32: names of parameters whose gradient adds up over micro-batches in fp32 memory of its own,
             and is rounded to `grad_dtype` when it is reduced.
 
@@ -51,7 +49,6 @@ class ParamAndGradBuffer(FlatMemory):
         shard_index: int = 0,
         holds_params: bool = False,
         releases_grads: bool = False,
-        keeps_grads: Callable[[], bool] = bool,
         accumulated_in_fp32: Collection[str] = (),
     ) -> None:
         self.names = [name for name, _ in params]
@@ -68,7 +65,7 @@ class ParamAndGradBuffer(FlatMemory):
         self.grad_data: Tensor | None = None
         if not releases_grads:
             self.grad_data = torch.zeros(self.numel, dtype=grad_dtype, device=self.device)
-        self.grad_memory = GradMemory(grad_dtype, self.device, keeps_all=keeps_grads)
+        self.grad_memory = GradMemory(grad_dtype, self.device)
         self.buckets = [Bucket(self, layout) for layout in layouts]
         self.ranges = {
             param: (bucket.offset + start, bucket.offset + end)

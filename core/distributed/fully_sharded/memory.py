@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,6 @@ class ShardedBuffer(FlatMemory):
         offloads: shards are in the host's memory.
         pins_memory: in a part of it that the device copies from while it computes.
         allocate: of the memory of whole gradients.
-        keeps_grads: asked at each use; True: whole gradients of several micro-batches wait for each other, and all of
-            their memory is kept.
 
     Attributes:
         shards: `[numel / num_shards]`, this rank's shard of each bucket, one after the other: one tensor, so that its
@@ -51,7 +49,6 @@ class ShardedBuffer(FlatMemory):
         offloads: bool = False,
         pins_memory: bool = False,
         allocate: Allocate = passing_memory,
-        keeps_grads: Callable[[], bool] = bool,
     ) -> None:
         self.names = [param.name for bucket in plan.buckets for param in bucket.params]
         self.params = [params[name] for name in self.names]
@@ -73,7 +70,6 @@ class ShardedBuffer(FlatMemory):
         self.grad_memory = GradMemory(
             plan.grad_dtype,
             device,
-            keeps_all=keeps_grads,
             most_kept={size: _GRAD_SLOTS for size, count in sizes.items() if count > 1},
             allocate=allocate,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from core.comm.record import latest_collective
 from core.errors import OutOfStepError
 from core.training.checkpointing import writer as writer_module
 from tests.unit._spawn import reach, run_distributed, wait_for
@@ -20,7 +20,8 @@ from tests.unit._spawn import reach, run_distributed, wait_for
 LIMIT_S = 1.0
 
 
-def _one_rank_is_paused_in_a_save(folder: str) -> str:
+def _one_rank_is_paused_in_a_save(folder: str) -> int | str:
+    """Returns rank 0's message, and on rank 1 how many saves this group has begun, those of other tests included."""
     dist.barrier()  # the limit is that of connecting too
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
 
@@ -36,7 +37,9 @@ def _one_rank_is_paused_in_a_save(folder: str) -> str:
     with patch.object(writer_module, "save_checkpoint", save_checkpoint):
         if dist.get_rank() == 1:
             writer.save(SimpleNamespace())  # type: ignore[arg-type]
-            return ""
+            latest = latest_collective()
+            assert latest is not None
+            return latest.occurrence
         try:
             with pytest.raises(OutOfStepError) as caught:
                 writer.save(SimpleNamespace())  # type: ignore[arg-type]
@@ -46,7 +49,7 @@ def _one_rank_is_paused_in_a_save(folder: str) -> str:
 
 
 def test_a_rank_that_is_paused_in_a_save_is_named(tmp_path):
-    message = run_distributed(_one_rank_is_paused_in_a_save, 2, str(tmp_path))[0]
-    assert re.search(r"s in vain in save \d+ of the run's checkpoint, its call", message)
+    message, saves = run_distributed(_one_rank_is_paused_in_a_save, 2, str(tmp_path))
+    assert f"s in vain in save {saves} of the run's checkpoint, its call" in message
     assert "rank 1 waited in the same" in message
     assert "a paused process" in message
