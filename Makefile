@@ -13,6 +13,8 @@ JOBS   ?= 2
 # What wraps the model in `make train`; empty means replicas (DDP).
 WRAPPER ?= --use-torch-fsdp2
 export OMP_NUM_THREADS := 1
+# Tests start some hundred processes: each would compile all of core again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # What meets torch's private and newer interfaces, in one to two minutes: CI runs it on the oldest torch too.
 SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tensor_parallel/test_weight_gradients \
