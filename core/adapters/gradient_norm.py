@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import _BaseDataParallel
-from ..distributed.flat_data_parallel import _FlatDataParallel
+from ..distributed.flat_data_parallel import shards_buffers
 from ..errors import OptimizerError
 from ..optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from ..optimizer.distrib_optimizer import collect_main_ranges
@@ -27,7 +27,7 @@ class GradientNorm:
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:
         self._wrapper = wrapper
-        if isinstance(wrapper, _FlatDataParallel) and wrapper.plan.strategy != "no_shard":
+        if shards_buffers(wrapper):
             self._params = collect_main_ranges([wrapper], [wrapper], has_master=False)
         else:
             self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..distributed import (
-    DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
-)
-from ..distributed.distributed_data_parallel_config import SHARDING_STRATEGIES, shards_parameters
+from ..distributed import DistributedDataParallelConfig, engine
+from ..distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 
 FSDP2 = "fsdp2"
 STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
@@ -18,9 +14,7 @@ STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
 
 def config_class(strategy: str) -> type[DistributedDataParallelConfig]:
     """Returns the class of the config of a strategy's wrapper."""
-    if strategy == FSDP2:
-        return TorchFullyShardedDataParallelConfig
-    return FullyShardedDataParallelConfig if shards_parameters(strategy) else DistributedDataParallelConfig
+    return engine.config_class(strategy == FSDP2, strategy)
 
 
 def config_of(strategy: str, **settings: Any) -> DistributedDataParallelConfig:

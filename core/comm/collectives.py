@@ -118,21 +118,6 @@ def all_reduce(
             _add_on_every_rank(tensor[num_shared:], group, op, scale, fp32_accumulation, order)
 
 
-def all_reduce_by_backend(
-    tensor: Tensor, group: ProcessGroup | None = None, *, what: What, op: ReduceOp.RedOpType = ReduceOp.SUM
-) -> None:
-    """Calls torch's all-reduce on a tensor of any shape: for a few numbers, where only latency counts.
-
-    Args:
-        group: None means all ranks.
-
-    Raises:
-        OutOfStepError: other ranks did not join.
-    """
-    with _recorded("all-reduce", what, tensor, group):
-        dist.all_reduce(tensor, op, group=group)
-
-
 def _is_alone(group: ProcessGroup) -> bool:
     return group.size() == 1 and SKIPS_GROUPS_OF_ONE
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.by_backend import all_reduce_by_backend
 from .format.folders import Retention
 from .format.staging import HostStaging
 from .serialization import save
@@ -95,7 +96,7 @@ class AsyncSaver:
         if self._group is None:
             return known
         all_know = torch.tensor(int(known))
-        dist.all_reduce(all_know, dist.ReduceOp.MIN, group=self._group)
+        all_reduce_by_backend(all_know, self._group, what="whether all ranks know", op=dist.ReduceOp.MIN)
         return bool(all_know)
 
     def _write(

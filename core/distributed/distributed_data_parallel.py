@@ -96,7 +96,7 @@ class DistributedDataParallel(_FlatDataParallel):
             unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
             disable_bucketing=disable_bucketing,
         )
-        if finish_in_backward and plan.strategy != "no_shard":
+        if finish_in_backward and not plan.is_replicated:
             raise ParallelConfigError(
                 "finish_in_backward leaves whole gradients in param.grad, and the sharding strategy "
                 f"{plan.strategy!r} leaves a rank its shard; drop one of the two"

@@ -226,3 +226,8 @@ class DistributedDataParallelConfig:
         if self.use_distributed_optimizer and self.data_parallel_sharding_strategy == "no_shard":
             return "optim"
         return self.data_parallel_sharding_strategy
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether parameters are cut too, so that they are gathered for their use."""
+        return shards_parameters(self.sharding_strategy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -55,7 +55,7 @@ class _FlatDataParallel(_BaseDataParallel):
         finish_in_backward: bool = False,
     ) -> None:
         super().__init__(config, module, ddp_config, plan)
-        self._is_sharded = plan.strategy != "no_shard"
+        self._is_sharded = not plan.is_replicated
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
         # Group of the reductions of gradients, and number of their lane. `FullyShardedDataParallel` sets another pair
@@ -297,6 +297,11 @@ class _FlatDataParallel(_BaseDataParallel):
             "gradients": [*held, *grads],
             "gradients not reduced yet": whole,
         }
+
+
+def shards_buffers(wrapper: object) -> TypeGuard[_FlatDataParallel]:
+    """Returns whether a wrapper cuts flat buffers, of which each rank updates a part."""
+    return isinstance(wrapper, _FlatDataParallel) and not wrapper.plan.is_replicated
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

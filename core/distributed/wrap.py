@@ -1,8 +1,8 @@
-"""`wrap_model`: the only place that chooses a wrapper."""
+"""`wrap_model` chooses the wrapper of each engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -10,10 +10,10 @@ from torch import nn
 from ..process_groups_config import ProcessGroupCollection
 from .data_parallel_base import _BaseDataParallel
 from .distributed_data_parallel import DistributedDataParallel
-from .distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
+from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .engine import Engine, engine_of
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .groups import Ranks
-from .plan import uses_fsdp2
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 
@@ -44,8 +44,12 @@ def wrap_model(
         "pg_collection": pg_collection,
         "disable_bucketing": disable_bucketing,
     }
-    if uses_fsdp2(ddp_config):
-        return TorchFullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
-    if shards_parameters(ddp_config.sharding_strategy):
-        return FullyShardedDataParallel(config, ddp_config, module, sub_modules_to_wrap, **common)
-    return DistributedDataParallel(config, ddp_config, module, sub_modules_to_wrap=sub_modules_to_wrap, **common)
+    wrapper = _WRAPPERS[engine_of(ddp_config)]
+    return wrapper(config, ddp_config, module, sub_modules_to_wrap=sub_modules_to_wrap, **common)
+
+
+_WRAPPERS: dict[Engine, Callable[..., _BaseDataParallel]] = {
+    Engine.BUFFERS: DistributedDataParallel,
+    Engine.FLAT_UNITS: FullyShardedDataParallel,
+    Engine.FSDP2: TorchFullyShardedDataParallel,
+}

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..distributed import _BaseDataParallel
-from ..distributed.flat_data_parallel import _FlatDataParallel
+from ..distributed.flat_data_parallel import _FlatDataParallel, shards_buffers
 from ..distributed.parameter_owner import owner_of
-from ..distributed.plan import FlatPlan
 from ..errors import ConfigError, OptimizerError
 from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection
@@ -94,11 +93,7 @@ def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[n
     """Returns the chunks' wrappers if they leave each rank its share of flat buffers to update; else none."""
     wrappers = [chunk for chunk in model_chunks if isinstance(chunk, _BaseDataParallel)]
     strategies = {wrapper.plan.strategy for wrapper in wrappers}
-    sharding = [
-        wrapper
-        for wrapper in wrappers
-        if isinstance(wrapper, _FlatDataParallel) and wrapper.plan.strategy != "no_shard"
-    ]
+    sharding = [wrapper for wrapper in wrappers if shards_buffers(wrapper)]
     if sharding and len(sharding) < len(model_chunks):
         raise ConfigError(
             f"the model's chunks are sharded by different strategies, {', '.join(sorted(strategies))}; wrap all "
@@ -117,7 +112,7 @@ def _wrappers_that_shard_state(config: OptimizerConfig, model_chunks: Sequence[n
 def _check_whole(params: list[MainParam]) -> None:
     for p in params:
         wrapper = owner_of(p.param)
-        if wrapper is not None and isinstance(wrapper.plan, FlatPlan) and wrapper.plan.strategy != "no_shard":
+        if shards_buffers(wrapper):
             raise OptimizerError(
                 f"parameter {p.name} belongs to a model whose wrapper shards gradients over ranks, and the optimizer "
                 "was not given that wrapper; give it what wrap_model returned"

@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..comm.by_backend import all_reduce_by_backend
 from .first_dim import gather_first_dim, reduce_scatter_first_dim
 from .groups import Group, group_size
 from .weight_gradients import borrow_gradient_memory, lender_of, linear
+
+_INPUT, _GRADIENT = "the input of a column-parallel layer", "the input gradient of a column-parallel layer"
 
 
 def column_parallel_linear(
@@ -55,7 +58,7 @@ class _ColumnParallelLinear(torch.autograd.Function):
         ctx.group, ctx.sequence_parallel, ctx.lender = group, sequence_parallel, lender_of(weight)
         needs_input, _, needs_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(input_ if needs_weight else None, weight if needs_input else None)
-        whole = gather_first_dim(input_, group)[0] if sequence_parallel else input_  # [s, b, input_size]
+        whole = gather_first_dim(input_, group, what=_INPUT)[0] if sequence_parallel else input_  # [s, b, input_size]
         return F.linear(whole, weight, bias)
 
     @staticmethod
@@ -67,13 +70,13 @@ class _ColumnParallelLinear(torch.autograd.Function):
         gathering = adding = None
         flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, output_size / tp]
         if needs_weight and ctx.sequence_parallel:
-            input_, gathering = gather_first_dim(input_, ctx.group, async_op=True)
+            input_, gathering = gather_first_dim(input_, ctx.group, what=_INPUT, async_op=True)
         if needs_input:
             grad_input = flat_grad.matmul(weight).view(*grad.shape[:-1], -1)  # [s, b, input_size]
             if ctx.sequence_parallel:
-                grad_input, adding = reduce_scatter_first_dim(grad_input, ctx.group, async_op=True)
+                grad_input, adding = reduce_scatter_first_dim(grad_input, ctx.group, what=_GRADIENT, async_op=True)
             else:
-                adding = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
+                adding = all_reduce_by_backend(grad_input, ctx.group, what=_GRADIENT, async_op=True)
         if needs_weight:
             if gathering is not None:
                 gathering.wait()

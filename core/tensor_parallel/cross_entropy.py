@@ -20,6 +20,13 @@ _CHUNK_ELEMENTS = 2**20
 _GPU_CHUNK_ELEMENTS = 2**25
 
 
+def gather_sums_over_vocabulary(mine: torch.Tensor, group: Group) -> torch.Tensor:
+    """Gathers `[1, k, n]`, k sums over this rank's part of the vocabulary for n tokens, to `[tp, k, n]`."""
+    if group is None or group_size(group) == 1:
+        return mine
+    return gather_first_dim(mine, group, what="the sums over the vocabulary")[0]
+
+
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, tp_group: Group = None
 ) -> torch.Tensor:
@@ -69,7 +76,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             if smoothing:
                 mine[0, 2, rows] = logits[rows].float().sum(dim=1)
         mine[0, 1] = logits.gather(1, column).squeeze(1).float().masked_fill_(~here, 0.0)
-        everyone = mine if group is None or group_size(group) == 1 else gather_first_dim(mine, group)[0]  # [tp, 2, n]
+        everyone = gather_sums_over_vocabulary(mine, group)  # [tp, 2, n]
         log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
         ignored = target == IGNORE_INDEX
         ctx.save_for_backward(logits, log_sum_exp, column, here, ignored)

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
+from ..comm.by_backend import broadcast_by_backend
 from ..device import current_device
 from ..errors import DataError
 from .groups import Group, group_rank, group_size, resolve_group
@@ -40,20 +40,19 @@ def broadcast_data(
         _check(keys, data, datatype)
     if group is None or group_size(group) == 1:
         return {key: data[key].to(current_device()) for key in keys}
-    source = dist.get_global_rank(group, 0)
     shapes = torch.zeros(len(keys), 1 + _MAX_DIMS, dtype=torch.int64)  # number of dims, then their lengths
     if is_source:
         for row, key in zip(shapes, keys, strict=True):
             sizes = data[key].shape
             row[: 1 + len(sizes)] = torch.tensor([len(sizes), *sizes])
     shapes = shapes.to(current_device())
-    dist.broadcast(shapes, source, group=group)
+    broadcast_by_backend(shapes, group, what="the shapes of the batch")
     sizes_of = {key: torch.Size(row[1 : 1 + row[0]]) for key, row in zip(keys, shapes.tolist(), strict=True)}
     if is_source:
         flat = torch.cat([data[key].to(current_device()).reshape(-1) for key in keys])
     else:
         flat = torch.empty(sum(map(torch.Size.numel, sizes_of.values())), dtype=datatype, device=current_device())
-    dist.broadcast(flat, source, group=group)
+    broadcast_by_backend(flat, group, what="the batch")
     parts = flat.split([sizes.numel() for sizes in sizes_of.values()])
     return {key: part.view(sizes) for (key, sizes), part in zip(sizes_of.items(), parts, strict=True)}
 

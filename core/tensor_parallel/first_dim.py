@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import all_gather_single, reduce_scatter_single
+from ..comm.by_backend import (
+    Pending,
+    all_gather_by_backend,
+    all_to_all_by_backend,
+    reduce_scatter_by_backend,
+)
 from .groups import group_size
 from .partition import check_divides
 
 
-class Pending(Protocol):
-    """A collective that may still run."""
-
-    def wait(self) -> object:
-        """Returns when its result may be used."""
-
-
 def gather_first_dim(
-    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str, async_op: bool = False
 ) -> tuple[torch.Tensor, Pending | None]:
     """Gathers `[n, ...]` of every rank into one `[tp * n, ...]`; with `async_op`, valid once the work is waited
-    for."""
+    for. `what` names the payload in messages."""
     whole = tensor.new_empty(tensor.shape[0] * group_size(group), *tensor.shape[1:])
-    return whole, all_gather_single(whole, tensor.contiguous(), group, async_op)
+    return whole, all_gather_by_backend(whole, tensor.contiguous(), group, what=what, async_op=async_op)
 
 
 def reduce_scatter_first_dim(
-    tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str, async_op: bool = False
 ) -> tuple[torch.Tensor, Pending | None]:
-    """Reduces `[n, ...]` over ranks to this rank's `[n / tp, ...]`; `async_op` as in :func:`gather_first_dim`.
+    """Reduces `[n, ...]` over ranks to this rank's `[n / tp, ...]`; arguments as in :func:`gather_first_dim`.
 
     gloo implements reduce-scatter as an all-reduce, which sends twice the bytes. There each rank sends parts to their
     owners, which add them in rank order.
@@ -43,9 +39,9 @@ def reduce_scatter_first_dim(
     check_divides(tensor, 0, size)
     part = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
     if tensor.device.type != "cpu" or "cpu:gloo" not in str(dist.get_backend_config(group)):
-        return part, reduce_scatter_single(part, tensor.contiguous(), group, async_op)
+        return part, reduce_scatter_by_backend(part, tensor.contiguous(), group, what=what, async_op=async_op)
     received = tensor.new_empty(tensor.shape)
-    work = dist.all_to_all_single(received, tensor.contiguous(), group=group, async_op=async_op)
+    work = all_to_all_by_backend(received, tensor.contiguous(), group, what=what, async_op=async_op)
     adding = _Adding(work, received.view(size, *part.shape), part)
     if async_op:
         return part, adding

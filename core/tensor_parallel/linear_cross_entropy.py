@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .cross_entropy import IGNORE_INDEX
+from ..comm.by_backend import all_reduce_by_backend
+from .cross_entropy import IGNORE_INDEX, gather_sums_over_vocabulary
 from .first_dim import gather_first_dim, reduce_scatter_first_dim
 from .groups import Group, group_rank, group_size, resolve_group
 from .vocab import check_ids
 from .weight_gradients import borrow_gradient_memory, lender_of
+
+_GRADIENT = "the input gradient of the output layer"
 
 # Elements of the logits at a time: on a CPU few enough for its cache, on a GPU enough for products of full speed.
 _PART_ELEMENTS = 2**20
@@ -112,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             largest = logits.amax(dim=1)  # [n]
             of_parts.append(logits.sub_(largest.unsqueeze(1)).exp_().sum(dim=1).log_().add_(largest))
         mine[0, 0] = torch.logsumexp(torch.stack(of_parts), dim=0)
-        everyone = mine if group is None or group_size(group) == 1 else gather_first_dim(mine, group)[0]  # [tp, 2, n]
+        everyone = gather_sums_over_vocabulary(mine, group)  # [tp, 2, n]
         log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
         ctx.save_for_backward(input_, low, low_weight, weight, log_sum_exp, target)
         return (log_sum_exp - everyone[:, 1].sum(0)).masked_fill_(target == IGNORE_INDEX, 0.0)
@@ -169,7 +171,9 @@ def _pairs(
     found = []
     for activations, matrix in ((input_, weight), (low, low_weight)):
         if activations is not None and matrix is not None:
-            whole = activations if gathers_over is None else gather_first_dim(activations, gathers_over)[0]
+            whole = activations
+            if gathers_over is not None:
+                whole = gather_first_dim(activations, gathers_over, what="the input of the output layer")[0]
             found.append((whole.reshape(-1, whole.shape[-1]), matrix))
     return found
 
@@ -215,7 +219,7 @@ def _over_ranks(grad: torch.Tensor, shape: torch.Size, ctx: Any) -> torch.Tensor
     if group_size(ctx.group) == 1:
         return grad.view(shape)
     if not ctx.sequence_parallel:
-        dist.all_reduce(grad, group=ctx.group)
+        all_reduce_by_backend(grad, ctx.group, what=_GRADIENT)
         return grad.view(shape)
     whole = grad.view(shape[0] * group_size(ctx.group), *shape[1:])
-    return reduce_scatter_first_dim(whole, ctx.group)[0]
+    return reduce_scatter_first_dim(whole, ctx.group, what=_GRADIENT)[0]

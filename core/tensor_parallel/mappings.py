@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.by_backend import all_reduce_by_backend
 from ..foreign_arguments import ignore, refuse
 from .first_dim import gather_first_dim, reduce_scatter_first_dim
 from .groups import Group, group_size, resolve_group
@@ -143,7 +144,7 @@ class _ReduceFromModelParallelRegion(torch.autograd.Function):
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         output = input_.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(output, group=group)
+        all_reduce_by_backend(output, group, what="partial sums of activations")
         return output
 
     @staticmethod
@@ -174,7 +175,9 @@ class _GatherFromModelParallelRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        parts, _ = gather_first_dim(input_.unsqueeze(0), group)  # [tp, ..., n / tp]
+        parts, _ = gather_first_dim(
+            input_.unsqueeze(0), group, what="activations cut by their last dimension"
+        )  # [tp, ..., n / tp]
         return torch.cat(parts.unbind(), dim=-1)
 
     @staticmethod
@@ -207,7 +210,7 @@ class _GatherFromSequenceParallelRegion(torch.autograd.Function):
         ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup, tensor_parallel_output_grad: bool
     ) -> torch.Tensor:
         ctx.group, ctx.tensor_parallel_output_grad = group, tensor_parallel_output_grad
-        return gather_first_dim(input_, group)[0]
+        return gather_first_dim(input_, group, what="activations cut by the sequence")[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -224,7 +227,7 @@ class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return reduce_scatter_first_dim(input_, group)[0]
+        return reduce_scatter_first_dim(input_, group, what="partial sums of activations")[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

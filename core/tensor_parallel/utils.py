@@ -45,7 +45,9 @@ def split_tensor_into_1d_equal_chunks(
 def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Group = None) -> torch.Tensor:
     """Gathers the parts of :func:`split_tensor_into_1d_equal_chunks` of all ranks into one flat tensor."""
     group = resolve_group(tp_group)
-    return tensor if group is None or group_size(group) == 1 else gather_first_dim(tensor, group)[0]
+    if group is None or group_size(group) == 1:
+        return tensor
+    return gather_first_dim(tensor, group, what="the parts of a tensor")[0]
 
 
 class VocabUtility:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from .. import device, parallel_state, slurm
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
-from ..distributed.distributed_data_parallel_config import shards_parameters
 from ..errors import ConfigError
 from .config import PretrainConfig, validate
 from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
@@ -117,8 +116,7 @@ def check_model_fits(config: PretrainConfig, vocab_size: int) -> None:
     attention = 2 * model.hidden_size * (model.kv_channels or 1) * model.num_attention_heads
     mlp = model.hidden_size * (model.ffn_hidden_size or 1) * (3 if model.gated_linear_unit else 2)
     parameters = vocab_size * model.hidden_size + model.num_layers * (attention + mlp)
-    is_cut = shards_parameters(config.ddp.sharding_strategy)
-    pieces = dist.get_world_size() if is_cut else model.tensor_model_parallel_size
+    pieces = dist.get_world_size() if config.ddp.shards_parameters else model.tensor_model_parallel_size
     needed, there = 4 * parameters // pieces, device.memory_bytes()
     if needed > there:
         raise ConfigError(

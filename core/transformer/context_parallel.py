@@ -53,12 +53,13 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _in_sequence(gather_first_dim(tensor, group)[0], group)
+        return _in_sequence(gather_first_dim(tensor, group, what="the sequence")[0], group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce_scatter_first_dim(_by_rank(grad, ctx.group), ctx.group)[0], None
+        by_rank = _by_rank(grad, ctx.group)
+        return reduce_scatter_first_dim(by_rank, ctx.group, what="the gradient of the sequence")[0], None
 
 
 class GatheringKeys:
@@ -68,7 +69,9 @@ class GatheringKeys:
         self.group, self.own, self.work = group, (key, value), None
         if group is not None and group_size(group) > 1:
             # Owns the gathered memory `[ranks x s, 2, ...]` until `wait`, which drops it; there only with `work`.
-            self.both, self.work = gather_first_dim(torch.stack((key, value), 1), group, async_op=True)
+            self.both, self.work = gather_first_dim(
+                torch.stack((key, value), 1), group, what="keys and values", async_op=True
+            )
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Waits, and returns keys and values, `[s, b, groups, d]`, in the order of the sequence."""
@@ -86,7 +89,9 @@ class ScatteringGradients:
     def __init__(self, grad: torch.Tensor, group: Group) -> None:
         self.both, self.work = grad, None
         if group is not None and group_size(group) > 1:
-            self.both, self.work = reduce_scatter_first_dim(_by_rank(grad, group), group, async_op=True)
+            self.both, self.work = reduce_scatter_first_dim(
+                _by_rank(grad, group), group, what="the gradient of keys and values", async_op=True
+            )
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Waits, and returns the gradients of this rank's keys and values, `[s / cp, b, groups, d]` each."""

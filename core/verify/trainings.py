@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from .. import parallel_state
 from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
+from ..comm.by_backend import all_reduce_by_backend, broadcast_by_backend
 from ..dist_checkpointing.views.whole_tensor import whole
 from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
-from ..distributed.distributed_data_parallel_config import shards_parameters
 from ..optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from .model_under_test import ModelUnderTest, scalar_loss
 
@@ -67,7 +67,7 @@ class WrappedTraining(Training):
         if instances > 1:
             parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
         model, self._loss = tested.build()
-        items = ITEMS_OF_CONTAINERS if shards_parameters(ddp_config.sharding_strategy) else None
+        items = ITEMS_OF_CONTAINERS if ddp_config.shards_parameters else None
         # No config of the model's: under every wrapper it runs in the precision in which it was built.
         self.model = self._wrapper = wrap_model(
             model,
@@ -99,7 +99,8 @@ class SerialTraining(Training):
     def __init__(self, tested: ModelUnderTest, optimizer: OptimizerConfig, micro_batches: int) -> None:
         self.model, self._loss = tested.build()
         for tensor in (*self.model.parameters(), *self.model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)  # as wrappers do: ranks may have built different values
+            # As wrappers do: ranks may have built different values.
+            broadcast_by_backend(tensor.detach(), what="initial values")
         self.optimizer = get_megatron_optimizer(optimizer, [self.model])
         self._tested, self._micro_batches = tested, micro_batches
 
@@ -117,5 +118,5 @@ class SerialTraining(Training):
 def _mean_over_ranks(value: Tensor) -> float:
     total = value.to(torch.float64)
     on_device = total.to("cuda" if "nccl" in dist.get_backend_config() else "cpu")
-    dist.all_reduce(on_device)
+    all_reduce_by_backend(on_device, what="the loss")
     return float(on_device) / dist.get_world_size()

@@ -29,7 +29,6 @@ from core.dist_checkpointing import latest_checkpoint
 from core.dist_checkpointing.format.folders import complete_checkpoints
 from core.distributed import wrap_model
 from core.distributed.data_parallel_base import unwrap_model
-from core.distributed.distributed_data_parallel_config import shards_parameters
 from core.errors import ConfigError
 from core.models.gpt import GPTModel
 from core.optimizer import get_megatron_optimizer
@@ -113,7 +112,7 @@ def pretrain(config: PretrainConfig) -> None:
 
 def build_model(config: PretrainConfig, vocab_size: int) -> torch.nn.Module:
     """Builds the model, in the precision that its wrapper needs: one that shards parameters keeps fp32, and casts."""
-    is_cut = shards_parameters(config.ddp.sharding_strategy)
+    is_cut = config.ddp.shards_parameters
     is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     on_meta = is_cut or not is_first_replica
     # On the meta device nothing is allocated or drawn: a wrapper that cuts parameters fills each rank's shards, and

@@ -99,11 +99,11 @@ def prepare_optimizer(
     ]
     # fp32 masters of bf16 weights, if there are any, as the update has.
     config = same_update(optimizer, bf16=True)
-    strategy = gradients.wrapper.plan.strategy
-    if config is None and strategy != "no_shard":
+    plan = gradients.wrapper.plan
+    if config is None and not plan.is_replicated:
         raise OptimizerError(
-            f"{unlike_ours(optimizer)} cannot update the shards of {strategy}; use AdamW, SGD or Adam without weight "
-            "decay, with torch's defaults otherwise, or ShardstackPlugin('no_shard')"
+            f"{unlike_ours(optimizer)} cannot update the shards of {plan.strategy}; use AdamW, SGD or Adam without "
+            "weight decay, with torch's defaults otherwise, or ShardstackPlugin('no_shard')"
         )
     if config is None:
         for group, taken in zip(optimizer.param_groups, groups, strict=True):

@@ -18,7 +18,6 @@ from ...distributed import (
     _BaseDataParallel,
     wrap_model,
 )
-from ...distributed.distributed_data_parallel_config import shards_parameters
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.plan.units import UnitChoice
 from ...errors import ConfigError
@@ -71,7 +70,7 @@ class ShardstackPlugin:
     @property
     def shards_parameters(self) -> bool:
         """Whether parameters are sharded too, so that ranks gather them."""
-        return shards_parameters(self.ddp_config.sharding_strategy)
+        return self.ddp_config.shards_parameters
 
     def wrap(self, model: nn.Module) -> _BaseDataParallel:
         """Returns the model wrapped; its gradients are summed over ranks, not averaged.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...distributed import _BaseDataParallel
-from ...distributed.flat_data_parallel import _FlatDataParallel
+from ...distributed.flat_data_parallel import shards_buffers
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import OptimizerError
@@ -140,7 +140,7 @@ def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
         raise OptimizerError(
             "LBFGS computes gradients several times in a step, which this strategy does not; use AdamW or SGD"
         )
-    if isinstance(wrapper, _FlatDataParallel) and wrapper.plan.strategy != "no_shard":
+    if shards_buffers(wrapper):
         return TranslatedOptimizer(optimizer, wrapper)
     return TorchOptimizer(optimizer, wrapper.module)
 

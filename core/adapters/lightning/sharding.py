@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import device
 from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
-from ...distributed.distributed_data_parallel_config import shards_parameters
 from ...distributed.parameter_owner import owner_of
 from ...distributed.plan.units import UnitChoice
 from ...errors import ConfigError, ParallelConfigError, WrapError
@@ -93,6 +92,6 @@ def _units(module: nn.Module, settings: DistributedDataParallelConfig, units: Un
     try:
         return list(units_by_class(module, None, "units"))
     except WrapError as error:
-        if shards_parameters(settings.sharding_strategy):
+        if settings.shards_parameters:
             warn_once(f"{error}. Until then the whole model is one unit, gathered at once")
         return []

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...comm.by_backend import all_reduce_by_backend
 from .flat_range import FlatRange
 
 
@@ -22,5 +23,5 @@ def whole(tensor: Tensor) -> Tensor:
         place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
         found[place] = piece
     # Replicas of a hybrid hold the same range, and a sum of theirs would round: the largest of equal bytes and zeros.
-    dist.all_reduce(found.view(-1).view(torch.uint8), dist.ReduceOp.MAX)
+    all_reduce_by_backend(found.view(-1).view(torch.uint8), what="a whole tensor", op=dist.ReduceOp.MAX)
     return found

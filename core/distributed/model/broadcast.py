@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import device
+from ...comm.by_backend import broadcast_by_backend
 from ...dtensors import local_part
 from ...transformer.module import root_seed
 
@@ -23,12 +24,11 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
     """
     if group.size() == 1:
         return
-    source = dist.get_process_group_ranks(group)[0]
     for tensor in tensors:
         if not tensor.is_meta:
             local = local_part(tensor.detach())
             sent = local.to(device.current_device())
-            dist.broadcast(sent, source, group=group)
+            broadcast_by_backend(sent, group, what="initial values")
             if sent is not local:
                 local.copy_(sent)
 

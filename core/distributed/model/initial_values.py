@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ... import device
+from ...comm.by_backend import all_reduce_by_backend
 from ...errors import WrapError
 from ...tensor_parallel.allocation import allocate_meta_tensors
 from ...tensor_parallel.initialization import initialize_parameters
@@ -111,7 +112,7 @@ class InitialValues:
         own = torch.tensor(on_meta, dtype=torch.int32)
         of_first = own if self._group.rank() == 0 else torch.zeros_like(own)
         both = torch.stack([of_first, own]).to(device.current_device())
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        all_reduce_by_backend(both, self._group, what="which values are on the meta device", op=dist.ReduceOp.MAX)
         first, anywhere = both.bool().tolist()
         return first, anywhere
 

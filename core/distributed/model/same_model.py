@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import device
-from ...comm.collectives import all_reduce_by_backend
+from ...comm.by_backend import all_gather_by_backend, all_reduce_by_backend
 from ...errors import WrapError
 from ...text import listed, rank_list
 from ..plan import ShardingPlan
@@ -105,14 +105,15 @@ def _gather(description: Description, group: dist.ProcessGroup) -> list[Descript
     here = device.current_device()
     text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8).to(here)
     length = torch.tensor([len(text)], dtype=torch.int64, device=here)
-    lengths = [torch.empty_like(length) for _ in range(group.size())]
-    dist.all_gather(lengths, length, group=group)
-    longest = max(int(each) for each in lengths)
+    lengths = length.new_empty(group.size())
+    all_gather_by_backend(lengths, length, group, what="the length of the model's structure")
+    longest = int(lengths.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=here)
     padded[: len(text)] = text
-    texts = [torch.empty_like(padded) for _ in range(group.size())]
-    dist.all_gather(texts, padded, group=group)
-    return [json.loads(bytes(each[: int(size)].tolist()).decode()) for each, size in zip(texts, lengths, strict=True)]
+    texts = padded.new_empty(group.size(), longest)
+    all_gather_by_backend(texts, padded.unsqueeze(0), group, what="the model's structure")
+    found = zip(texts.tolist(), lengths.tolist(), strict=True)
+    return [json.loads(bytes(text[:size]).decode()) for text, size in found]
 
 
 def _first_difference(everyone: list[Description]) -> tuple[str, list[str]]:

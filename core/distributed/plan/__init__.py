@@ -15,14 +15,14 @@ Nothing here talks to another rank, or changes a module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
+from ..engine import Engine, engine_of
 from ..groups import DataParallelGroups
-from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .buffers import plan_buffers
 from .flat_plan import BucketPlan, BufferPlan, FlatPlan, FlatUnitPlan, FullyShardedPlan
 from .flat_units import plan_flat_units
@@ -52,13 +52,7 @@ __all__ = [
     "plan_flat_units",
     "plan_fsdp2",
     "plan_model",
-    "uses_fsdp2",
 ]
-
-
-def uses_fsdp2(ddp_config: DistributedDataParallelConfig) -> bool:
-    """Returns whether settings mean PyTorch FSDP2, by their type; others mean flat buffers."""
-    return isinstance(ddp_config, TorchFullyShardedDataParallelConfig)
 
 
 def plan_model(
@@ -80,8 +74,12 @@ def plan_model(
         ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
-    if uses_fsdp2(ddp_config):
-        return plan_fsdp2(module, config, ddp_config, groups, unit_classes, caller="plan_model")
-    if shards_parameters(ddp_config.sharding_strategy):
-        return plan_flat_units(module, config, ddp_config, groups, unit_classes, caller="plan_model")
-    return plan_buffers(module, config, ddp_config, groups, caller="plan_model", unit_classes=unit_classes)
+    plan_for = _PLANNERS[engine_of(ddp_config)]
+    return plan_for(module, config, ddp_config, groups, unit_classes, caller="plan_model")
+
+
+_PLANNERS: dict[Engine, Callable[..., ShardingPlan]] = {
+    Engine.BUFFERS: plan_buffers,
+    Engine.FLAT_UNITS: plan_flat_units,
+    Engine.FSDP2: plan_fsdp2,
+}

@@ -30,9 +30,9 @@ def plan_buffers(
     config: Any,
     ddp_config: DistributedDataParallelConfig,
     groups: DataParallelGroups,
+    unit_classes: Iterable[UnitChoice] = (),
     *,
     caller: str,
-    unit_classes: Iterable[UnitChoice] = (),
     disable_bucketing: bool = False,
 ) -> FlatPlan:
     """Plans a model on flat buffers; see `plan_model`.

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...errors import ParallelConfigError
 from ...warn import warn_once
-from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
+from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import (
     FullyShardedDataParallelConfig,
     Reshard,
@@ -130,7 +130,7 @@ def plan_flat_units(
 
 def _own_settings(ddp_config: DistributedDataParallelConfig, caller: str) -> FullyShardedDataParallelConfig:
     """Returns the wrapper's own settings, or their defaults. Warns about those of buckets, which units replace."""
-    if not shards_parameters(ddp_config.sharding_strategy):
+    if not ddp_config.shards_parameters:
         raise ParallelConfigError(
             f"{caller} shards parameters, gradients and optimizer state, and data_parallel_sharding_strategy is "
             f"{ddp_config.sharding_strategy!r}; set 'optim_grads_params', or use wrap_model"

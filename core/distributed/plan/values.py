@@ -1,4 +1,4 @@
-"""The plan of a wrapped model, as data: made once by `plan_model`, before anything is touched, and then kept.
+"""The plan of a wrapped model, as data: its wrapper makes it before anything is touched, and keeps it.
 
 A `ShardingPlan` has a `UnitPlan` for all that travels together, that is, a unit of FSDP2 or a bucket of a flat buffer,
 and that has a `ParamPlan` for each parameter. Engines are built from a plan; what describes, compares or explains a
@@ -135,6 +135,11 @@ class ShardingPlan:
         return shards_parameters(self.strategy)
 
     @property
+    def is_replicated(self) -> bool:
+        """Nothing is cut: every rank updates whole parameters."""
+        return self.strategy == "no_shard"
+
+    @property
     def casts_parameters(self) -> bool:
         """Parameters are cast when they are gathered, to the dtype of computation."""
         return False
@@ -161,7 +166,7 @@ class ShardingPlan:
         if not self.is_reproducible:
             return None
         parts = self.context_parallel_size
-        size = (self.groups.whole if self.strategy == "no_shard" else self.groups.shard).size()
+        size = (self.groups.whole if self.is_replicated else self.groups.shard).size()
         if self.reduces_every_micro_batch:
             return tuple(tuple(range(first, first + parts)) for first in range(0, size, parts))
         return tuple(tuple(range(part, size, parts)) for part in range(parts))
@@ -169,12 +174,12 @@ class ShardingPlan:
     @property
     def num_shards(self) -> int:
         """Ranks that share a parameter, or the state of its optimizer; 1 where nothing is cut."""
-        return 1 if self.strategy == "no_shard" else self.groups.shard.size()
+        return 1 if self.is_replicated else self.groups.shard.size()
 
     @property
     def shard_index(self) -> int:
         """Index of this rank among those that share a parameter, or the state of its optimizer."""
-        return 0 if self.strategy == "no_shard" else self.groups.shard.rank()
+        return 0 if self.is_replicated else self.groups.shard.rank()
 
     @property
     def num_updated_parts(self) -> int:

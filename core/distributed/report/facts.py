@@ -212,7 +212,7 @@ def _bucket_unit(plan: FlatPlan, buffer: BufferPlan, bucket: BucketPlan, step: S
     else:
         held_grad_bytes = grad_bytes + sum(param.numel for param in in_fp32) * torch.float32.itemsize
     first, last = (pick(bucket.params, key=lambda param: param.places[0]).name for pick in (min, max))
-    is_sharded = plan.strategy != "no_shard"
+    is_sharded = not plan.is_replicated
     return UnitFacts(
         name=first if first == last else f"{first}{RANGE}{last}",
         kind=_count(bucket.params),

@@ -17,6 +17,7 @@ from torch import nn
 
 from ... import device
 from ...bounds import brief
+from ...comm.by_backend import all_reduce_by_backend
 from ...datasets.tokenizer import Tokenizer
 from ...dist_checkpointing import (
     AsyncSaver,
@@ -215,5 +216,5 @@ def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
                 low, high = torch.aminmax(values.detach())  # both are NaN if any value is
                 found = found and bool(low.isfinite() & high.isfinite())
     everywhere = torch.tensor(int(found), device=device.current_device())
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    all_reduce_by_backend(everywhere, what="whether all values are finite", op=dist.ReduceOp.MIN)
     return bool(everywhere)

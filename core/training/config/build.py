@@ -38,7 +38,7 @@ def build_config(values: Mapping[str, Any]) -> PretrainConfig:
         raise ConfigError("group_query_attention is given without num_query_groups; say how many groups")
     if shares_keys is False and groups is not None:
         raise ConfigError(f"group_query_attention is turned off and num_query_groups is {groups}; drop one")
-    types = section_types(use_torch_fsdp2, given.get("data_parallel_sharding_strategy"))
+    types = section_types(use_torch_fsdp2, given.get("data_parallel_sharding_strategy") or "no_shard")
     _reject_settings_of_others(types["ddp"], given)
     unknown = sorted(given.keys() - {name for kind in types.values() for name in _field_names(kind)})
     if unknown:

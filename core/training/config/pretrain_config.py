@@ -18,11 +18,8 @@ from ...bounds import brief
 from ...datasets.data_samplers import num_microbatches
 from ...distributed import (
     DistributedDataParallelConfig,
-    FullyShardedDataParallelConfig,
-    TorchFullyShardedDataParallelConfig,
 )
-from ...distributed.distributed_data_parallel_config import shards_parameters
-from ...distributed.plan import uses_fsdp2
+from ...distributed.engine import Engine, config_class, engine_of
 from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
 from ...micro_batch_tree import rank_counts
@@ -50,7 +47,7 @@ class PretrainConfig:
     @property
     def use_torch_fsdp2(self) -> bool:
         """Whether the model is wrapped in PyTorch's FSDP2."""
-        return uses_fsdp2(self.ddp)
+        return engine_of(self.ddp) is Engine.FSDP2
 
     @property
     def max_sequence_length(self) -> int:
@@ -95,14 +92,12 @@ class PretrainConfig:
             ) from error
 
 
-def section_types(use_torch_fsdp2: bool, sharding_strategy: str | None = None) -> dict[str, type]:
+def section_types(use_torch_fsdp2: bool, sharding_strategy: str = "no_shard") -> dict[str, type]:
     """Returns the dataclass of each section, in the order of `PretrainConfig`."""
-    is_cut = sharding_strategy is not None and shards_parameters(sharding_strategy)
-    own = FullyShardedDataParallelConfig if is_cut else DistributedDataParallelConfig
     return {
         "model": TransformerConfig,
         "gpt": GPTConfig,
-        "ddp": TorchFullyShardedDataParallelConfig if use_torch_fsdp2 else own,
+        "ddp": config_class(use_torch_fsdp2, sharding_strategy),
         "optimizer": OptimizerConfig,
         "scheduler": SchedulerConfig,
         "data": DataConfig,

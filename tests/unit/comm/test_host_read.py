@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from core import device
-from core.comm import collectives, host_read
+from core.comm import host_read
+from core.comm.by_backend import all_reduce_by_backend
 from core.comm.host_read import HostRead
 from core.comm.record import NUM_CALLS_KEPT, record_of
 from core.errors import OutOfStepError
@@ -83,8 +84,8 @@ def test_a_tensor_on_the_device_is_recorded_with_an_event() -> None:
 
     with fake_world(rank=0, world_size=2), mock.patch.object(device, "record_event", _Event):
         with mock.patch.object(dist, "all_reduce"):
-            collectives.all_reduce_by_backend(torch.ones(2).as_subclass(_OnGPU), what="the loss")
-            collectives.all_reduce_by_backend(torch.ones(2), what="the loss")
+            all_reduce_by_backend(torch.ones(2).as_subclass(_OnGPU), what="the loss")
+            all_reduce_by_backend(torch.ones(2), what="the loss")
         assert [call.event is None for call in record_of().calls] == [False, True]
 
 

@@ -19,6 +19,8 @@ from core.diagnostics import failures_explained, out_of_step
 from core.diagnostics.out_of_step import is_failure_of_backend
 from core.distributed import finalize_model_grads
 from core.errors import OutOfStepError
+from core.tensor_parallel.column_linear import column_parallel_linear
+from core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import reach, run_distributed, wait_for
 from tests.unit.distributed._toys import batches, build, loss_of, toy
@@ -94,6 +96,25 @@ def test_a_rank_that_was_left_names_the_collective_and_where_the_other_is(kind, 
     assert "look at rank 1 for a skipped micro-batch" in left
     assert re.search(r"^rank 1 of 2 waited \d+ s in vain in all-reduce 1 of the gradient norm \(4 B\)", skipped)
     assert f"rank 0 waited in {collective} 1 of {what} (" in skipped
+
+
+def _one_rank_skips_a_layer() -> str:
+    group = _short_group()
+
+    def forward() -> None:
+        if dist.get_rank() == 0:
+            reduce_from_tensor_model_parallel_region(torch.ones(4), group)
+        else:
+            column_parallel_linear(torch.ones(2, 1, 4), torch.ones(3, 4), None, group, sequence_parallel=True)
+
+    return _explained(forward)
+
+
+def test_a_layer_that_one_tensor_parallel_rank_skips_is_named():
+    first, second = run_distributed(_one_rank_skips_a_layer, 2)
+    reduced, gathered = "all-reduce 1 of partial sums of activations", "all-gather 1 of the input of a column-parallel"
+    assert f"in vain in {reduced} (16 B), its call 1" in first and f"rank 1 waited in {gathered} layer" in first
+    assert f"in vain in {gathered} layer (64 B), its call 1" in second and f"rank 0 waited in {reduced}" in second
 
 
 def _one_rank_leaves_in_backward() -> str:
@@ -201,9 +222,10 @@ def _fails_outside_of_any_record() -> str:
 
 def test_a_collective_of_other_code_is_named_by_torchs_flight_recorder():
     message = run_distributed(_fails_outside_of_any_record, 2)[0]
-    assert message.startswith(
-        "rank 0 of 2 failed in a collective that was not the wrapper's, after all-reduce 1 of the hash of the model's "
-        "structure (64 B) in one of 2 ranks. "
+    assert re.match(
+        r"rank 0 of 2 failed in a collective that was not the wrapper's, after broadcast \d+ of initial values "
+        r"\(28 B\) in one of 2 ranks\. ",
+        message,
     )
     assert "Torch's flight recorder is here at gloo:all_reduce, number" in message
 

@@ -176,8 +176,14 @@ def test_a_setting_is_written_where_it_is_planned_and_nowhere_else():
 
 
 def test_one_function_says_which_engine_a_strategy_means():
-    compared = _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)')
-    assert compared == {"distributed/distributed_data_parallel_config.py"}
+    configs = {"distributed/distributed_data_parallel_config.py"}
+    assert _files_with(r'(==|!=) "optim_grads_params"|"optim_grads_params" (==|!=)') == configs
+    assert _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)") == {
+        "distributed/engine.py"
+    }
+    before_a_plan = {"dist_checkpointing/description.py", "adapters/accelerate/plugin.py", "adapters/nemo/nvfsdp.py"}
+    plans = {f"distributed/plan/{file}.py" for file in ("values", "buffers", "flat_units", "fsdp2")}
+    assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans
 
 
 @pytest.mark.parametrize("plan", [FlatPlan, FullyShardedPlan, FSDP2Plan])

@@ -1,0 +1,94 @@
+"""Torch's collectives on any tensor are recorded; an asynchronous one until it is waited for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.comm.by_backend import (
+    all_gather_by_backend,
+    all_reduce_by_backend,
+    all_to_all_by_backend,
+    broadcast_by_backend,
+    reduce_scatter_by_backend,
+)
+from core.comm.record import record_of
+from core.errors import OutOfStepError
+from tests.unit._ranks import fake_world
+from tests.unit._spawn import run_distributed
+
+CORE = Path(__file__).parents[3] / "core"
+UNNAMED = {
+    "comm/": "records them",
+    "_torch_compat.py": "says what they are called in this version of torch",
+    "dist_checkpointing/agreement.py": "has time limits and messages of its own",
+    "adapters/lightning/processes.py": "is Lightning's interface for objects",
+    "verify/lockstep.py": "gathers objects after training",
+    "parallel_groups.py": "makes the groups",
+    "device.py": "has the barrier",
+}
+"""Files that may call torch's collectives without a name, and why."""
+
+
+def _values(async_op: bool) -> list[list[float]]:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    own = torch.tensor([1.0, 2.0]) + 10 * rank  # [1, 2] and [11, 12]
+    total, gathered, part, exchanged, sent = own.clone(), torch.empty(4), torch.empty(1), torch.empty(2), own.clone()
+    works = [
+        all_reduce_by_backend(total, what="a", async_op=async_op),
+        all_gather_by_backend(gathered, own, group, what="b", async_op=async_op),
+        reduce_scatter_by_backend(part, own, group, what="c", async_op=async_op),
+        all_to_all_by_backend(exchanged, own, group, what="d", async_op=async_op),
+    ]
+    broadcast_by_backend(sent, what="e")
+    calls = list(record_of().calls)[-5:]
+    assert [(call.kind, call.what) for call in calls] == [
+        *(("all-reduce", "a"), ("all-gather", "b"), ("reduce-scatter", "c"), ("all-to-all", "d"), ("broadcast", "e")),
+    ]
+    assert [call.is_over for call in calls] == [not async_op] * 4 + [True]
+    for work in works:
+        assert (work is not None) == async_op
+        if work is not None:
+            work.wait()
+    assert all(call.is_over for call in calls)
+    return [tensor.tolist() for tensor in (total, gathered, part, exchanged, sent)]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_each_has_torchs_result_and_is_recorded(async_op: bool) -> None:
+    gathered = [1.0, 2.0, 11.0, 12.0]
+    first, second = run_distributed(_values, 2, async_op)
+    assert first == [[12.0, 14.0], gathered, [12.0], [1.0, 11.0], [1.0, 2.0]]
+    assert second == [[12.0, 14.0], gathered, [14.0], [2.0, 12.0], [1.0, 2.0]]
+
+
+def test_a_wait_that_fails_is_explained() -> None:
+    work = mock.Mock()
+    work.wait.side_effect = RuntimeError("Timed out")
+    with fake_world(rank=0, world_size=2):
+        with mock.patch.object(dist, "all_reduce", return_value=work):
+            pending = all_reduce_by_backend(torch.ones(1), what="the loss", async_op=True)
+        assert pending is not None and record_of().first_unfinished() is not None
+        with pytest.raises((RuntimeError, OutOfStepError)):
+            pending.wait()
+        assert record_of().calls[-1].has_failed and record_of().first_unfinished() is None
+
+
+def test_every_collective_of_core_has_a_name() -> None:
+    call = re.compile(
+        r"\bdist\.(all_reduce|broadcast|all_gather|reduce_scatter|all_to_all|send|recv|isend|irecv|gather|scatter|reduce"
+        r"|barrier|batch_isend_irecv)\w*\("
+    )
+    found = {
+        f"{path.relative_to(CORE)}:{number}"
+        for path in CORE.rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if call.search(line) and not str(path.relative_to(CORE)).startswith(tuple(UNNAMED))
+    }
+    assert not found, "call these through core.comm, with what="
