@@ -175,13 +175,16 @@ def may_ask_other_ranks() -> bool:
 
 
 def ask_other_ranks() -> None:
-    """Asks every rank to publish its record, and waits until those that can have done so; without a store, returns."""
+    """Asks every rank to publish its record, and waits until all have, or for `_INTERVALS_TO_ANSWER`; without a store,
+    returns."""
+    deadline = time.monotonic() + _INTERVALS_TO_ANSWER * _listening_interval_s()
     try:
-        _store().add(_QUESTIONS, 1)
+        question = int(_store().add(_QUESTIONS, 1))
         _publish_all()
+        while int(_store().add(_answers(question), 0)) < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)
     except Exception:  # the store may have gone with the rank that held it
         return
-    time.sleep(1.5 * _listening_interval_s())
 
 
 def _publish_all() -> None:
@@ -196,6 +199,8 @@ def _listening_interval_s() -> float:
 
 
 _FAILURES_BEFORE_GIVING_UP = 5
+_INTERVALS_TO_ANSWER = 5
+"""Looks into the store that a rank may miss, because it is busy, and still answers in time."""
 
 
 class _Listener:
@@ -207,7 +212,9 @@ class _Listener:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None  # `ensure_running` starts it at the first group of several ranks
         self._stop = threading.Event()  # `stop` sets it at exit
-        self._answered = b""  # number of the last answered question, as the store has it; only the thread uses it
+        # Number of the last question that was answered, and the store that it was in. Only the thread uses them.
+        self._answered = 0
+        self._answered_in: Any = None
         atexit.register(self.stop)
 
     def ensure_running(self) -> None:
@@ -234,15 +241,24 @@ class _Listener:
     def _answer(self, store: Any) -> None:
         if not store.check([_QUESTIONS]):  # else reading it would wait
             return
-        question = store.get(_QUESTIONS)
-        if question != self._answered:
+        if store is not self._answered_in:  # another world
+            self._answered, self._answered_in = 0, store
+        question = int(store.get(_QUESTIONS))
+        if question > self._answered:
             _publish_all()
-            self._answered = question
+        for number in range(self._answered + 1, question + 1):
+            store.add(_answers(number), 1)
+        self._answered = question
 
 
 _listener = _Listener()
 _QUESTIONS = "shardstack/collectives/questions"
 _ASKING = "shardstack/collectives/asking"
+
+
+def _answers(question: int) -> str:
+    """Returns the key under which ranks count themselves once they have answered."""
+    return f"shardstack/collectives/answers/{question}"
 
 
 def _store() -> Any:

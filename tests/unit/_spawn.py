@@ -201,6 +201,15 @@ def wait_for(*points: str) -> None:
     dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=JOB_LIMIT_S / 2))
 
 
+def group_that_gives_up() -> dist.ProcessGroup:
+    """Returns a group of all ranks whose calls fail after two seconds, if a rank stays away.
+
+    Ranks meet first: the limit is that of connecting too.
+    """
+    dist.barrier()
+    return dist.new_group(timeout=timedelta(seconds=2))
+
+
 _hash_ranks_to_str = dist.distributed_c10d._hash_ranks_to_str
 _jobs = itertools.count()
 _job = -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from core.comm import collectives
 from core.comm.call import Collective, message_tag, recorded_collective
 from core.comm.record import NUM_CALLS_KEPT, ask_other_ranks, latest_collective, record_of, recorded
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import run_distributed
+from tests.unit._spawn import group_that_gives_up, run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 
@@ -71,7 +70,7 @@ def _entered(call: Collective) -> tuple[Collective | None, Collective | None]:
 
 
 def _exchanges_different_things() -> bool:
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = group_that_gives_up()
     mine = torch.full((2,), float(dist.get_rank()))
     gathered = torch.empty(4)
     what = "unit a" if dist.get_rank() == 0 else "unit b"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -22,16 +21,8 @@ from core.errors import OutOfStepError
 from core.tensor_parallel.column_linear import column_parallel_linear
 from core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import reach, run_distributed, wait_for
+from tests.unit._spawn import group_that_gives_up, reach, run_distributed, wait_for
 from tests.unit.distributed._toys import batches, build, loss_of, toy
-
-LIMIT_S = 1.0
-"""The time limit of the groups that are used here."""
-
-
-def _short_group() -> dist.ProcessGroup:
-    dist.barrier()  # the limit is that of connecting too
-    return dist.new_group(timeout=timedelta(seconds=LIMIT_S))
 
 
 def _explained(run: Any) -> str:
@@ -52,7 +43,7 @@ def _stays_away(*waiting: int) -> str:
 
 
 def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
-    model = build(kind, toy(tied=False), group=_short_group(), **fields)
+    model = build(kind, toy(tied=False), group=group_that_gives_up(), **fields)
     rank = dist.get_rank()
     begin = record.CollectiveRecord.collective
 
@@ -99,7 +90,7 @@ def test_a_rank_that_was_left_names_the_collective_and_where_the_other_is(kind, 
 
 
 def _one_rank_skips_a_layer() -> str:
-    group = _short_group()
+    group = group_that_gives_up()
 
     def forward() -> None:
         if dist.get_rank() == 0:
@@ -118,7 +109,7 @@ def test_a_layer_that_one_tensor_parallel_rank_skips_is_named():
 
 
 def _one_rank_leaves_in_backward() -> str:
-    model = build("fsdp2", toy(tied=False), group=_short_group())
+    model = build("fsdp2", toy(tied=False), group=group_that_gives_up())
     loss = loss_of(model, batches(dist.get_rank())[0])
     if dist.get_rank() == 1:
         return _stays_away(0)  # as a loader that waits for its data
@@ -141,7 +132,7 @@ def test_a_rank_that_is_busy_elsewhere_is_known_by_its_last_collective():
 
 
 def _one_of_four_stays_away() -> str:
-    group = _short_group()
+    group = group_that_gives_up()
     tensor = torch.ones(4)
     with recorded("all-reduce", "the loss", tensor, group):
         dist.all_reduce(tensor, group=group)
@@ -166,7 +157,7 @@ def test_ranks_that_wait_are_distinguished_from_absent_ones():
 
 
 def _one_rank_does_not_answer() -> str:
-    group, tensor = _short_group(), torch.ones(4)
+    group, tensor = group_that_gives_up(), torch.ones(4)
     if dist.get_rank() == 1:
         with mock.patch.object(record, "_publish_all"):  # as in a process that is paused
             return _stays_away(0)
@@ -185,7 +176,7 @@ def test_a_rank_that_does_not_answer_is_named():
 
 
 def _fails_without_records() -> str:
-    group = _short_group()
+    group = group_that_gives_up()
     if dist.get_rank() == 1:
         return _stays_away(0)
     model = nn.Linear(2, 2)
@@ -209,7 +200,7 @@ def test_without_records_a_failure_says_that_there_are_none():
 
 
 def _fails_outside_of_any_record() -> str:
-    model = build("ddp", toy(), group=_short_group())
+    model = build("ddp", toy(), group=group_that_gives_up())
     if dist.get_rank() == 1:
         return _stays_away(0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +14,12 @@ import torch.distributed as dist
 from core.comm.record import latest_collective
 from core.errors import OutOfStepError
 from core.training.checkpointing import writer as writer_module
-from tests.unit._spawn import reach, run_distributed, wait_for
-
-LIMIT_S = 1.0
+from tests.unit._spawn import group_that_gives_up, reach, run_distributed, wait_for
 
 
 def _one_rank_is_paused_in_a_save(folder: str) -> int | str:
     """Returns rank 0's message, and on rank 1 how many saves this group has begun, those of other tests included."""
-    dist.barrier()  # the limit is that of connecting too
-    group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+    group = group_that_gives_up()
 
     def save_checkpoint(*arguments: Any, **settings: Any) -> Path:
         if dist.get_rank() == 1:
