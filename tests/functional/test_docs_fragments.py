@@ -132,7 +132,7 @@ def _commands() -> list[str]:
     return [line for text in texts for line in re.findall(rf"^    ({starts} .*)$", text, re.MULTILINE)]
 
 
-def test_every_command_names_files_modules_and_targets_that_exist() -> None:
+def test_commands_name_files_modules_and_targets_that_exist() -> None:
     commands = _commands()
     assert len(commands) > 30
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))

@@ -184,9 +184,7 @@ def test_a_second_signal_ends_a_run_in_which_one_rank_hangs(start: Start, corpus
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
-def test_a_killed_run_is_started_again_and_a_signal_saves_and_ends_it(
-    start: Start, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_restarts_and_a_signal_saves_and_ends_it(start: Start, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     launch = [*LAUNCH, "--max-restarts", "2"]
     flags = [*FSDP2, "--async-save", "--save-interval", "1", "--keep-last", "2"]

@@ -98,7 +98,7 @@ def _runs(folder: str) -> None:
     assert status == 0
 
 
-def test_the_small_preset_runs_and_writes_its_trace_page_and_rows(tmp_path):
+def test_the_small_preset_writes_its_trace_page_and_rows(tmp_path):
     (tmp_path / "results").mkdir()
     run_distributed(_runs, 1, str(tmp_path))
     (report,) = (tmp_path / "results").iterdir()

@@ -75,7 +75,7 @@ def test_a_short_last_epoch_is_shuffled_apart():
     assert sorted(found["shuffle_index"][:19].tolist()) == [*range(19)]
 
 
-def test_dtypes_are_small_and_the_lengths_of_long_corpora_do_not_overflow():
+def test_dtypes_are_small_and_lengths_do_not_overflow():
     lengths = np.full(4, 2**31 - 1, np.int32)
     starts = locate_samples(lengths, np.arange(4, dtype=np.int32), 2**30, 7)
     assert starts.dtype == np.int32

@@ -91,7 +91,7 @@ BRIEF = ("ddp_overlap", "zero2_overlap", "zero3", "fsdp2")
 
 
 @pytest.mark.parametrize(("name", "kind"), quick(cases(), lambda case: case[1] in BRIEF))
-def test_what_works_on_a_plain_module_gives_that_result_or_raises(name: str, kind: str) -> None:
+def test_usage_of_a_plain_module_gives_its_result_or_raises(name: str, kind: str) -> None:
     found = {outcome[name] for outcome in outcomes(kind)}
     assert found == {"as expected"}, "\n".join(found)
 

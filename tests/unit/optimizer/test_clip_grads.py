@@ -181,7 +181,7 @@ def _tensor_parallel(fault: str, explicit_group: bool) -> tuple[float, int | Non
 
 
 @pytest.mark.parametrize("explicit_group", [False, True])
-def test_tensor_parallel_ranks_count_replicas_once_and_tied_copies_not(explicit_group: bool):
+def test_tp_ranks_count_replicas_once_and_tied_copies_not(explicit_group: bool):
     tensors = _gradients()
     wanted = (_exact_norm(tensors), _zeros(tensors))
     assert run_distributed(_tensor_parallel, 2, "", explicit_group) == [wanted] * 2

@@ -109,7 +109,7 @@ def _statistics(strategy: str) -> tuple[tuple[bool, float | None, int | None], f
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_norm_and_zeros_are_those_of_the_parameters_without_padding(strategy: str):
+def test_norm_and_zeros_exclude_padding(strategy: str):
     for measured, norm, zeros in run_distributed(_statistics, 2, strategy):
         assert zeros >= 15
         assert measured == (True, pytest.approx(norm, rel=1e-7), zeros)

@@ -68,7 +68,7 @@ def _timeouts(minutes: float) -> tuple[set[float], float]:
     return {seconds(getter()) for getter in GROUPS.values()}, before
 
 
-def test_every_group_but_the_default_one_has_the_time_limit_asked_for() -> None:
+def test_every_group_but_the_default_has_the_asked_time_limit() -> None:
     for ours, default in run_distributed(_timeouts, 2, 7.5):
         assert ours == {450.0}
         assert default != 450.0

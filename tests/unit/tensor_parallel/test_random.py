@@ -49,7 +49,7 @@ def _draws() -> dict[str, list[float]]:
     }
 
 
-def test_ranks_share_the_default_stream_and_have_a_stream_of_their_own():
+def test_ranks_share_the_default_stream_and_have_their_own():
     first, second = run_distributed(_draws, 2)
     assert first["shared"] == second["shared"]
     assert first["own"] != second["own"]
@@ -145,7 +145,7 @@ def _run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
     )
 
 
-def test_recomputation_changes_no_output_no_gradient_and_no_stream():
+def test_recomputation_changes_no_output_gradient_or_stream():
     kept = _run(lambda fn, *args: fn(*args))
     recomputed = _run(lambda fn, *args: checkpoint(fn, False, *args))
     for one, other in zip(kept, recomputed, strict=True):
@@ -174,7 +174,7 @@ def test_recomputation_keeps_no_activations_and_passes_keywords():
     assert calls == [0.5, 0.5]
 
 
-def test_the_second_argument_of_checkpoint_is_megatrons_and_never_the_functions():
+def test_checkpoints_second_argument_is_megatrons():
     x = torch.randn(3, requires_grad=True)
     for distributes in (False, True):
         y = checkpoint(torch.mul, distributes, x, 2.0)

@@ -86,7 +86,7 @@ def _read_ahead(prefix: Path, stops: list[int]) -> list[torch.Tensor]:
     return found
 
 
-def test_what_was_read_ahead_is_neither_lost_nor_trained_on_twice(corpus: Path):
+def test_read_ahead_samples_are_neither_lost_nor_repeated(corpus: Path):
     for whole, continued in zip(
         run_distributed(_read_ahead, 2, corpus, [4]), run_distributed(_read_ahead, 2, corpus, [1, 3, 4]), strict=True
     ):

@@ -58,7 +58,7 @@ def _first_mask_and_weights(is_random: bool, uses_fsdp2: bool) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("uses_fsdp2", [False, True], ids=["ddp", "fsdp2"])
-def test_replicas_drop_differently_where_asked_and_start_equal_all_the_same(uses_fsdp2: bool):
+def test_replicas_drop_differently_where_asked_and_start_equal(uses_fsdp2: bool):
     (first, _), (second, _) = run_distributed(_first_mask_and_weights, 2, False, uses_fsdp2)
     assert torch.equal(first, second)
     (first, weights), (second, others) = run_distributed(_first_mask_and_weights, 2, True, uses_fsdp2)

@@ -81,7 +81,7 @@ def test_alone_it_is_the_masked_attention(documents: bool):
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_each_rank_has_its_part_of_the_attention_and_of_all_gradients(size: int, documents: bool):
+def test_each_rank_has_its_part_of_attention_and_all_gradients(size: int, documents: bool):
     for rank, tensors in enumerate(run_distributed(_cut, size, documents)):
         for found, expected in zip(tensors, _whole(documents), strict=True):
             torch.testing.assert_close(found, _of_rank(expected, rank, size), rtol=1e-12, atol=1e-12)
@@ -103,7 +103,7 @@ def _cut_and_gathered() -> tuple[list[int], torch.Tensor, torch.Tensor]:
     return own_positions(LENGTH // size, torch.device("cpu")).tolist(), whole.detach(), leaf.grad
 
 
-def test_a_gathered_sequence_is_in_order_and_gradients_go_back_to_their_rank():
+def test_a_gathered_sequence_is_ordered_and_gradients_return():
     for rank, (positions, whole, grad) in enumerate(run_distributed(_cut_and_gathered, 2)):
         assert positions == [[*range(6), *range(18, 24)], [*range(6, 18)]][rank]
         assert torch.equal(whole, torch.arange(LENGTH, dtype=torch.float32))

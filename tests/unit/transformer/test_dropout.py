@@ -29,7 +29,7 @@ def _drawn(sequence_parallel, tp=2, cp=1):
         get_rng_tracker().reset()
 
 
-def test_ranks_share_a_mask_unless_they_hold_parts_of_the_sequence():
+def test_ranks_share_a_mask_unless_they_hold_sequence_parts():
     first, second = run_distributed(_drawn, 2, False)
     assert torch.equal(first, second)
     first, second = run_distributed(_drawn, 2, True)
@@ -42,7 +42,7 @@ def test_context_parallel_ranks_share_no_mask():
 
 
 @pytest.mark.long
-def test_each_pair_of_ranks_shares_a_mask_only_of_activations_that_both_hold():
+def test_rank_pairs_share_masks_only_of_shared_activations():
     whole = run_distributed(_drawn, 4, False, 2, 2)  # tp is the inner axis
     assert torch.equal(whole[0], whole[1]) and torch.equal(whole[2], whole[3])
     assert not torch.equal(whole[0], whole[2])

@@ -173,7 +173,7 @@ def test_fusion_changes_no_bit(wrapper, model):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "zero2"])
-def test_fusion_into_fp32_gradients_of_bf16_weights_changes_no_bit(wrapper):
+def test_fusion_into_fp32_gradients_of_bf16_changes_no_bit(wrapper):
     settings = {**WRAPPERS[wrapper], "grad_reduce_in_fp32": True}
     for model in ("bf16", "bf16, tied"):
         run_distributed(_changes_nothing, 2, MODELS[model], settings)
@@ -209,7 +209,7 @@ def _hook_orders() -> None:
     assert len(order) == MICRO_BATCHES * len(set(order))
 
 
-def test_gradients_arrive_in_the_order_in_which_they_would_without_fusion():
+def test_gradients_arrive_in_the_same_order_without_fusion():
     run_distributed(_hook_orders, 1)
 
 
@@ -293,7 +293,7 @@ def _nests() -> None:
         accumulate(model, 0)  # all is forgotten
 
 
-def test_a_backward_within_a_backward_that_brings_the_same_gradient_is_refused():
+def test_a_nested_backward_with_the_same_gradient_is_refused():
     run_distributed(_nests, 1)
 
 

@@ -20,7 +20,7 @@ def _unit(name: str, *, read_in_backward: bool = True, is_minority: bool = False
     return Unit((module,), (name,), is_minority=is_minority)
 
 
-def test_the_ends_are_first_and_last_and_what_backward_does_not_gather():
+def test_the_ends_include_units_that_backward_does_not_gather():
     units = [
         _unit("table", read_in_backward=False),
         _unit("layers.0.norm", is_minority=True),

@@ -75,7 +75,7 @@ def _starts_on_meta(kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_foreign_model_on_meta_starts_equally_at_every_world_size(kind):
+def test_a_foreign_meta_model_starts_equally_at_every_world_size(kind):
     module = on_meta()
     torch.manual_seed(40)
     run = [run_distributed(_starts_on_meta, world_size, kind) for world_size in (1, 2)]
@@ -135,7 +135,7 @@ def _each_its_own() -> None:
     assert not torch.equal(*everywhere)
 
 
-def test_without_sync_module_states_each_rank_draws_from_its_own_seed():
+def test_without_sync_module_states_ranks_use_their_own_seeds():
     run_distributed(_each_its_own, 2)
 
 

@@ -127,7 +127,7 @@ def _counts_reshard_to_two() -> None:
     assert "1/2" in model.describe()
 
 
-def test_parameters_kept_whole_among_two_of_four_ranks_are_gathered_from_these():
+def test_parameters_whole_among_two_of_four_ranks_are_gathered():
     run_distributed(_counts_reshard_to_two, 4)
 
 

@@ -168,7 +168,7 @@ def _train_on_two(case: str, sequence_parallel: bool) -> Any:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 @pytest.mark.parametrize("case", [TIED, UNTIED])
-def test_two_ranks_that_share_the_vocabulary_train_as_one_with_whole_logits(case, sequence_parallel):
+def test_two_vocabulary_ranks_train_as_one_with_whole_logits(case, sequence_parallel):
     losses, gradients, weights = _train(build(CASES[case]))
     for rank in run_distributed(_train_on_two, 2, case, sequence_parallel):
         for found, expected in zip(rank[0], losses, strict=True):
