@@ -104,7 +104,7 @@ class Wrapped(Training):
                 yield micro_batch(self.composition, step, number).fields()
 
     def _number_of(self, index: int) -> int:
-        """Of this replica's micro-batch among those of all; a loader deals them out in turns, as Megatron-LM does."""
+        """Returns the global index of a micro-batch; a loader deals them out in turns, as Megatron-LM does."""
         if self.composition.loop == "train_step on a loader":
             return index * self.replicas + self.replica
         return self.replica * self.number + index

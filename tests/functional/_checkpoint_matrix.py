@@ -269,7 +269,7 @@ def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Relative to the norm, of weights and of moments each for themselves; the largest of them."""
+    """Returns the largest distance relative to the norm, among the weights and each kind of moment."""
     if not _differing(found, expected):
         return 0.0
     kinds: dict[str, list[float]] = {}

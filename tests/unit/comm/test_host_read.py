@@ -111,7 +111,7 @@ def _waits_for_a_rank_that_never_came() -> str:
 def test_a_waiting_device_is_explained_before_the_backends_limit() -> None:
     (message, _) = run_distributed(_waits_for_a_rank_that_never_came, 2)
     assert message.startswith("rank 0 of 2 waited ")
-    assert "s in vain in all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
+    assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
     assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call 2" in message
     assert "timed out waiting 900ms for the device to end all-reduce 2" in message  # of one second less a tenth
 

@@ -43,7 +43,7 @@ def _all_scenarios(kind: str) -> dict[str, str]:
 
 
 def _gathering_slowly() -> Any:
-    """So that what does not wait for parameters that are being gathered reads old ones."""
+    """Delays each all-gather, so that code that does not wait for parameters reads old values."""
     all_gather = collectives.all_gather
 
     def slow(*args: Any, **options: Any) -> None:

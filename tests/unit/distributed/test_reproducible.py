@@ -169,7 +169,7 @@ def _miscounts(name: str) -> None:
     with model.no_sync():
         loss_of(model, _tokens(0)).backward()
         loss_of(model, _tokens(1)).backward()
-    with pytest.raises(ShardstackError, match="a step of 4 micro-batches were to be reduced after 2 backwards"):
+    with pytest.raises(ShardstackError, match="a step of 4 micro-batches cannot be reduced after 2 backwards"):
         finalize_model_grads([model])
     with pytest.raises(ShardstackError, match="after the first backward of a step of 4"):
         model.expect_micro_batches(2)
