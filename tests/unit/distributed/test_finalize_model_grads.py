@@ -31,7 +31,7 @@ def _gradients(wrapper: str, tp: int, sequence_parallel: bool, skip_the_sum: boo
 
 
 def _wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> set[str]:
-    """Names of the gradients that are off by more than the tolerance, relative to their L2 norm."""
+    """Returns the names of gradients that are off by more than the tolerance, relative to their L2 norm."""
     assert found.keys() == expected.keys()
     return {name for name, g in expected.items() if (found[name] - g).norm() > tolerance * g.norm()}
 

@@ -19,7 +19,7 @@ KINDS = ("zero1", "zero1_overlap", "zero2", "zero2_overlap", "zero3", "fsdp2")
 
 
 def _trains(kind: str, every: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Gradients of the first step, and weights after three steps on batches of this rank's own."""
+    """Returns gradients of the first step, and weights after three steps on this rank's own batches."""
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
     ddp_config = settings(kind, num_distributed_optimizer_instances=2, reduce_every_micro_batch=every)
     model = wrap_model(toy(), SimpleNamespace(), ddp_config, sub_modules_to_wrap=UNITS)

@@ -30,7 +30,7 @@ from tests.unit.distributed.outside_the_loop.scenario import Plain, Wrapped, lar
 
 @functools.cache
 def _plain(name: str, adds_ranks_first: bool) -> dict[str, Tensor]:
-    """Weights of a plain module after a scenario; ranks are reused, and have them for every wrapper."""
+    """Returns the weights of a plain module after a scenario; ranks are reused, and have them for every wrapper."""
     case = SCENARIOS[name]
     run = Plain(case.make(), case.optimizer, adds_ranks_first=adds_ranks_first)
     case.go(run)
@@ -38,7 +38,7 @@ def _plain(name: str, adds_ranks_first: bool) -> dict[str, Tensor]:
 
 
 def _all_scenarios(kind: str) -> dict[str, str]:
-    """By scenario what happened: nothing, or what was wrong."""
+    """Returns by scenario what was wrong; empty where nothing was."""
     return {name: _outcome(name, kind) for name, case in SCENARIOS.items() if kind in case.only}
 
 

@@ -47,7 +47,7 @@ def _step(model: _BaseDataParallel, count: int, scale: float = 1.0) -> None:
 
 
 def _gradients_of_a_loop(name: str, divides: bool, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Of 12 micro-batches, with losses that are means over a rank's micro-batches, or over all."""
+    """Returns gradients of 12 micro-batches, with losses that are means over a rank's micro-batches, or over all."""
     model = _wrap(name, **fields)
     ranks, count = dist.get_world_size(), 12 // dist.get_world_size()
     model.expect_micro_batches(count, divides_by_ranks=divides)

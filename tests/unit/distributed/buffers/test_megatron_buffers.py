@@ -103,7 +103,7 @@ def test_main_grad_written_before_the_first_backward_counts():
 
 
 def _gradients(patterns: tuple[str, ...], **settings: Any) -> dict[str, torch.Tensor]:
-    """Of eight micro-batches in bf16, whose gradients a bf16 sum would round each time."""
+    """Returns gradients of eight micro-batches in bf16, which a bf16 sum would round each time."""
     model = _wrapped(_model(torch.bfloat16), **{PATTERNS: patterns}, **settings)
     data = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     for _ in range(2):  # the second step begins after zero_grad_buffer
@@ -127,7 +127,7 @@ def _gradients(patterns: tuple[str, ...], **settings: Any) -> dict[str, torch.Te
 
 
 def _expected(size: int) -> dict[str, torch.Tensor]:
-    """Micro-batches added in fp32, rounded once on each rank, ranks added in bf16 in rank order."""
+    """Returns micro-batches added in fp32, rounded once on each rank, and ranks added in bf16 in rank order."""
     total: dict[str, torch.Tensor] = {}
     for rank in range(size):
         data = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(rank)).bfloat16()

@@ -35,7 +35,7 @@ def test_the_ends_include_units_that_backward_does_not_gather():
 
 
 def _bytes_gathered(settings: dict) -> list[int]:
-    """After each micro-batch of a step of three, and after the step."""
+    """Returns the gathered bytes after each of three micro-batches, and after the step."""
     module = toy(tied=False)
     module.embedding.weights_used_in_backward = False
     model = build("fsdp2", module, config=SimpleNamespace(), **settings)

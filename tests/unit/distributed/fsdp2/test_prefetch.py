@@ -20,7 +20,8 @@ from tests.unit.distributed._toys import (
 
 
 def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool) -> tuple[list[Any], list[Any]]:
-    """For each layer that has run, which are gathered or on their way: itself too, until its gradient is reduced."""
+    """Returns which layers are gathered, or on their way, when each layer has run: itself until its gradient is
+    reduced."""
     module = Stack(4, recomputes)
     layers = list(module.layers)
     model = build(

@@ -64,7 +64,8 @@ def test_all_layers_share_one_graph_without_breaks(wrapper: str, tied: bool, rec
 
 
 def _bytes_and_gradients(wrapper: str, budget: float | None) -> tuple[int, dict[str, torch.Tensor]]:
-    """What forward keeps for backward in addition to parameters, and the gradients; compiled where there is a budget.
+    """Returns the bytes that forward keeps for backward next to parameters, and the gradients; compiles if given a
+    budget.
 
     The partitioner chooses what is kept; what it keeps is computed by torch's own kernels, to save the time of C++.
     """

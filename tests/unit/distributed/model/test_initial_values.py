@@ -24,7 +24,7 @@ KINDS = ("ddp", "zero1", "zero3", "fsdp2")
 
 
 class Start(Toy):
-    """With what torch's own modules keep in buffers, and a buffer that is not in the state dict."""
+    """A model with what torch's modules keep in buffers, and a buffer that is not in the state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_a_model_of_transformers_starts_on_meta_and_trains():
 
 
 class Outer(nn.Module):
-    """Fills a weight of its child: wholly, or by adding to it."""
+    """A module that fills a weight of its child: wholly, or by adding to it."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()

@@ -159,7 +159,7 @@ def test_shared_modules_and_containers_equal_replication(name, units):
 
 
 def _uses_a_part_of_a_united_unit() -> None:
-    """Of two modules that are one unit, because they share a layer, one is not run in the first step."""
+    """Trains a unit of two modules that share a layer, one of which does not run in the first step."""
     found = []
     for kind in ("fsdp2", "ddp"):
         model = build(kind, _seeded("shared"), unit_classes=(Block, nn.Embedding))

@@ -56,7 +56,7 @@ def _transform(model: nn.Module, classes: tuple[type[nn.Module], ...], **setting
 
 
 def _run(**options: object) -> tuple[list[torch.Tensor], list[int], list[int], list[str]]:
-    """Loss and gradients, how often each layer ran, elements that autograd kept, names."""
+    """Returns loss and gradients, how often each layer ran, elements that autograd kept, and names."""
     torch.manual_seed(3)
     model = Stack()
     x = torch.randn(2, 5, 6)

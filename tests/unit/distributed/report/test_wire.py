@@ -73,7 +73,7 @@ MODELS = {
 
 
 def _adapted() -> nn.Module:
-    """Frozen but for the gains of the blocks, so that backward runs through weights that get no gradient."""
+    """Freezes all but the gains of the blocks, so that backward runs through weights that get no gradient."""
     module = toy(tied=False).requires_grad_(False)
     for block in module.blocks:
         block.gain.requires_grad_(True)
