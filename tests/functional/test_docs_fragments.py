@@ -126,7 +126,7 @@ def test_a_fragment_runs_with_what_it_takes_for_granted(page: str, program: str)
 
 
 def _commands() -> list[str]:
-    """Lines of indented blocks that call Python, a launcher or make, with the lines that continue them."""
+    """Finds the lines of indented blocks that call Python, a launcher or make, with the lines that continue them."""
     starts = r"(?:\.venv/bin/)?(?:python|torchrun|srun|make)"
     texts = [page.read_text().replace("\\\n", " ") for page in PAGES]
     return [line for text in texts for line in re.findall(rf"^    ({starts} .*)$", text, re.MULTILINE)]

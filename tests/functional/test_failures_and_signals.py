@@ -114,7 +114,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 def _listening(pid: int) -> set[str]:
-    """Addresses, in the kernel's hexadecimal, at which a process waits for connections."""
+    """Returns the addresses, in the kernel's hexadecimal, at which a process waits for connections."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
@@ -129,7 +129,7 @@ def _listening(pid: int) -> set[str]:
 
 
 def assert_listens_on_loopback_alone(process: subprocess.Popen[str]) -> None:
-    """Neither the launcher of this machine's ranks nor they can be reached from another."""
+    """Asserts that neither the launcher of this machine's ranks nor they can be reached from another."""
     ranks = ranks_of(process)
     addresses = {address for pid in (process.pid, *ranks) for address in _listening(pid)}
     loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}

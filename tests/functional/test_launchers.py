@@ -20,7 +20,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    """The hash of each tensor of a checkpoint, under any layout."""
+    """Returns the hash of each tensor of a checkpoint, under any layout."""
     index = json.loads((folder / "checkpoint.json").read_text())
     return {name: entry["hash"] for name, entry in index["tensors"].items()}
 

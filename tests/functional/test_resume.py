@@ -129,7 +129,7 @@ def test_another_wrapper_and_world_size_continue_a_checkpoint(corpus: Path, tmp_
 
 
 def _last_wins(arguments: list[str]) -> list[str]:
-    """Flags given twice once, with their last value: a flag may be given only once."""
+    """Keeps the last value of a flag that is given twice: a flag may be given only once."""
     seen: dict[str, list[str]] = {}
     for argument in arguments:
         if argument.startswith("--"):

@@ -17,14 +17,14 @@ WHAT = "numbers"
 
 
 def _addend(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[size * SHARD]`, of magnitudes so different that every order of adding shows."""
+    """Returns `[size * SHARD]`, of magnitudes so different that every order of adding shows."""
     generator = torch.Generator().manual_seed(rank)
     exponents = torch.randint(-6, 7, (size * SHARD,), generator=generator)
     return (torch.randn(size * SHARD, generator=generator) * 2.0**exponents).to(dtype)
 
 
 def _sum(size: int, dtype: torch.dtype, accumulate_in: torch.dtype) -> torch.Tensor:
-    """Of all ranks, in a tree; in another precision than the addends' in rank order."""
+    """Adds all ranks' addends in a tree; in another precision than the addends' in rank order."""
     addends = [_addend(rank, size, dtype).to(accumulate_in) for rank in range(size)]
     if accumulate_in == dtype:
         return _added_in_pairs(addends)
@@ -66,7 +66,7 @@ def test_reduce_scatter_adds_in_one_order(dtype, fp32_accumulation, in_place, wo
 
 
 def _inboxes_of_reductions() -> list[tuple[int, int]]:
-    """Address and bytes of what each of several reductions received into, the largest first."""
+    """Returns address and bytes of what each of several reductions received into, the largest first."""
     gloo._idle_inboxes.clear()
     found = []
     for numel, dtype in ((2**22, torch.float32), (2**10, torch.float64), (2**21, torch.bfloat16)):

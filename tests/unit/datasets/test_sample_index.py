@@ -14,7 +14,7 @@ def _walk(lengths: list[int], order: list[int], sequence_length: int) -> list[tu
 
 
 def _expected(lengths: list[int], first: int, last: int, sequence_length: int, num_samples: int | None, seed: int):
-    """Megatron-LM's rules for the number of epochs, for a last epoch shuffled apart, and its order of draws."""
+    """Applies Megatron-LM's rules for the number of epochs, a last epoch shuffled apart, and its order of draws."""
     tokens = sum(lengths[first:last])
     epochs = 1
     while num_samples is not None and epochs * tokens < num_samples * sequence_length + 1:

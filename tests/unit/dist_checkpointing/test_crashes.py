@@ -35,7 +35,7 @@ def in_child(run) -> int:
 
 
 def saving_killed_at(operation: int, root: Path, iteration: int):
-    """A save whose process is killed just before its n-th operation on files."""
+    """Saves in a process that is killed just before its n-th operation on files."""
 
     def run() -> None:
         count = 0

@@ -100,7 +100,7 @@ def test_tensors_live_on_the_mesh_of_optimizer_instances() -> None:
 
 
 def _when_groups_stood(slow_rank: int) -> tuple[float, float]:
-    """When this rank had made its last group, and when it was let go."""
+    """Returns when this rank had made its last group, and when it was let go."""
     new_group, made = dist.new_group, [0.0]
 
     def late(*args, **options):

@@ -65,7 +65,8 @@ def _rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _mesh_of(rank: int, outer: int, inner: int) -> dist.DeviceMesh:
-    """Named after the rank: DTensor's caches, which outlive a group, would take an equal mesh for that of rank 0."""
+    """Names the mesh after the rank: DTensor's caches, which outlive a group, would take an equal mesh for that of
+    rank 0."""
     return init_device_mesh("cpu", (outer, inner), mesh_dim_names=(f"outer{rank}", f"inner{rank}"))
 
 
@@ -76,7 +77,7 @@ def _local_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _cut_over_tp(name: str, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Written out by name, so that the marks that the code reads are checked as well."""
+    """Cuts a tensor by its name alone, so that the marks that the code reads are checked as well."""
     if name in ("embedding.weight", "up.weight", "up.bias"):
         return whole.chunk(tp, 0)[rank]
     return whole.chunk(tp, 1)[rank] if name == "down.weight" else whole

@@ -110,7 +110,7 @@ def test_unseeded_and_alone_the_default_stream_serves():
 
 
 def _block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Dropout from both streams between operations that keep activations."""
+    """Applies dropout from both streams between operations that keep activations."""
     x = F.dropout(torch.tanh(x @ weight), 0.5)
     with get_rng_tracker().fork():
         x = F.dropout(x * x, 0.5)
@@ -118,7 +118,8 @@ def _block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Two blocks in a row, and draws after the forward, from both streams, that a recomputation must not follow."""
+    """Runs two blocks in a row, and draws after the forward, from both streams, that a recomputation must not
+    follow."""
     model_parallel_manual_seed(11)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8, 6, generator=generator).requires_grad_()

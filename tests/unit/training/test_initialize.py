@@ -46,7 +46,7 @@ def test_groups_and_seeds_follow_the_settings():
 
 
 def _first_mask_and_weights(is_random: bool, uses_fsdp2: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What dropout leaves of ones, and the weights of a wrapped model."""
+    """Returns what dropout leaves of ones, and the weights of a wrapped model."""
     config = small_config(seed=7, data_parallel_random_init=is_random)
     initialize(config)
     with torch.device("meta") if uses_fsdp2 else nullcontext():

@@ -14,7 +14,7 @@ class Groups:
 
 
 def course(steps: int, **settings) -> tuple[list[float], list[float]]:
-    """Learning rate and weight decay in each step."""
+    """Returns learning rate and weight decay in each step."""
     groups = Groups()
     scheduler = build_scheduler(small_config(**settings), groups)
     rates, decays = [], []

@@ -25,14 +25,14 @@ DOCUMENTS = ((5, 12, 7), (1, 2, 17, 4))
 
 
 def _tensors() -> list[torch.Tensor]:
-    """Query, key, value and the gradient of the output, `[s, b, n, d]`, of the whole sequence."""
+    """Makes query, key, value and the gradient of the output, `[s, b, n, d]`, of the whole sequence."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(LENGTH, BATCH, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def document_starts() -> torch.Tensor:
-    """`[b, s]` of the documents above."""
+    """Returns the document starts `[b, s]` of `DOCUMENTS`."""
     rows = []
     for lengths in DOCUMENTS:
         begins = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -42,7 +42,7 @@ def document_starts() -> torch.Tensor:
 
 @functools.cache
 def _whole(documents: bool) -> tuple[torch.Tensor, ...]:
-    """Output and gradients by torch's own attention with an explicit mask."""
+    """Returns output and gradients by torch's own attention with an explicit mask."""
     query, key, value, grad = _tensors()
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, 1, LENGTH, LENGTH)

@@ -50,7 +50,7 @@ def test_rank_pairs_share_masks_only_of_shared_activations():
 
 
 def _attention_drops(tp, cp):
-    """What attention to ones makes of ones, and whether the stream that ranks share is where it was."""
+    """Returns what attention to ones makes of ones, and whether the stream that ranks share is where it was."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
     model_parallel_manual_seed(5)
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "context_parallel_size": cp}

@@ -30,7 +30,8 @@ def _fsdp_piece(whole: torch.Tensor, dim: int | None, mesh: DeviceMesh) -> nn.Pa
 
 
 def _check(param: torch.Tensor, whole: torch.Tensor) -> None:
-    """The view is the whole tensor, shares storage with the parameter, and the slices say where the piece is."""
+    """Checks that the view is the whole tensor, shares storage with the parameter, and that the slices say where the
+    piece is."""
     view = global_view(param)
     assert not view.requires_grad
     assert view.shape == whole.shape == global_shape(param)

@@ -226,7 +226,7 @@ def test_every_kind_is_recognized():
 
 
 def _into_any_layout_and_back(kinds: list[str], folder: Path) -> list[str]:
-    """What is wrong, on this rank of two, with what each wrapper read and what it wrote again."""
+    """Returns what is wrong, on this rank of two, with what each wrapper read and what it wrote again."""
     problems = []
     configs = {
         "ddp": DistributedDataParallelConfig(),
