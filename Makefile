@@ -21,7 +21,7 @@ SHORT  := $(addprefix tests/unit/, $(addsuffix .py, adapters/test_replicas tenso
           $(addprefix distributed/, model/test_unit_cases test_torch_fully_sharded_data_parallel plan/test_resharding \
           test_data_parallel_base $(addprefix fsdp2/test_, prefetch fsdp_settings exchange micro_batches \
           fsdp_precision sharded_model)))) \
-          tests/unit/diagnostics/test_out_of_step.py::test_a_collective_of_other_code_is_named_by_torchs_flight_recorder
+          tests/unit/diagnostics/test_out_of_step.py::test_the_flight_recorder_names_collectives_of_other_code
 
 # What the tests need: the trainers that core/adapters knows are among it.
 TESTED := $(VENV)/.installed-train,hf,lightning,ray,megatron,titan,docs,test

@@ -38,7 +38,7 @@ def install(version: str) -> None:
 
 
 def _drop_requirements(metadata: Path) -> None:
-    """Else pip would fetch them with the next package that needs torch."""
+    """Drops requirements that pip would fetch with the next package that needs torch."""
     text = metadata.read_text(encoding="utf-8")
     metadata.write_text(re.sub(r"Requires-Dist: (nvidia|cuda|triton)\b.*\n", "", text), encoding="utf-8")
 

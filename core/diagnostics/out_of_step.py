@@ -73,9 +73,9 @@ def _message(error: BaseException, call: Collective) -> str:
     waited = time.time() - call.started_at
     if not may_ask_other_ranks():
         return (
-            f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s in vain in "
-            f"{_name(call)}, its call {call.number} in this group; {MOST_ASKING} ranks failed before it, and their "
-            f"messages say where the others are. The backend said: {_first_line(error)}"
+            f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s for "
+            f"{_name(call)}, its call {call.number} in this group, which did not complete; {MOST_ASKING} ranks failed "
+            f"before it, and their messages say where the others are. The backend said: {_first_line(error)}"
         )
     ask_other_ranks()
     others = [rank for rank in range(record.num_ranks) if rank != record.rank]
@@ -86,10 +86,11 @@ def _message(error: BaseException, call: Collective) -> str:
     behind = [rank for state, ranks in states.items() if not state.startswith("waited in the same") for rank in ranks]
     look_at = rank_list(sorted(behind)) if behind else _NONE_BEHIND
     return (
-        f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s in vain in {_name(call)}, "
-        f"its call {call.number} in this group: {said}. Every rank must make the same sequence of forwards, backwards "
-        f"and steps; look at {look_at} for a skipped micro-batch, another branch, an endless "
-        f"wait for data or a crash.{_flight_recorder_says(unfinished=True)} The backend said: {_first_line(error)}"
+        f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s for {_name(call)}, "
+        f"its call {call.number} in this group, which did not complete: {said}. Every rank must make the same "
+        f"sequence of forwards, backwards and steps; look at {look_at} for a skipped micro-batch, another branch, an "
+        f"endless wait for data or a crash.{_flight_recorder_says(unfinished=True)} "
+        f"The backend said: {_first_line(error)}"
     )
 
 

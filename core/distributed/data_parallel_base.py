@@ -93,7 +93,7 @@ class _BaseDataParallel(nn.Module, ABC):
         return self.plan.reduction is GradientReduction.SUM
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Returns the wrapped module's forward; `explain` says what fails in it."""
+        """Runs the module's forward; `raise_explained` explains its errors."""
         try:
             return self.module(*inputs, **kwargs)
         except Exception as error:
@@ -209,7 +209,7 @@ class _BaseDataParallel(nn.Module, ABC):
         self.zero_grad_buffer()
 
     def note_backward(self) -> None:
-        """Keeps `gradient_state`; called when the first gradient of a backward arrives."""
+        """Records in `gradient_state` that a backward began; called when its first gradient arrives."""
         state = self.gradient_state
         if state.phase is Phase.ZEROED:
             state.note_backward(may_add=True)

@@ -144,7 +144,7 @@ class _FlatDataParallel(_BaseDataParallel):
         return param.detach().view(-1)[start:end]
 
     def publish_update(self) -> None:
-        """Lets the ranks that share a parameter have what each of them has updated; every rank calls it."""
+        """All-gathers the updated shards, where ranks update shards; every rank calls it."""
 
     def note_step(self) -> None:
         self._shown.hide_after_step()

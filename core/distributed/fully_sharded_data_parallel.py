@@ -171,7 +171,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         super()._zero_gradients()
 
     def publish_update(self) -> None:
-        """Gathers, over optimizer instances that each update a part of the shards, what the others have updated."""
+        """All-gathers the updated shards over optimizer instances, each of which updates a part of them."""
         group = self.inter_instance_group
         if group is None or not self.plan.shards_update_over_replicas:
             return
@@ -247,8 +247,9 @@ class FullyShardedDataParallel(_FlatDataParallel):
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
                 raise WrapError(
-                    f"a {type(self).__name__} was to be moved or converted, from {probe.dtype} on {probe.device} "
-                    f"to {moved.dtype} on {moved.device}; move and convert the model before it is wrapped"
+                    f"a {type(self).__name__} cannot be moved or converted once wrapped, from {probe.dtype} on "
+                    f"{probe.device} to {moved.dtype} on {moved.device}; move and convert the model before "
+                    "it is wrapped"
                 )
         for module in self.module.modules():
             for name, held in module._buffers.items():

@@ -24,7 +24,7 @@ Sum = Sequence[Tensor | None]
 
 
 class PartialSums:
-    """Sums of micro-batches that wait for the one that they are to be added to, the newest last."""
+    """Holds sums of micro-batches, newest last, until they are added to a later one."""
 
     def __init__(self) -> None:
         # Owns its tensors. Filled by `set_aside` as a backward begins; emptied by `added_to` at the end of a step, and
@@ -97,7 +97,7 @@ class GradientTree:
 
     @property
     def factor(self) -> float:
-        """What the sum over ranks is multiplied by: of data-parallel ranks a power of two, which rounds nothing."""
+        """Scale of the sum over ranks; exact, since the number of data-parallel ranks is a power of two."""
         return 1.0 / self._mean_over if self._divides else 1.0
 
     @property
@@ -158,7 +158,7 @@ class GradientTree:
         """
         if self._begun not in (0, self._count):
             raise ShardstackError(
-                f"the gradients of a step of {self._count} micro-batches were to be reduced after {self._begun} "
+                f"gradients of a step of {self._count} micro-batches cannot be reduced after {self._begun} "
                 "backwards; call the wrapper's expect_micro_batches(number) with the number of backwards of a step"
             )
 

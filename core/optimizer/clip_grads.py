@@ -99,7 +99,7 @@ class GradientStatistics:
         return torch.stack([total[0].sqrt(), total[1]])
 
     def _measure_exactly(self, grads: Sequence[Tensor | None], count_zeros: bool) -> Tensor:
-        """Returns the same two numbers. Only gradients of the host, of a model on a device, make it wait for that."""
+        """Measures with exact sums. Waits for the device only if a model on a device has gradients on the host."""
         device = current_device()
         largest = torch.zeros((), dtype=torch.float64, device=device)
         for key, groups in self._shard_groups.items():

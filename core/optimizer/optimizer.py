@@ -182,7 +182,7 @@ class MegatronOptimizer(OptimizerState):
         self._is_ahead = False
 
     def _conclude(self) -> None:
-        """Learns the outcome of the step before, and acts on it: loss scale, step counts, who asked for it."""
+        """Waits for the outcome of the last step; updates loss scale and step counts, and calls `_concluded`."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None

@@ -206,7 +206,7 @@ class RowParallelLinear(ParameterOwner):
         initialize_unless_deferred(self, config)
 
     def forward(self, input_: torch.Tensor) -> Output:
-        """Returns `[s, b, input_size / tp]` (whole without `input_is_parallel`) to `[s, b, output_size]`, and a
+        """Maps `[s, b, input_size / tp]` (whole without `input_is_parallel`) to `[s, b, output_size]`, and a
         skipped bias.
 
         With sequence parallelism the output is `[s / tp, b, output_size]`.

@@ -1,4 +1,4 @@
-"""What every module of a model shares, half precision around a whole model, and the way from meta to a device."""
+"""The base of a model's modules, the half-precision wrapper of a model, and the move from meta to a device."""
 
 from __future__ import annotations
 

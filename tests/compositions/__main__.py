@@ -39,11 +39,11 @@ SHRINKING_S = 300.0
 
 
 class Differs(AssertionError):
-    """Some composition does not train as one process does."""
+    """A composition that does not train as one process does."""
 
 
 class Fuzz:
-    """Draws, how many there were, and the smallest failure.
+    """A search for a composition that fails: how many were drawn, and the smallest failure.
 
     Args:
         most_ranks: of a layout that is drawn.

@@ -91,7 +91,7 @@ class _Between:
             self.training.load_values({n: t.detach() * 0.5 for n, t in self.training.module.state_dict().items()})
 
     def _average(self, step: int) -> None:
-        """An average of weights, kept by references, takes their place after the second step."""
+        """Averages the weights over steps, and loads the average after the second step."""
         with torch.no_grad():
             if not self.average:
                 self.average = [parameter.detach().clone() for parameter in self.held]
@@ -108,5 +108,4 @@ class _Between:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Of the model."""
         return self.training.module.decoder.layers  # type: ignore

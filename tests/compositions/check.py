@@ -24,7 +24,7 @@ def check(*compositions: Composition) -> None:
 
 
 def check_all(compositions: Sequence[Composition]) -> dict[Composition, str]:
-    """What is wrong with each, where something is; those that share a reference share its run."""
+    """Returns the problem of each composition that has one; those that share a reference share its run."""
     ours = {c: Run(c, c.parts) for c in compositions}
     twins = {c: Run(c.plain, c.plain_parts) for c in compositions if refusal_of(c) is None and adds_in_one_order(c)}
     # Serial runs take a core that ranks which wait for each other leave idle.
@@ -65,5 +65,5 @@ def _check(
 
 
 def as_test(composition: Composition) -> str:
-    """A test to paste into tests/functional/test_compositions.py."""
+    """Returns a test to paste into tests/functional/test_compositions.py."""
     return f"def test_what_the_fuzzer_found() -> None:\n    check({composition!r})"

@@ -43,7 +43,7 @@ def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
 
 
 def tolerance(composition: Composition) -> float:
-    """How far the serial run may be, relative to how far the weights have moved.
+    """Returns how far the serial run may be, relative to how far the weights have moved.
 
     An addition is off by at most half a unit in the last place in each of two orders: together by as many times the
     dtype's epsilon as there are addends, and in each step again.

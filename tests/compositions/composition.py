@@ -150,12 +150,13 @@ class Composition:
 
     @property
     def shape(self) -> Layout:
-        """The layout that it begins on."""
+        """The layout of the first part."""
         return LAYOUTS[self.layout]
 
     @property
     def parts(self) -> tuple[Composition, ...]:
-        """Itself, and what it continues as: elsewhere, with the settings that mean something there."""
+        """The composition up to the checkpoint, and what continues from it, with the settings that mean something
+        there."""
         first = self.replaced(continues="no")
         if self.continues == "no":
             return (first,)
@@ -164,7 +165,7 @@ class Composition:
 
     @property
     def plain(self) -> Composition:
-        """The same without what belongs to a wrapper: under DDP, which adds in one order and shards nothing."""
+        """The composition under DDP, which adds in one order and shards nothing: without what belongs to a wrapper."""
         policy = "reduce in fp32" if self.policy == "by dtypes" else self.policy
         layout = {"hybrid": "dp4", "hybrid-cp2": "dp2-cp2"}.get(self.layout, self.layout)
         first = {axis: AXES[axis][0] for axis in WRAPPER_AXES}
@@ -172,17 +173,17 @@ class Composition:
 
     @property
     def plain_parts(self) -> tuple[Composition, ...]:
-        """The same for each of its parts."""
+        """`plain` of each part."""
         return tuple(part.plain for part in self.parts)
 
     @property
     def serial(self) -> Composition:
-        """The same in one process: with as many replicas, none of them cut."""
+        """The composition in one process: with as many replicas, none of them cut."""
         return self.plain.replaced(layout=f"dp{self.shape.dp}", continues="no").settled()
 
     @property
     def ranks(self) -> int:
-        """The most ranks that it needs."""
+        """The most ranks that a part needs."""
         return max(part.shape.ranks for part in self.parts)
 
     @property
@@ -202,15 +203,15 @@ class Composition:
 
     @property
     def number(self) -> int:
-        """Of micro-batches a rank in a step."""
+        """Micro-batches of a rank in a step."""
         return int(self.micro_batches)
 
     def replaced(self, **values: str) -> Composition:
-        """With other values on some axes."""
+        """Returns the composition with other values on some axes."""
         return dataclasses.replace(self, **values)
 
     def settled(self) -> Composition:
-        """With the first value on each axis that means nothing here."""
+        """Returns the composition with the first value on each axis that means nothing here."""
         found = self
         for axis, values, means_something in RULES:
             if getattr(found, axis) in (values or AXES[axis][1:]) and not means_something(found):

@@ -43,7 +43,7 @@ START = 4
 
 
 def work(composition: Composition) -> float:
-    """What a composition costs, in micro-batches of all ranks: its own, and those of the same under DDP."""
+    """Returns the cost of a composition and of the same under DDP, in micro-batches of all ranks."""
     parts = list(composition.parts)
     if refusal_of(composition) is None and adds_in_one_order(composition):
         parts += composition.plain_parts
@@ -53,20 +53,20 @@ def work(composition: Composition) -> float:
 
 
 def pairs_of(composition: Composition) -> set[Pair]:
-    """Its pairs of values, in the order of the axes."""
+    """Returns a composition's pairs of values, in the order of the axes."""
     values = [(axis, getattr(composition, axis)) for axis in AXES]
     return set(itertools.combinations(values, 2))
 
 
 def is_sampled(composition: Composition) -> bool:
-    """Whether every value means something, nothing is refused, and nothing is left out."""
+    """Returns whether every value means something, nothing is refused, and nothing is left out."""
     is_left_out = any(getattr(composition, axis) == value for axis, value in LEFT_OUT)
     return not is_left_out and composition.is_meaningful and refusal_of(composition) is None
 
 
 @functools.cache
 def allowed_pairs() -> dict[Pair, Composition]:
-    """Every pair of values that can meet in a training, with a composition in which it does."""
+    """Returns every pair of values that can meet in a training, with a composition in which it does."""
     found: dict[Pair, Composition] = {}
     for first, second in itertools.combinations(AXES, 2):
         for pair in itertools.product(((first, v) for v in SAMPLED[first]), ((second, v) for v in SAMPLED[second])):
@@ -78,7 +78,7 @@ def allowed_pairs() -> dict[Pair, Composition]:
 
 
 def _with(pair: Pair) -> Composition | None:
-    """A simple composition with these two values, or None where there is none."""
+    """Returns a simple composition with these two values; None where there is none."""
     fixed = dict(pair)
     if fixed.get("mistake") == "runs two units at once":  # which it takes two units in one slot to do
         fixed = {"wrapper": "zero3", "forward_prefetch": "0", "backward_prefetch": "0"} | fixed
@@ -93,7 +93,7 @@ def _with(pair: Pair) -> Composition | None:
 
 
 def sample() -> tuple[Composition, ...]:
-    """The compositions of `SAMPLE`, in which every allowed pair meets at least once."""
+    """Returns the compositions of `SAMPLE`, in which every allowed pair meets at least once."""
     return tuple(Composition(**values) for values in json.loads(SAMPLE.read_text(encoding="utf-8")))
 
 
@@ -118,7 +118,7 @@ def write_sample(seed: int = 1) -> int:
 def _filled(
     pair: Pair, allowed: dict[Pair, Composition], missing: dict[Pair, None], draw: random.Random
 ) -> Composition:
-    """A composition with a pair, to which the other axes add the values that meet most others for the first time."""
+    """Adds to a pair the values on other axes that meet most others for the first time."""
     found = allowed[pair]
     fixed = dict(pair)
     axes = [axis for axis in AXES if axis not in fixed]

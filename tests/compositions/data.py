@@ -41,16 +41,16 @@ class MicroBatch:
 
     @property
     def tokens_with_loss(self) -> int:
-        """Labels that count."""
+        """Number of labels that count."""
         return int((self.labels != -100).sum())
 
     def own(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """This rank's chunks: tokens, labels, and arguments of the forward."""
+        """Returns this rank's chunks: tokens, labels, and arguments of the forward."""
         packed = {} if self.starts is None else {"document_starts": own_chunks(self.starts)}
         return own_chunks(self.tokens), own_chunks(self.labels), packed
 
     def fields(self) -> dict[str, Tensor]:
-        """Whole sequences, as `train_step` takes them."""
+        """Returns whole sequences, as `train_step` takes them."""
         positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         packed = {} if self.starts is None else {"document_starts": self.starts}
         mask = (self.labels != -100).float()
@@ -58,7 +58,7 @@ class MicroBatch:
 
 
 def micro_batch(composition: Composition, step: int, number: int) -> MicroBatch:
-    """The micro-batch of this number of all replicas: each token follows from the one before."""
+    """Makes the micro-batch of this number of all replicas: each token follows from the one before."""
     is_ragged = composition.lengths == "ragged"
     rows = 1 + (step + number) % 3 if is_ragged else ROWS
     length = SEQUENCE // 2 if is_ragged and (step + number) % 2 else SEQUENCE
@@ -95,7 +95,7 @@ class _Samples(Dataset[dict[str, Tensor]]):
 
 
 def loaded_batches(composition: Composition, first: int) -> Iterator[Mapping[str, Tensor]]:
-    """This rank's micro-batches from the step `first` on, out of the loader of `core.training`."""
+    """Yields this rank's micro-batches from the step `first` on, out of the loader of `core.training`."""
     samples = _Samples(composition)
     sizes = {"micro_batch_size": ROWS, "global_batch_size": samples.of_step, "num_workers": 0}
     config: Any = SimpleNamespace(data=SimpleNamespace(**sizes), run=SimpleNamespace(seed=1))

@@ -13,12 +13,12 @@ from tests.compositions.training import Training
 
 
 class Failure(Exception):
-    """Raised in a forward or backward, and caught by the loop."""
+    """An error that is raised in a forward or backward, and caught by the loop."""
 
 
 @contextmanager
 def failing(register: Callable[..., torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
-    """Inside it the module whose `register_..._hook` is given raises, and the error is caught."""
+    """Makes the module whose `register_..._hook` is given raise, and catches the error."""
     handle = register(_fail)
     try:
         yield
@@ -34,7 +34,7 @@ def _fail(*unused: object) -> None:
 
 
 def fail_in_backward(training: Training, step: int, index: int) -> None:
-    """A micro-batch that is given up in its backward, in the last module that the backward reaches."""
+    """Begins a micro-batch whose backward raises in the last module that it reaches."""
     decoder: Any = training.module.decoder
     last = decoder.final_layernorm if training.composition.trained == "one norm" else decoder.layers[0]
     with failing(last.register_full_backward_pre_hook):
@@ -43,7 +43,7 @@ def fail_in_backward(training: Training, step: int, index: int) -> None:
 
 @contextmanager
 def overflowing(model: nn.Module) -> Iterator[None]:
-    """Inside it gradients are not finite."""
+    """Makes gradients infinite."""
     handle = model.register_forward_hook(_overflow)
     try:
         yield

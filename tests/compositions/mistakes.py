@@ -24,7 +24,7 @@ class _Mistake:
 
 
 def make_mistake(training: Wrapped, step: int) -> None:
-    """Makes the mistake of the part that this is, sees it refused, and zeroes gradients.
+    """Makes the part's mistake, checks that it is refused, and zeroes gradients.
 
     Raises:
         AssertionError: nothing was refused, or something else.
@@ -45,7 +45,7 @@ def make_mistake(training: Wrapped, step: int) -> None:
 
 
 def _last(training: Wrapped) -> int:
-    """The micro-batch whose backward reduces."""
+    """Returns the index of the micro-batch whose backward reduces."""
     return training.number - 1
 
 
@@ -76,7 +76,7 @@ def _run_two_units_at_once(training: Wrapped, step: int) -> None:
 
 
 def _in_first_mlp(training: Wrapped, step: int, act: Callable[[nn.Module, Any], object]) -> None:
-    """A forward with something done inside of the first layer's forward."""
+    """Runs a forward that calls `act` inside the first layer's."""
     decoder: Any = training.module.decoder
 
     def once(mlp: nn.Module, args: Any) -> None:

@@ -34,7 +34,7 @@ class Gated(nn.Module):
 
 
 def build(composition: Composition, layout: Layout, seed: int = 7, is_serial: bool = False) -> GPTModel:
-    """The model on this rank; its weights depend on the seed alone.
+    """Builds the model on this rank; its weights depend on the seed alone.
 
     Args:
         layout: how it is cut.

@@ -53,15 +53,15 @@ class PlainOptimizer:
         self._updates = 0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss for backward."""
+        """Returns the loss for backward."""
         return loss * self.scale
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are kept in ``main_grad``, which the training clears."""
+        """Leaves gradients: they are kept in ``main_grad``, which the training clears."""
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None, None]:
-        """As `MegatronOptimizer.step`."""
+        """Updates as `MegatronOptimizer.step`."""
         for name, p in self._params.items():
             if not torch.equal(p, self._published[name]):
                 self.masters[name].copy_(p)
@@ -87,7 +87,8 @@ class PlainOptimizer:
         return True, norm, None
 
     def _adapt_scale(self, is_finite: bool) -> None:
-        """Doubles after `loss_scale_window` finite steps in a row, and halves at an overflow (hysteresis of one)."""
+        """Doubles the scale after `loss_scale_window` finite steps in a row, and halves it at an overflow (hysteresis
+        of one)."""
         self._finite_steps = self._finite_steps + 1 if is_finite else 0
         if not is_finite:
             self.scale /= 2

@@ -10,7 +10,7 @@ from tests.compositions.composition import Composition
 
 @dataclass(frozen=True)
 class Refusal:
-    """Compositions that have to raise."""
+    """A reason for which compositions have to raise."""
 
     pattern: str
     """Of the message."""
@@ -43,6 +43,6 @@ REFUSALS = (
 
 
 def refusal_of(composition: Composition) -> Refusal | None:
-    """The first that applies."""
+    """Returns the first refusal that applies."""
     parts = (composition,) if composition.continues == "no" else composition.parts
     return next((r for r in REFUSALS for part in parts if r.applies(part)), None)

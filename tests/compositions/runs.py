@@ -45,7 +45,7 @@ Outcome = list[Curve] | Refused | Broken
 
 
 def train_all(runs: Sequence[Run], folder: Path) -> dict[Run, Outcome]:
-    """What the first rank saw of each run."""
+    """Trains all runs; returns what the first rank saw of each."""
     found: dict[Run, Outcome] = {run: [] for run in runs}
     for number in range(2):
         open_runs = [run for run in runs if number < len(run.parts) and isinstance(found[run], list)]
@@ -65,7 +65,7 @@ def train_all(runs: Sequence[Run], folder: Path) -> dict[Run, Outcome]:
 def _job(
     runs: Sequence[Run], number: int, ranks: int, folder: Path, all_runs: Sequence[Run]
 ) -> list[Curve | Refused | Broken]:
-    """The runs up to the first that broke; alone, if they took the ranks with them."""
+    """Trains a part of runs up to the first that broke; only the first run, if they took the ranks with them."""
     folders = [folder / str(all_runs.index(run)) for run in runs]
     try:
         of_ranks = run_distributed(_train_parts, ranks, runs, number, folders)
@@ -95,7 +95,7 @@ def _train_parts(runs: Sequence[Run], number: int, folders: Sequence[Path]) -> l
 
 
 def _train_part(run: Run, number: int, folder: Path) -> Curve:
-    """From the start, or from what the part before has saved."""
+    """Trains from the start, or from what the part before has saved."""
     first = CUT if number else 0
     training = Wrapped(run.composition, run.parts[number], first)
     is_last = number == len(run.parts) - 1

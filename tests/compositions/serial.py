@@ -20,7 +20,7 @@ from tests.functional._runs import in_precision
 
 
 class Serial(Training):
-    """In one process, without a wrapper, over the micro-batches of all replicas."""
+    """A training in one process, without a wrapper, on the micro-batches of all replicas."""
 
     optimizer: PlainOptimizer
 
@@ -92,7 +92,7 @@ class Serial(Training):
 
 
 def _use_plain_norms(model: nn.Module) -> None:
-    """Lets norms compute by their formulas, so that a fault in ours shows."""
+    """Makes norms compute by their formulas, so that a fault in ours shows."""
     for module in model.modules():
         if isinstance(module, LayerNorm):
             module.forward = partial(_layer_norm, module)  # type: ignore[method-assign]

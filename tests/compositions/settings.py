@@ -39,7 +39,7 @@ _POLICIES: dict[str, dict[str, Any]] = {
 
 
 def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
-    """The settings of its wrapper."""
+    """Returns the config of a composition's wrapper."""
     fields: dict[str, Any] = {"reduce_every_micro_batch": composition.reduces == "each micro-batch"}
     if composition.is_hybrid:
         fields["num_distributed_optimizer_instances"] = 2
@@ -74,7 +74,7 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(composition: Composition) -> OptimizerConfig:
-    """The settings of its optimizer."""
+    """Returns the config of a composition's optimizer."""
     fields: dict[str, Any] = {
         "clip_grad": 0.5 if composition.clip == "yes" else 0.0,
         "weight_decay": 0.0 if composition.decay == "none" else 0.1,
@@ -93,7 +93,7 @@ def optimizer_config(composition: Composition) -> OptimizerConfig:
 
 
 def parameter_groups(composition: Composition) -> dict[str, Any]:
-    """Arguments that make groups of parameters: other rates and other rules of weight decay."""
+    """Returns the arguments that make groups of parameters: other rates and other rules of weight decay."""
     found: dict[str, Any] = {}
     if composition.decay == "all":
         found["no_weight_decay_cond"] = lambda name, shape: False

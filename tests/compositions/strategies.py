@@ -14,7 +14,7 @@ COMPILES_ONE_OF = 60
 
 
 def families(most_ranks: int = 4) -> st.SearchStrategy[tuple[Composition, ...]]:
-    """A training under several wrappers; it shrinks to one, with the first value of each axis.
+    """Draws a training under several wrappers; it shrinks to one, with the first value of each axis.
 
     What means nothing next to other values is not set.
     """

@@ -26,7 +26,7 @@ GATHER_S = 0.004
 
 @contextmanager
 def gathering_slowly() -> Iterator[None]:
-    """Inside it gathers take so long that what does not wait for one reads old parameters."""
+    """Delays gathers, so that code that does not wait for one reads old parameters."""
     all_gather = collectives.all_gather
 
     def slow(*args: Any, **options: Any) -> None:
@@ -39,7 +39,7 @@ def gathering_slowly() -> Iterator[None]:
 
 @contextmanager
 def reductions_as_planned(training: Wrapped) -> Iterator[None]:
-    """Counts the reductions of the step inside it.
+    """Counts the reductions of a step.
 
     Raises:
         AssertionError: they are not those of the plan.
@@ -60,7 +60,7 @@ def reductions_as_planned(training: Wrapped) -> Iterator[None]:
 
 
 def _planned(training: Wrapped) -> Calls | None:
-    """None where the plan does not say it: of a layer that is frozen now, or a unit of FSDP2 that runs twice."""
+    """Returns the planned reductions; None where a layer is frozen now, or a unit of FSDP2 runs twice."""
     part = training.part
     if part.trained == "a layer at times" or (part.is_fsdp2 and part.layers == "twice"):
         return None
@@ -79,7 +79,7 @@ def _planned(training: Wrapped) -> Calls | None:
 
 
 def _reduce_dtype(part: Composition) -> torch.dtype:
-    """What FSDP2 was asked to reduce in."""
+    """Returns the dtype that FSDP2 was asked to reduce in."""
     if part.precision == "fp32" or part.policy in ("reduce in fp32", "by dtypes"):
         return torch.float32
     return torch.bfloat16 if part.precision == "bf16" else torch.float16

@@ -21,7 +21,7 @@ from tests.functional._runs import Curve
 
 
 class Between(Protocol):
-    """What a composition does inside a step."""
+    """Calls inside a step."""
 
     def before_micro_batch(self, step: int, index: int) -> None: ...
 
@@ -51,7 +51,7 @@ class Training(ABC):
         return self.composition.shape.dp * self.composition.number
 
     def loss(self, step: int, number: int) -> tuple[Tensor, Tensor]:
-        """What a micro-batch adds to the gradient, and its sum and weight for the report."""
+        """Returns a micro-batch's loss for backward, and its sum and weight for the report."""
         batch = micro_batch(self.composition, step, number)
         self.choose_gains(step, number)
         tokens, labels, packed = self.inputs(batch)
@@ -59,17 +59,17 @@ class Training(ABC):
         return self._shares(losses, labels, batch)
 
     def inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Tokens, labels, and arguments of the forward."""
+        """Returns tokens, labels, and arguments of the forward."""
         return batch.own()
 
     def choose_gains(self, step: int, number: int) -> None:
-        """Lets a micro-batch use the parameter that only some use, or not."""
+        """Sets whether a micro-batch uses the parameter that only some use."""
         for module in self.module.modules():
             if isinstance(module, Gated):
                 module.is_used = self._uses_gain(step, number)
 
     def evaluate(self, step: int) -> None:
-        """A forward of the same micro-batch on all replicas, whose loss is reported."""
+        """Runs the forward of one micro-batch on all replicas, and reports its loss."""
         self.reported.append(self.loss(step, step % self.count)[1].clone())
 
     def _shares(self, losses: Tensor, labels: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class Training(ABC):
         self.zero()
 
     def make_step(self, step: int, between: Between) -> None:
-        """From the first micro-batch to the update."""
+        """Runs all micro-batches of a step, and updates."""
         for index in range(self.number):
             between.before_micro_batch(step, index)
             self.backward(step, index)
@@ -108,7 +108,7 @@ class Training(ABC):
         self.note(step, norm if succeeded else None)
 
     def note(self, step: int, norm: float | None) -> None:
-        """Keeps what a step did; without a norm it was skipped."""
+        """Records a step; it was skipped if `norm` is None."""
         if norm is None:
             self.curve.skipped.append(step)
         else:
@@ -116,7 +116,7 @@ class Training(ABC):
         self.curve.scales.append(self._scale)
 
     def finish(self) -> Curve:
-        """Notes where the steps have led, and returns all; collective."""
+        """Records weights and losses, and returns the curve; collective."""
         self.curve.masters = self._weights()
         self.curve.losses = self._whole_losses()
         return self.curve
@@ -131,7 +131,7 @@ class Training(ABC):
     @property
     @abstractmethod
     def replicas(self) -> int:
-        """Over which the wrapper averages."""
+        """Replicas that the wrapper averages over."""
 
     @property
     @abstractmethod
@@ -140,27 +140,27 @@ class Training(ABC):
 
     @abstractmethod
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Inside it parameters may be written."""
+        """Lets parameters be written inside the context."""
 
     @abstractmethod
     def zero(self) -> None: ...
 
     @abstractmethod
     def backward(self, step: int, index: int) -> None:
-        """One micro-batch of each replica."""
+        """Runs one micro-batch of each replica."""
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """After the last micro-batch: gradients are those of all replicas."""
+        """Reduces gradients over replicas, after the last micro-batch."""
 
     @abstractmethod
     def _weights(self) -> dict[str, Tensor]:
-        """Weights of the whole model, in fp32; collective."""
+        """Returns the weights of the whole model, in fp32; collective."""
 
     @property
     @abstractmethod
     def _scale(self) -> float:
-        """Of the loss of the next step."""
+        """Scale of the next loss."""
 
     @abstractmethod
     def _whole_losses(self) -> list[float]: ...

@@ -30,7 +30,7 @@ from tests.functional._runs import in_precision
 
 
 class Wrapped(Training):
-    """On this rank's part of its replica's micro-batches."""
+    """A training under a wrapper, on this rank's part of its replica's micro-batches."""
 
     optimizer: MegatronOptimizer
 
@@ -93,7 +93,7 @@ class Wrapped(Training):
         self.note(step, result.grad_norm if result.updated else None)
 
     def _batches(self, step: int, between: Between) -> Iterator[Mapping[str, Tensor]]:
-        """This replica's micro-batches of a step, as `train_step` takes them."""
+        """Yields this replica's micro-batches of a step, as `train_step` takes them."""
         for index in range(self.number):
             between.before_micro_batch(step, index)
             number = self._number_of(index)
@@ -104,7 +104,7 @@ class Wrapped(Training):
                 yield micro_batch(self.composition, step, number).fields()
 
     def _number_of(self, index: int) -> int:
-        """Of this replica's micro-batch among those of all; a loader deals them out in turns, as Megatron-LM does."""
+        """Returns the global index of a micro-batch; a loader deals them out in turns, as Megatron-LM does."""
         if self.composition.loop == "train_step on a loader":
             return index * self.replicas + self.replica
         return self.replica * self.number + index
@@ -156,7 +156,7 @@ class Wrapped(Training):
 
 
 def _scheduler(composition: Composition, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Keeps the rates of the optimizer's config, or makes them those of `plain_optimizer.SCHEDULE`."""
+    """Builds the schedule: constant rates of the optimizer's config, or `plain_optimizer.SCHEDULE`."""
     config = optimizer_config(composition)
     lr, decay = config.lr or 0.0, config.weight_decay
     if composition.schedule == "constant":
@@ -174,7 +174,7 @@ def _engine(composition: Composition) -> str:
 
 @contextmanager
 def parallel_groups(composition: Composition) -> Iterator[None]:
-    """The groups of its layout; every rank calls it."""
+    """Initializes the groups of a layout; every rank calls it."""
     layout = composition.shape
     parallel_state.initialize_model_parallel(
         layout.tp,

@@ -44,7 +44,8 @@ class Drill:
         return Launched(self.folder / f"run{self._runs}", settings.pop("corpus", self.corpus), *flags, **settings)
 
     def compare(self, run: Launched) -> None:
-        """Holds what a run ended with to the undisturbed one; ends the drill where they differ, or a rank is left."""
+        """Compares what a run ended with to the undisturbed one; ends the drill where they differ, or a rank is
+        left."""
         if content(run.folder / FINAL) != self.expected:
             raise SystemExit(f"{run.folder / FINAL} is not what an undisturbed run ends with:\n{run.output()[-4000:]}")
         if left := run.orphans():
@@ -54,7 +55,8 @@ class Drill:
 
 
 def kills(drill: Drill, seconds: float) -> None:
-    """kill -9 of one rank, of all, and of the launcher, SIGTERM once and twice, at moments drawn at random."""
+    """Sends kill -9 to one rank, to all and to the launcher, and SIGTERM once and twice, at moments drawn at
+    random."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         run = drill.run(restarts=MANY)
@@ -104,7 +106,7 @@ def _disturb(drill: Drill, run: Launched) -> None:
 
 
 def _check_newest(run: Launched) -> None:
-    """At any moment the newest checkpoint is whole. It may be rotated away while it is read: then the next counts."""
+    """Checks that the newest checkpoint is whole. It may be rotated away while it is read: then the next counts."""
     for _ in range(3):
         newest = latest_checkpoint(run.folder) if run.folder.exists() else None
         if newest is None:
@@ -119,7 +121,7 @@ def _check_newest(run: Launched) -> None:
 
 
 def planted(drill: Drill, fault: str, name: str, part: str) -> None:
-    """A fault that a rank plants in itself, in the midst of a run that may start again."""
+    """Lets a rank plant a fault in itself, in the midst of a run that may start again."""
     flags = ("--save-interval", "10") if fault == "full log" else ()  # no checkpoint while the disk is full
     step = 12 if fault == "full log" else drill.draw.randint(5, 15)
     run = drill.run(*flags, restarts=MANY, fault=f"{fault}@{step}")
@@ -131,7 +133,8 @@ def planted(drill: Drill, fault: str, name: str, part: str) -> None:
 
 
 def stopped_rank(drill: Drill) -> None:
-    """SIGSTOP of a rank: the others wait in a collective, until its time limit names the rank and all start again."""
+    """Stops a rank by SIGSTOP: the others wait in a collective, until its time limit names the rank and all start
+    again."""
     run = drill.run("--distributed-timeout-minutes", "0.25", "--save-interval", "8", restarts=MANY)
     run.start()
     run.wait_for_step(drill.draw.randint(9, 14))
@@ -151,7 +154,8 @@ def stopped_rank(drill: Drill) -> None:
 
 
 def flipped_bit(drill: Drill) -> None:
-    """A bit of the newest checkpoint: the run refuses it and names an older one, from which it then goes on."""
+    """Flips a bit of the newest checkpoint: the run refuses it and names an older one, from which it then
+    continues."""
     run = drill.run(restarts=1)
     run.start()
     run.wait_for_step(drill.draw.randint(8, 20))
@@ -176,7 +180,7 @@ def flipped_bit(drill: Drill) -> None:
 
 
 def truncated_corpus(drill: Drill) -> None:
-    """The corpus becomes shorter while it is read; whole again, the run goes on."""
+    """Shortens the corpus while it is read; once it is whole again, the run continues."""
     prefix = drill.folder / "shrinking" / drill.corpus.name
     prefix.parent.mkdir(exist_ok=True)
     for path in drill.corpus.parent.glob(f"{drill.corpus.name}.*"):
@@ -201,7 +205,7 @@ def truncated_corpus(drill: Drill) -> None:
 
 
 def two_runs(drill: Drill) -> None:
-    """A second run in the folder of the first gets one line; the first one notices nothing."""
+    """Starts a second run in the folder of the first: it gets one line, and the first notices nothing."""
     run = drill.run()
     run.start()
     run.wait_for_step(2)

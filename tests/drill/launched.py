@@ -114,12 +114,12 @@ class Launched:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def ranks(self) -> list[int]:
-        """Process ids of its ranks, starting ones included."""
+        """Returns the process ids of its ranks, starting ones included."""
         assert self.process is not None
         return [pid for pid in _children(self.process.pid) if self._is_ours(pid)]
 
     def orphans(self, patience_s: float = 10.0) -> list[int]:
-        """Processes of the run that are left, some time after all were to have ended."""
+        """Returns the run's processes that are left, some time after all were to have ended."""
         deadline = time.monotonic() + patience_s
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(0.02)

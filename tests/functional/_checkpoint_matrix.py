@@ -75,7 +75,7 @@ SITES = [
 
 @dataclass
 class Outcome:
-    """What a run did after the checkpoint, and where that left it."""
+    """A record of a run after the checkpoint, and of its state at the end."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Outcome:
 def write_and_read(
     pairs: Sequence[tuple[Site, Site]], tied: bool, root: Path, fault: str | None = None
 ) -> tuple[dict[Site, Outcome], dict[tuple[Site, Site], Outcome]]:
-    """What each writer of `pairs` did, and each of its readers, as this rank saw it; every rank calls it.
+    """Runs each writer of `pairs`, then each of its readers, and returns what this rank saw; every rank calls it.
 
     The processes are as many ranks as any site has, and make up the smaller worlds one after the other.
     """
@@ -114,7 +114,7 @@ def write_and_read(
 
 @contextmanager
 def _world_of(ranks: int, store: Path) -> Iterator[bool]:
-    """The first of these processes as a world of their own; whether this one is among them.
+    """Makes a world of the first of these processes; yields whether this one is among them.
 
     They meet in files that no other world has used: one that an earlier world has not yet let go has its addresses.
     """
@@ -140,7 +140,7 @@ def _join(store: Path, rank: int, size: int) -> None:
 
 
 def _write(site: Site, tied: bool, root: Path) -> Outcome:
-    """Trains, saves, and goes on. Stores the expected contents next to the checkpoint."""
+    """Trains, saves and continues. Stores the expected contents next to the checkpoint."""
     with _Run(site, tied) as run:
         run.train(BEFORE)
         save_checkpoint(run.state, run.config, root / str(site))
@@ -156,7 +156,7 @@ def _write(site: Site, tied: bool, root: Path) -> Outcome:
 def _read(
     site: Site, writers: Sequence[Site], tied: bool, root: Path, fault: str | None
 ) -> dict[tuple[Site, Site], Outcome]:
-    """Reads what each of `writers` left, and goes on from there."""
+    """Reads what each of `writers` saved, and continues from there."""
     found = {}
     with _Run(site, tied) as run:
         run.train(1)  # what is read replaces something else
@@ -269,7 +269,7 @@ def _differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Relative to the norm, of weights and of moments each for themselves; the largest of them."""
+    """Returns the largest distance relative to the norm, among the weights and each kind of moment."""
     if not _differing(found, expected):
         return 0.0
     kinds: dict[str, list[float]] = {}
@@ -281,19 +281,19 @@ def _distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def _last_bit(state: TrainingState) -> None:
-    """One bit of one moment is another, on the rank that has it."""
+    """Flips one bit of one moment, on the rank that has it."""
     for values in _held(state.optimizer.state_tensors()["exp_avg.decoder.final_layernorm.weight"])[-1:]:
         values.flatten().view(torch.int32)[-1:].bitwise_xor_(1)
 
 
 def _step_count(state: TrainingState) -> None:
-    """The optimizer has made one step less."""
+    """Lowers the optimizer's step count by one."""
     scalars = state.optimizer.state_scalars()
     state.optimizer.load_state_scalars(scalars | {"step": scalars["step"] - 1})
 
 
 def _swapped_moments(state: TrainingState) -> None:
-    """Swaps two tensors of one shape."""
+    """Swaps two moments of one shape."""
     tensors = state.optimizer.state_tensors()
     first, second = (_held(tensors[f"exp_avg.decoder.layers.{layer}.mlp.linear_fc1.weight"]) for layer in (0, 1))
     for one, other in zip(first, second, strict=True):
@@ -303,7 +303,7 @@ def _swapped_moments(state: TrainingState) -> None:
 
 
 def _held(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What this rank holds of it."""
+    """Returns this rank's values of a tensor."""
     if isinstance(tensor, FlatRange):
         return [values for _, values in tensor.pieces()]
     return [local_tensor(tensor)]

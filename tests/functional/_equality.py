@@ -67,7 +67,7 @@ class Case:
         return (TRAININGS | SERIAL_TRAININGS)[self.training]
 
     def expected(self, steps: int | None = None) -> Curve:
-        """What the wrapper has to reach, after another number of steps where one is given."""
+        """Returns the curve that the wrapper has to match, after `steps` in place of the training's own number."""
         of = serial if self.is_serial else replicated
         return of(self.training, self.ranks, steps or self.settings.steps)
 

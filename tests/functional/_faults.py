@@ -60,7 +60,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def run_with_fault(fault: str, wrapper: str, training: Training) -> Curve:
-    """`run_wrapped` with the named fault planted; every rank calls it.
+    """Calls `run_wrapped` with the named fault planted; every rank calls it.
 
     Raises:
         RuntimeError: the fault did nothing on this rank, so that the comparison shows nothing.

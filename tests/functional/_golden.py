@@ -155,7 +155,7 @@ def _agree(found: float | None, expected: float | None, limit: float, may_be_abs
 
 
 def explain_update(before: Golden | None, after: Golden) -> list[str]:
-    """What new golden values change, a line a metric."""
+    """Describes the changes of new golden values, a line for each metric."""
     if before is None:
         return ["new"]
     lines = [

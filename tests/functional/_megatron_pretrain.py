@@ -80,7 +80,7 @@ def get_model(args, config):
 
 
 def batches():
-    """This rank's samples of each global batch."""
+    """Yields this rank's samples of each global batch."""
     generator = torch.Generator().manual_seed(7)
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     while True:

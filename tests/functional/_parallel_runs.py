@@ -159,7 +159,7 @@ def _loss(model: nn.Module, batch: Batch, trained: Trained) -> tuple[torch.Tenso
 
 
 def document_starts(rows: int) -> torch.Tensor:
-    """`[b, s]` of documents that end in different chunks in each row."""
+    """Returns the starts `[b, s]` of documents that end in different chunks in each row."""
     positions = torch.arange(SEQUENCE)
     return torch.stack([positions - positions % (3 + 2 * row) for row in range(rows)])
 

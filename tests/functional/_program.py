@@ -100,7 +100,7 @@ def _run(command: list[str], folder: Path, environment: dict[str, str], out: Pat
 
 @contextmanager
 def _meeting_place(ranks: int) -> Iterator[dict[str, str]]:
-    """The environment in which ranks meet, at a store that listens before any of them starts."""
+    """Returns the environment in which ranks meet, at a store that listens before any of them starts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -134,7 +134,7 @@ def _wait(processes: Sequence[BaseProcess]) -> int:
 
 
 def load_program(name: str):
-    """An example as a module; it is a script, which finds its neighbours in its own folder."""
+    """Loads an example as a module; it is a script, which finds its neighbours in its own folder."""
     folder = str(PROGRAMS[name].parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -114,7 +114,7 @@ class Record:
 
 
 def sequences(step: int, index: int) -> Batch:
-    """Micro-batch `index` of a step: tokens that follow from each other, and a mask that leaves out some."""
+    """Makes micro-batch `index` of a step: tokens that follow from each other, and a mask that leaves out some."""
     generator = torch.Generator().manual_seed(1000 * step + index)
     length = SEQUENCE - 1  # two chunks for each of two ranks that share a sequence
     found = [torch.randint(0, VOCABULARY, (2,), generator=generator)]
@@ -187,7 +187,7 @@ def _hash(model: torch.nn.Module, optimizer: MegatronOptimizer) -> str:
 
 @functools.cache
 def on_one_rank(kind: Kind, wrapper: str = "ddp") -> Record:
-    """The run that all others have to repeat: replicas, as few as there can be."""
+    """Trains the run that all others have to repeat: replicas, as few as there can be."""
     return on_ranks(wrapper, kind, 1)
 
 

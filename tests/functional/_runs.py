@@ -77,7 +77,7 @@ def ddp_config(wrapper: str, **fields: Any) -> DistributedDataParallelConfig:
 
 @dataclass(frozen=True)
 class Training:
-    """What all wrappers train in the same way."""
+    """A training that is the same under all wrappers."""
 
     optimizer: Mapping[str, Any]
     steps: int
@@ -90,7 +90,7 @@ class Training:
 
 @dataclass
 class Curve:
-    """What a run did: exact per-step numbers, and the last step's gradients and weights, whole."""
+    """A record of a run: exact per-step numbers, and the last step's gradients and weights, whole."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -137,7 +137,7 @@ def build_gpt(tied: bool, *, vocab: int = VOCABULARY, **fields: Any) -> GPTModel
 
 
 def micro_batches(step: int, rank: int, masked: bool = False, length: int = SEQUENCE) -> list[Batch]:
-    """Tokens and labels, `[2, s]`, of a sequence that can be learned: each token follows from the one before."""
+    """Makes tokens and labels, `[2, s]`, of a sequence that can be learned: each token follows from the one before."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     sequence = [torch.randint(0, VOCABULARY, (MICRO_BATCHES, 2), generator=generator)]
     for _ in range(length):
@@ -258,7 +258,7 @@ def _wrapped(wrapper: str, training: Training) -> tuple[GPTModel, _BaseDataParal
 
 
 def in_precision(module: GPTModel, wrapper: str) -> nn.Module:
-    """What a wrapper takes of a model in low precision: FSDP2 shards fp32 and casts by itself."""
+    """Rounds a model to low precision as a wrapper needs it: FSDP2 shards fp32 and casts by itself."""
     if module.config.compute_dtype == torch.float32:
         return module
     for parameter in module.parameters():  # FSDP2 would start from what the others have rounded away
@@ -288,7 +288,7 @@ def _loss(model: nn.Module, batch: Batch, training: Training) -> tuple[torch.Ten
 def loss_and_report(
     losses: torch.Tensor, labels: torch.Tensor, training: Training
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a micro-batch with these losses, `[b, s]`, adds to the gradient; their sum and their number, in double."""
+    """Returns a micro-batch's loss for backward, and the sum and number of its losses `[b, s]` in double."""
     reported = torch.stack([losses.detach().double().sum(), (labels != -100).sum()])
     return (losses.sum() if training.per_token else losses.mean() / MICRO_BATCHES), reported
 
@@ -331,6 +331,6 @@ def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def gradients(optimizer: MegatronOptimizer) -> dict[str, torch.Tensor]:
-    """What the optimizers of all ranks together are about to read."""
+    """Returns the whole gradients that the optimizers of all ranks are about to read."""
     gradients = {p.name: (p, p.local_gradient()) for p in optimizer._params}
     return _whole({name: p.whole(gradient) for name, (p, gradient) in gradients.items() if gradient is not None})

@@ -72,7 +72,7 @@ def test_no_two_curves_are_equal_unless_that_is_what_is_asserted():
 
 
 def _asserted_equalities() -> dict[str, str]:
-    """For each case the one that it and all that are equal to it go back to."""
+    """Returns for each case the one that it and all that are equal to it go back to."""
     equal_to = {case.name: case.equal_to for case in CASES}
     found = {}
     for name in equal_to:

@@ -96,7 +96,7 @@ def _damage(folder: Path, kind: str) -> None:
         ("description", [], "checkpoint.json is damaged"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
+def test_a_damaged_checkpoint_is_named_and_an_older_one_offered(
     corpus: Path, whole: Path, run: Path, kind: str, flags: list[str], said: str
 ) -> None:
     _damage(run / "iter_0000006", kind)
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
         assert pretrain(corpus, "--load", run).endswith(f"no other checkpoint in {run} is whole")
 
 
-def test_a_flipped_bit_is_found_unasked_where_tensors_are_cut_again(corpus: Path, run: Path) -> None:
+def test_a_flipped_bit_is_found_where_tensors_are_resharded(corpus: Path, run: Path) -> None:
     _damage(run / "iter_0000006", "flipped bit")
     error = pretrain(corpus, "--load", run, "--no-verify-checkpoint", ranks=1)
     assert "rank_00001.bin is damaged in " in error
@@ -146,9 +146,7 @@ def test_every_door_refuses_a_flipped_bit(corpus: Path, run: Path, tmp_path: Pat
         assert ended.err.endswith(f"continue from it with --load {run / 'iter_0000004'}\n"), ended
 
 
-def test_ranks_that_are_started_again_continue_from_the_last_good_checkpoint(
-    corpus: Path, run: Path, tmp_path: Path
-) -> None:
+def test_restarted_ranks_continue_from_the_last_good_checkpoint(corpus: Path, run: Path, tmp_path: Path) -> None:
     _damage(run / "iter_0000006", "flipped bit")
     index = run / "iter_0000004" / "checkpoint.json"
     document = json.loads(index.read_text())
@@ -184,7 +182,7 @@ def _pretrain_with_little_room(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["at once", "async"])
-def test_a_disk_that_fills_up_ends_the_run_with_its_last_checkpoint(
+def test_a_full_disk_ends_the_run_with_its_last_checkpoint(
     corpus: Path, whole: Path, run: Path, how: list[str]
 ) -> None:
     _as_after(run, 2)

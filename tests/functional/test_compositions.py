@@ -39,7 +39,7 @@ SAMPLE = _by_layout(sample())
 
 @functools.cache
 def _problems(layout: str) -> dict[Composition, str]:
-    """Of all compositions of a layout, which share their jobs."""
+    """Checks all compositions of a layout, which share their jobs."""
     return check_all(SAMPLE[layout])
 
 

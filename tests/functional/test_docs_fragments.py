@@ -126,13 +126,13 @@ def test_a_fragment_runs_with_what_it_takes_for_granted(page: str, program: str)
 
 
 def _commands() -> list[str]:
-    """Lines of indented blocks that call Python, a launcher or make, with the lines that continue them."""
+    """Finds the lines of indented blocks that call Python, a launcher or make, with the lines that continue them."""
     starts = r"(?:\.venv/bin/)?(?:python|torchrun|srun|make)"
     texts = [page.read_text().replace("\\\n", " ") for page in PAGES]
     return [line for text in texts for line in re.findall(rf"^    ({starts} .*)$", text, re.MULTILINE)]
 
 
-def test_every_command_names_files_modules_and_targets_that_exist() -> None:
+def test_commands_name_files_modules_and_targets_that_exist() -> None:
     commands = _commands()
     assert len(commands) > 30
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))

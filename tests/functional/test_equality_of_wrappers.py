@@ -21,7 +21,8 @@ def _params(cases: list[Case]) -> list:
 
 
 def assert_worth_comparing(curve: Curve, training: Training) -> None:
-    """The run learned, clipping bit in some steps and not in others, and the norm is that of all gradients."""
+    """Asserts that the run learned, that clipping bit in some steps and not in others, and that the norm is of all
+    gradients."""
     assert curve.losses[-1] < 0.5 * curve.losses[0]
     assert min(curve.grad_norms) < training.optimizer["clip_grad"] < max(curve.grad_norms)
     if training.precision == "fp16":

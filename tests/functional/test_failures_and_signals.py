@@ -114,7 +114,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 def _listening(pid: int) -> set[str]:
-    """Addresses, in the kernel's hexadecimal, at which a process waits for connections."""
+    """Returns the addresses, in the kernel's hexadecimal, at which a process waits for connections."""
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
@@ -129,7 +129,7 @@ def _listening(pid: int) -> set[str]:
 
 
 def assert_listens_on_loopback_alone(process: subprocess.Popen[str]) -> None:
-    """Neither the launcher of this machine's ranks nor they can be reached from another."""
+    """Asserts that neither the launcher of this machine's ranks nor they can be reached from another."""
     ranks = ranks_of(process)
     addresses = {address for pid in (process.pid, *ranks) for address in _listening(pid)}
     loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -184,9 +184,7 @@ def test_a_second_signal_ends_a_run_in_which_one_rank_hangs(start: Start, corpus
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
-def test_a_killed_run_is_started_again_and_a_signal_saves_and_ends_it(
-    start: Start, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_restarts_and_a_signal_saves_and_ends_it(start: Start, corpus: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     launch = [*LAUNCH, "--max-restarts", "2"]
     flags = [*FSDP2, "--async-save", "--save-interval", "1", "--keep-last", "2"]

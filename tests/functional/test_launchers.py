@@ -20,7 +20,7 @@ EXAMPLES = REPOSITORY / "examples"
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    """The hash of each tensor of a checkpoint, under any layout."""
+    """Returns the hash of each tensor of a checkpoint, under any layout."""
     index = json.loads((folder / "checkpoint.json").read_text())
     return {name: entry["hash"] for name, entry in index["tensors"].items()}
 
@@ -55,7 +55,7 @@ def _on_two_nodes(script: Path, arguments: list[object], folder: Path, restarts:
 
 
 @pytest.mark.long
-def test_a_failure_on_one_node_of_torchrun_starts_all_again_from_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
+def test_torchrun_restarts_all_nodes_from_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
     common = [*TINY, "--train-iters", "5", "--save-interval", "1", "--data-path", corpus, "--use-torch-fsdp2"]
     common += ["--attention-dropout", "0.1"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
@@ -107,7 +107,7 @@ ray_train.train({"folder": sys.argv[1], "steps": 3})
 
 @pytest.mark.long  # Ray takes half a minute to start
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra 'ray'")
-def test_workers_of_ray_train_do_what_torchrun_does_and_go_on_after_a_failure(tmp_path: Path) -> None:
+def test_ray_train_workers_match_torchrun_and_survive_a_failure(tmp_path: Path) -> None:
     for name, text in (("on_ray.py", RAY), ("alone.py", ALONE)):
         (tmp_path / name).write_text(text)
     path = os.pathsep.join([str(EXAMPLES), str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -17,13 +17,13 @@ LINE = re.compile(r"iteration (\d+) \| lm loss: (\S+) \| grad norm: (\S+)")
 
 
 def with_imports_changed(source: str) -> str:
-    """What the page asks a user to do, and all of it."""
+    """Makes the changes that the page asks of a user, and no other."""
     return re.sub(r"\bmegatron\.core\b", "core", source)
 
 
 @cache
 def _run(ranks: int, *flags: str) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each iteration."""
+    """Returns loss and gradient norm of each iteration."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "pretrain.py")
         script.write_text(with_imports_changed(SCRIPT.read_text()))

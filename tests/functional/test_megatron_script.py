@@ -31,7 +31,7 @@ def model_provider(config: TransformerConfig) -> nn.Module:
 
 
 def get_model(config: TransformerConfig, ddp_config: DistributedDataParallelConfig, DP: Any) -> list[nn.Module]:
-    """As Megatron-LM's, with the class as an argument: that is the script's whole difference."""
+    """Builds a model as Megatron-LM's ``get_model``, with the class as an argument: the script's whole difference."""
     model = [model_provider(config)]
     if config.fp16 or config.bf16:
         model = [Float16Module(config, module) for module in model]

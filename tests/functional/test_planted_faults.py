@@ -181,7 +181,7 @@ def test_every_fault_that_is_listed_has_a_case():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_of_engines_has_each_kind_of_fault_in_the_quick_set(family: str):
+def test_each_engine_family_has_each_fault_kind_in_the_quick_set(family: str):
     quick = [case for case in CASES if case.wrapper.startswith(family) and not case.is_long]
     assert {FAULTS[fault].kind for case in quick for fault in faults_in(case)} >= {SKIPPED, DOUBLED, STALE}
 

@@ -105,7 +105,7 @@ def test_a_deterministic_run_is_repeated_bit_by_bit(corpus: Path, tmp_path: Path
 
 
 @pytest.mark.long  # the matrix of checkpoints has every wrapper, and the next test numbers of ranks
-def test_another_wrapper_and_number_of_ranks_continue_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+def test_another_wrapper_and_world_size_continue_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
     arguments = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0", "--data-path", str(corpus)]
     arguments = _last_wins(arguments)
     first = tmp_path / "first"
@@ -129,7 +129,7 @@ def test_another_wrapper_and_number_of_ranks_continue_a_checkpoint(corpus: Path,
 
 
 def _last_wins(arguments: list[str]) -> list[str]:
-    """Flags given twice once, with their last value: a flag may be given only once."""
+    """Keeps the last value of a flag that is given twice: a flag may be given only once."""
     seen: dict[str, list[str]] = {}
     for argument in arguments:
         if argument.startswith("--"):
@@ -160,7 +160,7 @@ def _pretrain_noting_samples(*arguments: str) -> list[int]:
     return seen
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_samples_and_numbers(corpus: Path, tmp_path: Path) -> None:
+def test_another_world_size_resumes_the_same_samples_and_numbers(corpus: Path, tmp_path: Path) -> None:
     flags = [*FLAGS, "--hidden-dropout", "0", "--attention-dropout", "0", "--data-path", str(corpus)]
     flags = _last_wins(flags)
     first, batch = tmp_path / "first", 8

@@ -22,7 +22,8 @@ from tests.functional._program import LIMIT_S, REPOSITORY
 
 
 def _public() -> tuple[str, ...]:
-    """The packages that docs/site.py makes pages of; read without mkdocs, which `make test-gpu` may not have."""
+    """Returns the packages that docs/site.py makes pages of; read without mkdocs, which `make test-gpu` may not
+    have."""
     source = (REPOSITORY / "docs" / "site.py").read_text()
     return tuple(re.findall(r'^    "(core\.[\w.]+)",$', source, re.MULTILINE))
 
@@ -53,7 +54,7 @@ def _is_documented(name: str, value: Any) -> bool:
 
 
 def _documented_constants(source: str) -> set[str]:
-    """Names that a module assigns, with a docstring right below."""
+    """Returns the names that a module assigns, with a docstring right below."""
     found = set()
     for statement, below in itertools.pairwise(ast.parse(source).body):
         targets = getattr(statement, "targets", [getattr(statement, "target", None)])

@@ -57,7 +57,7 @@ def _is_json(data: bytes) -> bool:
 
 
 def _of_json(draw: st.DrawFn, document: Any) -> bytes:
-    """One to three values replaced, removed or doubled, wherever they are nested."""
+    """Replaces, removes or doubles one to three values, wherever they are nested."""
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(document))
         if not places:

@@ -5,6 +5,6 @@ CONTRACT = "tests/unit/distributed/test_data_parallel_base.py"
 SHARDED_STATE = ("tests/unit/optimizer/test_distrib_optimizer.py", "tests/unit/optimizer/test_portable_state.py")
 REPRODUCIBLE = "tests/functional/test_reproducible.py::test_a_run_has_the_same_bits_on_any_number_of_ranks"
 OUTSIDE_THE_LOOP = (
-    "tests/unit/distributed/test_outside_the_loop.py::test_what_works_on_a_plain_module_gives_that_result_or_raises"
+    "tests/unit/distributed/test_outside_the_loop.py::test_usage_of_a_plain_module_gives_its_result_or_raises"
 )
 LAYOUTS = "tests/functional/test_equality_over_layouts.py"

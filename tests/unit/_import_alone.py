@@ -25,7 +25,7 @@ def _canonical(name: str) -> str:
 
 
 def _hidden_packages() -> set[str]:
-    """Top-level packages of every installed distribution that torch and numpy do not require."""
+    """Returns the top-level packages of every installed distribution that torch and numpy do not require."""
     allowed = {"shardstack"}
     waiting = ["torch", "numpy"]
     while waiting:

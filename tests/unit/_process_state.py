@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Puts the environment, folder, arguments, search path, warnings, signals and torch's settings back at its end."""
+    """Restores the environment, folder, arguments, search path, warnings, signals and torch's settings at its end."""
     environment, folder, arguments, path = dict(os.environ), Path.cwd(), list(sys.argv), list(sys.path)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()

@@ -20,7 +20,7 @@ Digits = dict[str, int]
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """This process as one rank of a world whose collectives do nothing."""
+    """Makes this process one rank of a world whose collectives do nothing."""
     hook = sys.excepthook  # torch wraps it once more at each initialisation
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:

@@ -82,7 +82,8 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def difference(theirs: list[Argument], ours: list[Argument]) -> str:
-    """ "same", or what differs: ``+only here``, ``-absent``, ``name=default here``, ``*by name alone``, ``order``."""
+    """Returns "same", or what differs: ``+only here``, ``-absent``, ``name=default here``, ``*by name alone``,
+    ``order``."""
     by_name, by_their_name = {a.name: a for a in ours}, {a.name: a for a in theirs}
     parts = [f"-{a.name}" for a in theirs if a.name not in by_name]
     parts += [f"+{a.name}" for a in ours if a.name not in by_their_name]

@@ -156,7 +156,7 @@ def close_pools() -> None:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> None:
-    """The life of one rank: join the group, then answer jobs until the pipe closes."""
+    """Joins the group, then answers jobs until the pipe closes: the life of one rank."""
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTACK_DEVICE="cpu", RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     stacks = _stacks_file(store_path, rank).open("w")  # open while the process lives

@@ -73,7 +73,7 @@ def test_a_pickle_asks_for_no_more_than_it_has(data: bytes, said: str):
     tracemalloc.stop()
 
 
-def test_an_honest_pickle_passes_and_a_name_that_is_not_known_does_not():
+def test_an_honest_pickle_passes_and_an_unknown_name_does_not():
     for protocol in range(2, 6):
         check_pickle(pickle.dumps([{"a": (1, ("b", [2.5, None]))}, Path("x")], protocol), anything)
     with pytest.raises(BoundsError, match=r"it names 'builtins\.eval'; nothing was run"):

@@ -117,7 +117,7 @@ def test_a_rank_with_a_gpu_claims_the_one_of_its_local_rank(monkeypatch: pytest.
     assert calls == [1, (("nccl",), {"timeout": timedelta(minutes=4)})]
 
 
-def test_ranks_of_a_machine_with_several_gpus_need_their_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_several_gpus_need_their_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("RANK", "3")

@@ -24,7 +24,7 @@ def _load(name: str) -> Any:
 
 
 def _counted(samples: int, model_fields: dict[str, Any], is_tied: bool) -> tuple[int, int, int]:
-    """Operations of a step as torch counts them, those of the formula, and one product of the head."""
+    """Counts operations of a step as torch counts them, those of the formula, and one product of the head."""
     llama = _load("_llama")
     preset = llama.Preset(2, 64, 4, 2, 160, vocabulary=512, is_tied=is_tied, sequence=24, samples=samples)
     training = llama.Training(preset, model_fields, {})
@@ -98,7 +98,7 @@ def _runs(folder: str) -> None:
     assert status == 0
 
 
-def test_the_small_preset_runs_and_writes_its_trace_page_and_rows(tmp_path):
+def test_the_small_preset_writes_its_trace_page_and_rows(tmp_path):
     (tmp_path / "results").mkdir()
     run_distributed(_runs, 1, str(tmp_path))
     (report,) = (tmp_path / "results").iterdir()

@@ -85,7 +85,7 @@ def test_parameters_may_stay_in_fp32_and_outputs_in_half():
     assert (model.module.linear.weight.dtype, model.module.linear.bias.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_only_a_quantised_config_tells_modules_of_the_first_micro_batch():
+def test_only_a_quantised_config_marks_the_first_micro_batch():
     model = _Module(TransformerConfig(**SIZES))
     model.linear.is_first_microbatch = False
     model.set_is_first_microbatch()
@@ -152,7 +152,7 @@ def _steps(model: nn.Module, loss: object, **given: object) -> list[object]:
     )
 
 
-def test_losses_of_micro_batches_are_averaged_by_batch_or_by_token():
+def test_micro_batch_losses_are_averaged_by_batch_or_by_token():
     model, _ = _model(False)
     assert _steps(model, lambda out: (out.sum(), out.item())) == [1.0, 2.0, 6.0]
     assert model.weight.grad.item() == 3.0  # (1 + 2 + 6) / 3
@@ -168,7 +168,7 @@ def test_losses_of_micro_batches_are_averaged_by_batch_or_by_token():
     assert seen == [([model], 6, {"pg_collection": None, "force_all_reduce": True})]
 
 
-def test_all_micro_batches_but_the_last_leave_gradients_on_their_rank():
+def test_all_micro_batches_but_the_last_keep_gradients_local():
     model, config = _model(False)
     entered = []
 

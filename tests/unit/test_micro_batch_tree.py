@@ -11,7 +11,8 @@ Node = tuple | int
 
 
 def _sum_on_ranks(tree: MicroBatchTree, count: int) -> tuple[Node, int]:
-    """The shape of the sum that a wrapper forms by the rules of `tree`, and the most sums that waited at a time."""
+    """Returns the shape of the sum that a wrapper forms by the rules of `tree`, and the most sums that waited at a
+    time."""
     of_ranks: list[list[Node]] = [[] for _ in range(tree.num_ranks)]
     current: list[Node | None] = [None] * tree.num_ranks
     shards: list[Node] = []
@@ -54,7 +55,7 @@ def _added_in_pairs(sums: list[Node]) -> Node:
 
 
 def _tree(first: int, last: int, odd: int) -> Node:
-    """The definition: chunks of `odd` in order, then pairs."""
+    """Adds chunks of `odd` in order, then pairs: the definition."""
     if last - first == odd:
         total: Node = first
         for leaf in range(first + 1, last):

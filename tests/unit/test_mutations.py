@@ -75,7 +75,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_a_pattern_sees_neither_comments_nor_docstrings_nor_line_breaks(root):
+def test_a_pattern_ignores_comments_docstrings_and_line_breaks(root):
     assert source_of("core.sums.Sums.total", root) == "@staticmethod\ndef total(values):\n    return sum(values) / 2"
 
 

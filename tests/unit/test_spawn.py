@@ -46,7 +46,7 @@ def _was_forked_with_imports() -> bool:
     return "tests._imports" in sys.modules
 
 
-def test_ranks_are_forked_from_a_process_that_has_imported_everything():
+def test_ranks_fork_from_a_process_that_imported_everything():
     assert run_distributed(_was_forked_with_imports, 2) == [True, True]
 
 
@@ -54,7 +54,7 @@ def test_processes_are_reused():
     assert run_distributed(_process_id, 2) == run_distributed(_process_id, 2)
 
 
-def test_a_failing_rank_shows_its_traceback_and_the_next_job_gets_new_ranks():
+def test_a_failing_rank_shows_its_traceback_and_is_replaced():
     before = run_distributed(_process_id, 2)
     with pytest.raises(RankFailure, match=r"(?s)rank 1.*_fails_on_rank_1.*a planted failure"):
         run_distributed(_fails_on_rank_1, 2)
@@ -123,7 +123,7 @@ def _objects_to_look_at(imports: str) -> int:
     return len(gc.get_objects())
 
 
-def test_objects_of_a_library_that_a_job_has_imported_are_looked_at_once():
+def test_objects_of_an_imported_library_are_looked_at_once():
     (imported,) = run_distributed(_objects_to_look_at, 1, "xmlrpc.server")
     (later,) = run_distributed(_objects_to_look_at, 1, "xmlrpc.server")
     assert later < imported / 2

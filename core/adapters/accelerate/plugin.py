@@ -30,7 +30,7 @@ _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer",
 
 
 class ShardstackPlugin:
-    """What `use_shardstack` wraps a model in.
+    """Chooses the wrapper of `use_shardstack`, and its settings.
 
     Args:
         sharding_strategy: ``no_shard`` (replicas), ``optim`` (ZeRO-1), ``optim_grads`` (ZeRO-2),

@@ -159,6 +159,7 @@ def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> No
     """Lets ``optimizer.zero_grad()`` zero the wrapper's gradients, which ``param.grad`` may not show."""
     if not isinstance(optimizer, (ShardstackOptimizer, _ZeroesThroughWrapper)):
         kind = type(optimizer)
+        # Both are set on the user's optimizer, for good: its parameters belong to this wrapper.
         optimizer.wrapper = wrapper  # type: ignore[attr-defined]
         optimizer.__class__ = type(kind.__name__, (_ZeroesThroughWrapper, kind), {})
 

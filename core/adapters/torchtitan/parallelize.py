@@ -114,6 +114,7 @@ class _LastReduces:
         if head is not None:  # a unit, by `_units`
             sharded.module.register_forward_hook(self._after_forward)
             head.register_forward_pre_hook(self._before_head)
+            # On the head's object ours replaces torch's own method, for good; torchtitan's loss in chunks calls it.
             self._set_sync_of_head = head.set_requires_gradient_sync
             head.set_requires_gradient_sync = self._set_sync_of_last
 
@@ -156,6 +157,7 @@ def _units(model: nn.Module) -> list[UnitChoice]:
     """Returns what becomes a unit: items of lists of layers, and the embedding and output layer of a decoder."""
     embedding, head = (getattr(model, name, None) for name in ("tok_embeddings", "lm_head"))
     if embedding is not None and (head is None or embedding.weight is not head.weight):
+        # Set for good; `plan.units` reads it when it plans, once.
         embedding.weights_used_in_backward = False
     return [nn.ModuleList, nn.ModuleDict, *(module for module in (embedding, head) if module is not None)]
 

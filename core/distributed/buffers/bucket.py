@@ -189,13 +189,13 @@ class Bucket:
             slot.take_reduced()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiplies what an optimizer reads."""
+        """Scales the gradient shard and the fp32 accumulators."""
         shard = self.local_grad_shard
         shard.mul_(factor.to(shard.device) if isinstance(factor, Tensor) else factor)
         for accumulator in self.extra_main_grads:
             accumulator.mul_(factor)
 
     def restart_grads(self) -> None:
-        """Lets the next gradients replace what is in memory."""
+        """Marks gradients stale: the next ones overwrite them."""
         for slot in self.slots:
             slot.restart()

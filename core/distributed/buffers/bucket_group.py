@@ -107,11 +107,11 @@ class BucketGroup:
 
     @property
     def has_left(self) -> bool:
-        """Whether there is nothing to send at the moment."""
+        """Whether the gradients were sent, and no further micro-batch is being added to them."""
         return self.phase.has_left
 
     def begin_backward(self) -> None:
-        """Lets a further micro-batch be reduced into the shard too, where each is reduced on its own."""
+        """Reopens a sent bucket for the next micro-batch, where each micro-batch is reduced."""
         if self._reduces_every_micro_batch:
             self.phase = self.phase.begun(reduces_each=True)
 

@@ -61,7 +61,7 @@ class GradSlot:
 
     @property
     def main_grad_dtype(self) -> torch.dtype:
-        """That of the parameter's ``main_grad``."""
+        """Dtype of ``param.main_grad``."""
         return torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
 
     @property
@@ -191,7 +191,7 @@ class GradSlot:
             self._place().copy_(self.accumulator)
 
     def note_zeros(self) -> None:
-        """Shows its memory, which is zeros: what is written there before a backward counts."""
+        """Exposes zeroed memory as ``main_grad``; writes before the next backward count."""
         self.show()
         self.content = self.content.zeroed()
 

@@ -50,7 +50,7 @@ class Phase(Enum):
 
     @property
     def has_left(self) -> bool:
-        """Whether there is nothing to send at the moment."""
+        """Whether the gradients were sent, and no further micro-batch is being added to them."""
         return self in (Phase.SENT, Phase.LATE)
 
     def begun(self, reduces_each: bool) -> Phase:

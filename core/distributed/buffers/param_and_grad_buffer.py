@@ -24,7 +24,7 @@ class ParamAndGradBuffer(FlatMemory):
     Args:
         params: names and parameters, in reverse order of construction.
         grad_dtype: of the gradients.
-        layouts: how to cut it, from `buffer_layout.lay_out`.
+        layouts: how to cut it, from `plan.layout.lay_out`.
         num_shards: ranks among which each bucket is cut, 1 where nothing is sharded.
         shard_index: this rank's place among them.
         holds_params: make the parameters views of one buffer; their values are kept, their old memory is freed.

@@ -60,7 +60,7 @@ class ReductionSchedule:
 
     @property
     def has_lost_a_backward(self) -> bool:
-        """Whether a backward that was to end has not, and another one is running: it raised."""
+        """Whether the last backward raised: its end was never reported."""
         return self._watched not in (NO_BACKWARD, current_backward())
 
     def note_gradient(self, group: BucketGroup, param: nn.Parameter, reduces: bool) -> None:

@@ -29,7 +29,7 @@ class ShownGradients:
         self._unreadable: dict[nn.Parameter, Tensor] = {}
 
     def take_written(self) -> None:
-        """Lets what the user has assigned to a parameter's ``grad`` replace this rank's gradient."""
+        """Takes gradients that the user assigned to ``param.grad``, in place of this rank's."""
         for param, group in self._group_of.items():
             if param.grad is not None and not group.bucket.slot_of(param).is_memory_of(param.grad):
                 group.replace_gradient(param, param.grad)

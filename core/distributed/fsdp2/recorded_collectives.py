@@ -42,7 +42,7 @@ def record_fsdp_collectives(root: nn.Module) -> None:
 
 
 def _recorder(kind: type[_Recorded], inner: Any, unit: str) -> Any:
-    """Makes a recorder of `kind` that is an instance of the type of `inner` too."""
+    """Wraps `inner` in a recorder of `kind` that is an instance of the type of `inner` too."""
     made: Any = object.__new__(type(f"{kind.__name__}Of{type(inner).__name__}", (kind, type(inner)), {}))
     vars(made).update(vars(inner), _inner=inner, _unit=unit)
     return made

@@ -172,6 +172,7 @@ class ShardedModel:
         marked for Hugging Face's ``generate``, so that ranks whose text has ended go on until all have.
         """
         self.module.register_forward_hook(self._free_without_backward)
+        # Both are set on the user's model, for good. Hugging Face's `generate` reads the mark in each call.
         self.module.set_requires_gradient_sync = self._set_requires_gradient_sync  # type: ignore[assignment]
         self.module._is_fsdp_managed_module = True  # type: ignore[assignment]
 

@@ -67,7 +67,7 @@ class _AroundCalls:
         return None if self._outputs is None else _cast(output, self._outputs)
 
     def before_state_dict(self, *unused: Any) -> None:
-        """Lets a state dict have the ranges that this rank keeps, also where forward has left a unit gathered."""
+        """Hides gathered parameters, so that a state dict has this rank's shards."""
         if self._gathering is not None and not self._unit.running:
             self._gathering.settle()
 

@@ -57,7 +57,7 @@ class ParameterGathering:
     # ---- calls of modules
 
     def before_call(self, unit: Unit) -> None:
-        """Gathers a unit before a forward of one of its modules, or another method of it."""
+        """Gathers a unit before a module of it runs its forward or another method."""
         if unit is self._root:
             self._begin()
         else:
@@ -65,7 +65,7 @@ class ParameterGathering:
             self.need(unit)
 
     def after_call(self, unit: Unit, output: Any) -> None:
-        """Releases a unit after it, with what it has returned, or None where it has raised."""
+        """Ends the call, which returned `output` or raised (None); backward of `output` gathers the unit again."""
         if unit is self._root:
             self._end(output)
         else:
@@ -88,12 +88,12 @@ class ParameterGathering:
     # ---- the whole model
 
     def end_running(self) -> None:
-        """Forgets forwards that never ended."""
+        """Resets the counts of running forwards, after one that raised."""
         for unit in self._units:
             unit.running = 0
 
     def settle(self) -> None:
-        """Hides all parameters: outside of a forward and a backward they belong to no rank wholly.
+        """Hides all parameters: between forwards and backwards each rank has its shard alone.
 
         Raises:
             UnitError: a parameter was written while it was gathered.
@@ -171,10 +171,10 @@ class ParameterGathering:
                 tensor.register_hook(partial(self._before_backward, unit))
 
     def check_gradient(self, unit: Unit, param: nn.Parameter) -> None:
-        """Raises where a gradient has come from a backward that has computed with what is in the slot of its unit.
+        """Raises if backward computed a gradient with the values of another unit, in the slot that both share.
 
         Raises:
-            UnitError: nothing has called for the unit in this backward, and another has had its slot since.
+            UnitError: this backward has not gathered the unit, and another one has its slot.
         """
         if unit.is_gathered or unit.used_in == current_backward() or not self._needs_backward[unit]:
             return

@@ -25,10 +25,10 @@ class Piece:
     """`[numel]`, the slot's part that parameters are views of, in the dtype of computation; `shard` itself where one
     rank has all, in one dtype."""
 
-    def place_params(self, memory: Tensor, but_for: Callable[[Tensor], bool] | None = None) -> None:
-        """Makes the parameters views of `memory` `[numel]`, except those for which `but_for` is true."""
+    def place_params(self, memory: Tensor, skip: Callable[[Tensor], bool] | None = None) -> None:
+        """Makes the parameters views of `memory` `[numel]`, except those for which `skip` is true."""
         for param, (start, end) in zip(self.params, self.ranges, strict=True):
-            if but_for is None or not but_for(param):
+            if skip is None or not skip(param):
                 param.data = memory[start:end].view(param.shape)
 
     def gather(self, into: Tensor, group: ProcessGroup, what: str) -> None:

@@ -107,7 +107,7 @@ class Unit:
 
     @property
     def part(self) -> Sequence[Tensor]:
-        """What this rank keeps of it, for its neighbours, between forward and backward."""
+        """This rank's part of each piece, kept for its neighbours between forward and backward; else empty."""
         return self._part
 
     @property
@@ -125,7 +125,7 @@ class Unit:
         if with_values:
             self._take_values()
         for piece in self.pieces:
-            piece.place_params(piece.whole, but_for=has_no_memory if with_values else None)
+            piece.place_params(piece.whole, skip=has_no_memory if with_values else None)
         self._versions = self._count_writes()
 
     def _take_values(self) -> None:

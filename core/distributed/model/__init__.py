@@ -1,4 +1,4 @@
-"""What wrappers check of a model, and do to it, before it is cut; and checks of its gradients.
+"""Checks and prepares a model before it is sharded, and checks its gradients.
 
 unfit_models, rewrapping, expert_parameters  reject models that no wrapper takes
 same_model                                   rejects ranks with different models

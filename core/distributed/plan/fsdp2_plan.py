@@ -21,8 +21,8 @@ class ModuleUnitPlan(UnitPlan):
     names: tuple[str, ...]
     """Of each module below the model, whose own is empty."""
     reshard_after_forward: Reshard
-    """What becomes of gathered parameters between forward and backward, as asked; readers take `is_freed`,
-    `stays_gathered` and `kept_among`."""
+    """Whether gathered parameters are freed after forward: True, False, or how many neighbours keep them. Readers take
+    `is_freed`, `stays_gathered` and `kept_among`."""
     is_needed_in_backward: bool
     """False where no backward of the unit reads a weight, as in an embedding: it is gathered once only."""
     precision: MixedPrecisionPolicy

@@ -1,4 +1,7 @@
-"""The plan of a wrapped model, as data: its wrapper makes it before anything is touched, and keeps it.
+"""The plan of a wrapped model, as data: made once, before the model changes, and never changed.
+
+`plan_model` makes the plan of any wrapper; a wrapper calls its own one of `plan_buffers`, `plan_flat_units` and
+`plan_fsdp2`.
 
 A `ShardingPlan` has a `UnitPlan` for all that travels together, that is, a unit of FSDP2 or a bucket of a flat buffer,
 and that has a `ParamPlan` for each parameter. Engines are built from a plan; what describes, compares or explains a
@@ -127,7 +130,7 @@ class ShardingPlan:
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
     transforms: tuple[UnitTransform, ...] = ()
-    """What is done to units first."""
+    """Recomputation and compilation of units, applied before parameters are sharded."""
 
     @property
     def shards_parameters(self) -> bool:
@@ -151,7 +154,7 @@ class ShardingPlan:
 
     @property
     def tree(self) -> MicroBatchTree | None:
-        """What a rank adds up of a step; None unless `is_reproducible`."""
+        """Order in which a rank adds up its micro-batches' gradients; None unless `is_reproducible`."""
         if not self.is_reproducible:
             return None
         return MicroBatchTree(self.groups.whole.size() // self.context_parallel_size, self.reduces_every_micro_batch)

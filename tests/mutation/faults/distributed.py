@@ -102,7 +102,7 @@ MUTATIONS = (
         "core.distributed.buffers.bucket_sums.BucketSums.finish",
         r"shard\.mul_\(.*\)",
         "pass",
-        (f"{_REPRODUCIBLE_LOOP}::test_a_loop_of_ones_own_has_the_same_gradients_on_one_two_and_four_ranks",),
+        (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
     Mutation(
         "parameters that are being gathered are read at once",
@@ -195,7 +195,7 @@ MUTATIONS = (
         "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._complete",
         r"if not self\.sums\.tensors:",
         "if True:",
-        (f"{_REPRODUCIBLE_LOOP}::test_a_loop_of_ones_own_has_the_same_gradients_on_one_two_and_four_ranks",),
+        (f"{_REPRODUCIBLE_LOOP}::test_a_custom_loop_has_equal_gradients_on_one_two_four_ranks",),
     ),
     Mutation(
         "gathered parameters survive a step",

@@ -70,7 +70,8 @@ def batch(step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def mesh_for(strategy: str) -> DeviceMesh:
-    """One axis, or two: as many replicas as half of the ranks in a hybrid, and as ranks when replicated."""
+    """Returns a mesh of one axis, or two: as many replicas as half of the ranks in a hybrid, and as ranks when
+    replicated."""
     world = dist.get_world_size()
     if strategy in ("full", "grad_op"):
         return init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
@@ -201,7 +202,7 @@ def _micro_batch(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]
 def train(
     model: nn.Module, adapter: str, micro_batches: int = 1
 ) -> tuple[list[float], list[dict[str, torch.Tensor]], Any]:
-    """Ten steps: this rank's losses, the gradients of every step whole, and the weights after the last."""
+    """Trains ten steps: returns this rank's losses, whole gradients of every step, and the weights after the last."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="sgd", lr=0.5, sgd_momentum=0.9, weight_decay=0.0, clip_grad=0.0), [model]
     )
@@ -237,7 +238,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def serial(num_ranks: int, micro_batches: int = 1) -> tuple[list[list[float]], list[dict[str, torch.Tensor]], Any]:
-    """What all ranks together must do, in one process: losses by rank, mean gradients by step, weights."""
+    """Trains in one process what all ranks do: returns losses by rank, mean gradients by step, weights."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
     losses: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -254,7 +255,7 @@ def serial(num_ranks: int, micro_batches: int = 1) -> tuple[list[list[float]], l
 def mean_gradients(
     model: nn.Module, step: int, micro_batches: int, losses: list[list[float]]
 ) -> dict[str, torch.Tensor]:
-    """The mean of all ranks' gradients in a step, added in the order of ranks, by the names of parameters.
+    """Returns the mean of all ranks' gradients in a step, added in the order of ranks, by the names of parameters.
 
     Args:
         losses: by rank; those of the step's micro-batches are appended.

@@ -33,7 +33,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 @contextmanager
 def cuda_is_cpu() -> Iterator[None]:
-    """The names of CUDA that megatron-core needs to build, train and clip a GPT, for the CPU."""
+    """Patches the names of CUDA that megatron-core needs to build, train and clip a GPT, for the CPU."""
     from megatron.core.tensor_parallel import random as streams
 
     with ExitStack() as stack:
@@ -52,7 +52,7 @@ def cuda_is_cpu() -> Iterator[None]:
 
 @contextmanager
 def groups() -> Iterator[None]:
-    """Process groups of megatron-core over all ranks, and its random streams."""
+    """Makes process groups of megatron-core over all ranks, and its random streams."""
     from megatron.core import parallel_state, tensor_parallel
 
     with cuda_is_cpu():
@@ -65,7 +65,7 @@ def groups() -> Iterator[None]:
 
 
 def build(tied: bool = False, **fields: Any) -> nn.Module:
-    """A GPT of two layers, with the same weights on every rank."""
+    """Builds a GPT of two layers, with the same weights on every rank."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.module import Float16Module
@@ -96,7 +96,7 @@ def build(tied: bool = False, **fields: Any) -> nn.Module:
 
 
 def wrap(kind: type[nn.Module], model: nn.Module) -> nn.Module:
-    """As Megatron-LM's ``get_model`` constructs its wrapper."""
+    """Wraps a model as Megatron-LM's ``get_model`` does."""
     from megatron.core.distributed import TorchFullyShardedDataParallelConfig
 
     settings = TorchFullyShardedDataParallelConfig(reshard_after_forward=True)
@@ -125,7 +125,8 @@ def _forward_step(data: Iterator[torch.Tensor], model: nn.Module, per_token: boo
 def train(
     model: nn.Module, steps: int = STEPS, each_step: Callable[[Any], None] = lambda optimizer: None, **fields: Any
 ) -> tuple[list[float], list[float | None], Any]:
-    """This rank's losses, the norm of every step (None: skipped), and the optimizer; as Megatron-LM's `train_step`."""
+    """Trains as Megatron-LM's `train_step`; returns this rank's losses, each step's norm (None: skipped), and the
+    optimizer."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -158,7 +159,7 @@ def train(
 
 
 def serial(ranks: int, tied: bool = False, per_token: bool = False) -> tuple[list[list[float]], list[float], Any]:
-    """What all ranks together must do: one process, a plain model, a plain optimizer, a plain sum of losses."""
+    """Trains in one process what all ranks do: a plain model, a plain optimizer, a plain sum of losses."""
     model = build(tied)
     optimizer = torch.optim.AdamW(model.parameters(), LR, eps=1e-8, betas=(0.9, 0.999), weight_decay=0.0)
     losses: list[list[float]] = [[] for _ in range(ranks)]
@@ -184,7 +185,7 @@ def serial(ranks: int, tied: bool = False, per_token: bool = False) -> tuple[lis
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole weights by their names in the plain model."""
+    """Returns whole weights by their names in the plain model."""
     found = {}
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -56,7 +56,7 @@ def tokens(step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def labels_of(text: torch.Tensor, rank: int) -> torch.Tensor:
-    """The next tokens; each rank ignores another number of them."""
+    """Returns the next tokens; each rank ignores another number of them."""
     labels = text[:, 1:].clone()
     labels[:, : 2 + 3 * rank] = -100
     return labels
@@ -70,7 +70,7 @@ def _batches(rank: int) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 def config_of(dump_folder: str, *, chunked: bool = False, tied: bool = False) -> Any:
-    """torchtitan's config of its smallest Llama, with two layers, in fp32."""
+    """Returns torchtitan's config of its smallest Llama, with two layers, in fp32."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import model_registry
@@ -101,7 +101,8 @@ def config_of(dump_folder: str, *, chunked: bool = False, tied: bool = False) ->
 def train(
     config: Any, before: Callable[[nn.Module], None] = lambda model: None
 ) -> tuple[list[float], list[float], Any]:
-    """The mean loss over all tokens and the norm of each step, as the trainer logs them, and the trainer."""
+    """Trains; returns the mean loss over all tokens and the norm of each step, as the trainer logs them, and the
+    trainer."""
     from torchtitan.trainer import Trainer
 
     trainer = Trainer(config)
@@ -135,7 +136,7 @@ def fill(model: nn.Module) -> None:
 
 
 def serial(config: Any, ranks: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """What all ranks together must do, in one process: torchtitan's model, and plain torch around it."""
+    """Trains in one process what all ranks do: torchtitan's model, and plain torch around it."""
     model = config.model_spec.model.build()
     model.init_weights(buffer_device=None)
     fill(model)

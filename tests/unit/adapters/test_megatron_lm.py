@@ -71,7 +71,7 @@ def _skips_together() -> list[Any]:
     return [norm is None for norm in norms] + [scale]
 
 
-def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all_in_fp16() -> None:
+def test_an_fp16_overflow_in_one_shard_skips_every_ranks_step() -> None:
     assert run_distributed(_skips_together, 2) == [[False, True, False, False, 128.0]] * 2
 
 

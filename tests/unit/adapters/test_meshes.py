@@ -21,7 +21,7 @@ def _two_machines():
         yield
 
 
-def test_without_a_mesh_all_ranks_are_sharded_over_or_those_of_each_machine():
+def test_without_a_mesh_all_ranks_or_those_of_a_machine_shard():
     assert tuple(data_parallel_mesh(None, hybrid=False).shape) == (8,)
     mesh = data_parallel_mesh(None, hybrid=True)
     assert mesh.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -48,7 +48,7 @@ def test_parallel_states_mesh_comes_first():
 
 
 @pytest.mark.parametrize("size", ["3", "0", "16", "four"])
-def test_a_number_of_ranks_of_a_machine_that_does_not_divide_is_named(size):
+def test_a_local_world_size_that_does_not_divide_is_named(size):
     with (
         mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=size),
         pytest.raises(ParallelConfigError, match=f"LOCAL_WORLD_SIZE is '{size}'"),

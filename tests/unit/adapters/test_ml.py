@@ -40,7 +40,7 @@ class _RecordedTask(Task):
         return found
 
 
-def test_a_task_model_calls_the_tasks_hooks_in_order_and_returns_the_loss():
+def test_a_task_model_calls_hooks_in_order_and_returns_the_loss():
     task, model = _RecordedTask(), Net()
     loss = ml.TaskModel(task, model)(batch(0, 0, 0), None)
     assert torch.equal(loss, model(batch(0, 0, 0)))
@@ -67,7 +67,7 @@ class _Trainer(ml.ParallelMixin):
         self.config = config
 
 
-def test_the_mixin_moves_task_and_model_in_fp32_or_fp64_and_names_folders(tmp_path):
+def test_the_mixin_casts_task_and_model_and_names_folders(tmp_path):
     with mock.patch.dict(os.environ, WORLD_SIZE="1"):
         for double, dtype in ((False, torch.float32), (True, torch.float64)):
             config = ml.TrainerParallelConfig("sl", exp_dir=str(tmp_path), use_double_weight_precision=double)
@@ -88,7 +88,7 @@ def test_the_mixin_moves_task_and_model_in_fp32_or_fp64_and_names_folders(tmp_pa
         trainer._get_task_model(Task(), Net())
 
 
-def test_a_strategy_may_be_named_and_the_error_of_a_wrong_one_has_the_nearest():
+def test_a_strategy_has_a_name_and_a_typo_suggests_the_nearest():
     assert ml.ParallelConfig(sharding_strategy="SHARD_GRAD_OP").sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     with pytest.raises(ConfigError, match=r"'HYBRID'; did you mean|'HYBRID'; it takes one of FULL_SHARD"):
         ml.ParallelConfig(sharding_strategy="HYBRID")
@@ -114,7 +114,7 @@ def _all_ranks_are_equal(use_fsdp: bool) -> None:
 
 
 @pytest.mark.parametrize("use_fsdp", [True, False])
-def test_all_ranks_hold_equal_weights_after_steps_on_their_own_batches(use_fsdp):
+def test_ranks_hold_equal_weights_after_steps_on_own_batches(use_fsdp):
     run_distributed(_all_ranks_are_equal, 2, use_fsdp)
 
 

@@ -156,7 +156,7 @@ def test_names_of_dtypes(name):
     MixedPrecisionConfig(name, name, name)
 
 
-def test_a_wrong_dtype_a_wrong_collective_and_wrong_sizes_are_named():
+def test_wrong_dtypes_collectives_and_sizes_are_named():
     with pytest.raises(ConfigError, match=r"param_dtype is 'bfloat1'; did you mean 'bfloat16'"):
         MixedPrecisionConfig("bfloat1")
     with pytest.raises(ParallelConfigError, match="rank is 2 of a world of 2"):

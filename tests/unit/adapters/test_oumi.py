@@ -99,7 +99,7 @@ def _fsdp_units(model: nn.Module) -> int:
 
 
 def _observed(**fields: Any) -> tuple[Any, list[str]]:
-    """What a prepared model shows of its settings, and what was warned of."""
+    """Returns what a prepared model shows of its settings, and what was warned of."""
     warn_once.cache_clear()
     params = FSDPParams(**fields)
     model = Net()

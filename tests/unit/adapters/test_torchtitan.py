@@ -49,7 +49,7 @@ def _trains_as_one_process(chunked: bool, backend: str, tied: bool) -> None:
         (False, "partial_dtensor", True),
     ],
 )
-def test_its_trainer_trains_as_one_process_with_one_reduction_a_step(chunked: bool, backend: str, tied: bool) -> None:
+def test_its_trainer_matches_one_process_and_reduces_once(chunked: bool, backend: str, tied: bool) -> None:
     run_distributed(_trains_as_one_process, 2, chunked, backend, tied)
 
 

@@ -17,14 +17,14 @@ WHAT = "numbers"
 
 
 def _addend(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[size * SHARD]`, of magnitudes so different that every order of adding shows."""
+    """Returns `[size * SHARD]`, of magnitudes so different that every order of adding shows."""
     generator = torch.Generator().manual_seed(rank)
     exponents = torch.randint(-6, 7, (size * SHARD,), generator=generator)
     return (torch.randn(size * SHARD, generator=generator) * 2.0**exponents).to(dtype)
 
 
 def _sum(size: int, dtype: torch.dtype, accumulate_in: torch.dtype) -> torch.Tensor:
-    """Of all ranks, in a tree; in another precision than the addends' in rank order."""
+    """Adds all ranks' addends in a tree; in another precision than the addends' in rank order."""
     addends = [_addend(rank, size, dtype).to(accumulate_in) for rank in range(size)]
     if accumulate_in == dtype:
         return _added_in_pairs(addends)
@@ -66,7 +66,7 @@ def test_reduce_scatter_adds_in_one_order(dtype, fp32_accumulation, in_place, wo
 
 
 def _inboxes_of_reductions() -> list[tuple[int, int]]:
-    """Address and bytes of what each of several reductions received into, the largest first."""
+    """Returns address and bytes of what each of several reductions received into, the largest first."""
     gloo._idle_inboxes.clear()
     found = []
     for numel, dtype in ((2**22, torch.float32), (2**10, torch.float64), (2**21, torch.bfloat16)):
@@ -77,7 +77,7 @@ def _inboxes_of_reductions() -> list[tuple[int, int]]:
     return found
 
 
-def test_reductions_of_any_size_and_dtype_receive_into_the_same_memory():
+def test_reductions_of_any_size_and_dtype_reuse_memory():
     for inboxes in run_distributed(_inboxes_of_reductions, 2):
         assert len(set(inboxes)) == 1
         assert inboxes[0][1] == 2 * gloo.CHUNK_BYTES
@@ -95,7 +95,7 @@ def test_inbox_memory_is_exclusive_and_not_reused_after_an_error():
     assert gloo._idle_inboxes == []
 
 
-def test_the_order_and_the_precision_of_additions_can_be_seen_in_these_numbers():
+def test_these_numbers_show_the_order_and_precision_of_additions():
     exact = _sum(4, torch.float32, torch.float64)
     assert not torch.equal(_sum(4, torch.float32, torch.float32), exact)
     rounded = _sum(4, torch.bfloat16, torch.bfloat16)
@@ -117,7 +117,7 @@ def _means_and_accumulates() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_reduction_may_be_a_mean_scaled_or_added_to_what_is_there(world_size):
+def test_a_reduction_may_be_a_mean_scaled_or_accumulated(world_size):
     run_distributed(_means_and_accumulates, world_size)
 
 
@@ -146,7 +146,7 @@ def _all_reduces(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("length", [4 * SHARD, 4 * SHARD - 3, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_reduce_adds_in_one_order_and_leaves_the_same_bits_on_every_rank(length, dtype):
+def test_all_reduce_adds_in_one_order_to_the_same_bits(length, dtype):
     expected = 0.25 * _sum(4, dtype, torch.float32)[:length]
     for tensors in run_distributed(_all_reduces, 4, length, dtype):
         assert all(torch.equal(tensor, expected) for tensor in tensors)

@@ -58,7 +58,7 @@ def test_a_collective_that_is_enqueued_is_not_over() -> None:
         assert record.first_unfinished() is None and record.calls[2].as_json()[-1] is not None
 
 
-def test_the_first_unfinished_call_is_remembered_when_the_ring_has_dropped_it() -> None:
+def test_the_first_unfinished_call_outlives_the_ring() -> None:
     with fake_world(rank=0, world_size=2):
         late = _Event()
         _enqueue("the late one", late)
@@ -109,10 +109,10 @@ def _waits_for_a_rank_that_never_came() -> str:
     return str(caught.value)
 
 
-def test_a_device_that_waits_is_explained_before_the_backends_limit() -> None:
+def test_a_waiting_device_is_explained_before_the_backends_limit() -> None:
     (message, _) = run_distributed(_waits_for_a_rank_that_never_came, 2)
     assert message.startswith("rank 0 of 2 waited ")
-    assert "s in vain in all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
+    assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
     assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call 2" in message
     assert "timed out waiting 900ms for the device to end all-reduce 2" in message  # of one second less a tenth
 

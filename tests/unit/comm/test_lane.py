@@ -47,7 +47,7 @@ def test_a_buffer_is_freed_as_soon_as_its_task_has_run():
     assert seen() is None
 
 
-def test_what_runs_at_once_keeps_its_place_behind_what_is_in_the_lane():
+def test_an_immediate_call_keeps_its_place_behind_the_lane():
     lane, done, gate = comm_lane(CPU), [], threading.Event()
     lane.submit(lambda: (gate.wait(), done.append("first")))
     threading.Timer(0.05, gate.set).start()

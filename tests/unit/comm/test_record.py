@@ -51,7 +51,7 @@ def test_tags_tell_collectives_apart():
         assert len(tags) == 4 and all(0 <= tag < 2**31 and tag & 0xFFFF == 7 for tag in tags)
 
 
-def test_a_collective_entered_twice_and_on_two_threads_is_left_on_each():
+def test_a_collective_entered_twice_and_on_two_threads_is_left():
     with fake_world(rank=0, world_size=2):
         with recorded("all-gather", "around", 8) as around:
             with recorded("reduce-scatter", "unit a", 8) as call:

@@ -21,6 +21,6 @@ def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], dtype: DTypeL
 
 
 def random_documents(seed: int, count: int, max_length: int, vocabulary: int = 50) -> list[list[int]]:
-    """Documents of 0 to `max_length` tokens, none of them the last entry of the vocabulary."""
+    """Makes documents of 0 to `max_length` tokens, none of them the last entry of the vocabulary."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocabulary - 1, rng.integers(0, max_length + 1)).tolist() for _ in range(count)]

@@ -31,7 +31,7 @@ def test_who_reads_what():
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)])
-def test_the_global_order_does_not_depend_on_ranks_or_micro_batches(ranks: int, micro: int):
+def test_ranks_and_micro_batches_do_not_change_the_global_order(ranks: int, micro: int):
     total, consumed, batch = 45, 3, 8
     by_rank = [_micro_batches(total, consumed, micro, batch, rank, ranks) for rank in range(ranks)]
     dealt = [sample for step in zip(*by_rank, strict=True) for part in step for sample in part]

@@ -176,13 +176,13 @@ def test_indices_outside_the_split_end_an_iteration(tmp_path: Path):
         GPTDataset(dataset.corpus, "train", dataset.config, 0)
 
 
-def test_an_order_that_no_memory_holds_is_refused_before_it_is_computed(tmp_path: Path):
+def test_an_order_too_large_for_memory_is_refused_early(tmp_path: Path):
     corpus = write_corpus(tmp_path / "c", [list(range(20))])
     with pytest.raises(ConfigError, match=r"99999999999999 samples of 4 tokens .* their order alone takes \d+ GiB"):
         GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1"), 99999999999999)
 
 
-def test_a_corpus_of_the_same_name_size_and_time_gets_an_order_of_its_own(tmp_path: Path):
+def test_a_corpus_of_equal_name_size_and_time_has_its_own_order(tmp_path: Path):
     config = GPTDatasetConfig(sequence_length=4, split="1", vocab_size=100)
     first = write_corpus(tmp_path / "c", [list(range(9)), list(range(4))])
     times = [(path, path.stat()) for path in (tmp_path / "c.idx", tmp_path / "c.bin")]

@@ -191,7 +191,7 @@ def test_a_prefix_with_a_suffix_is_explained(tmp_path: Path):
     ],
     ids=["beyond the end", "longer than the file", "negative", "between two tokens", "documents"],
 )
-def test_an_index_that_does_not_fit_itself_is_refused_when_it_is_opened(
+def test_an_inconsistent_index_is_refused_when_opened(
     tmp_path: Path, lengths: list[int], pointers: list[int], documents: list[int], said: str
 ):
     write_corpus(tmp_path / "c", [[1, 2], [3]])
@@ -203,7 +203,7 @@ def test_an_index_that_does_not_fit_itself_is_refused_when_it_is_opened(
     tracemalloc.stop()
 
 
-def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp_path: Path):
+def test_leftovers_of_a_killed_writer_are_removed_others_stay(tmp_path: Path):
     (tmp_path / ".c.bin.0123abcd.tmp").write_bytes(b"half")
     (tmp_path / ".c.idx.0123abcd.tmp").write_bytes(b"half")
     (tmp_path / ".c.bin.notes.tmp").touch()

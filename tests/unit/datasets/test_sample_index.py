@@ -14,7 +14,7 @@ def _walk(lengths: list[int], order: list[int], sequence_length: int) -> list[tu
 
 
 def _expected(lengths: list[int], first: int, last: int, sequence_length: int, num_samples: int | None, seed: int):
-    """Megatron-LM's rules for the number of epochs, for a last epoch shuffled apart, and its order of draws."""
+    """Applies Megatron-LM's rules for the number of epochs, a last epoch shuffled apart, and its order of draws."""
     tokens = sum(lengths[first:last])
     epochs = 1
     while num_samples is not None and epochs * tokens < num_samples * sequence_length + 1:
@@ -75,7 +75,7 @@ def test_a_short_last_epoch_is_shuffled_apart():
     assert sorted(found["shuffle_index"][:19].tolist()) == [*range(19)]
 
 
-def test_dtypes_are_small_and_the_lengths_of_long_corpora_do_not_overflow():
+def test_dtypes_are_small_and_lengths_do_not_overflow():
     lengths = np.full(4, 2**31 - 1, np.int32)
     starts = locate_samples(lengths, np.arange(4, dtype=np.int32), 2**30, 7)
     assert starts.dtype == np.int32

@@ -30,7 +30,7 @@ def test_byte_ids_are_the_bytes():
     assert tokenizer.decode([0xFF, 104]) == "\ufffdh"
 
 
-def test_the_library_gives_the_same_bytes_for_every_byte_that_utf8_has():
+def test_the_library_gives_the_same_bytes_for_every_utf8_byte():
     import tokenizers
 
     library = tokenizers.Tokenizer.from_str(build_byte_tokenizer().to_json())
@@ -98,7 +98,7 @@ def _published(folder: Path, special: dict[str, int], **fields: object) -> Path:
     return path
 
 
-def test_the_end_of_document_comes_from_argument_configuration_or_convention(tmp_path: Path):
+def test_end_of_document_is_argument_configuration_or_convention(tmp_path: Path):
     path = _published(tmp_path, {"<s>": 3, "</s>": 4, "<|eot|>": 5})
     assert load_tokenizer(path).eod == 4
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot|>"}}))
@@ -115,7 +115,7 @@ def test_gaps_in_the_ids_count_into_the_vocabulary_size(tmp_path: Path):
     assert tokenizer.encode("b").tolist() == [7]
 
 
-def test_a_published_truncation_or_padding_does_not_cut_documents(tmp_path: Path):
+def test_published_truncation_or_padding_does_not_cut_documents(tmp_path: Path):
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     tokenizer = load_tokenizer(_published(tmp_path, {"</s>": 3}, truncation=truncation))
     assert tokenizer.encode("a b a b a </s>").tolist()[:5] == [1, 2, 1, 2, 1]

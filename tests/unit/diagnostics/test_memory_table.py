@@ -44,7 +44,7 @@ def _table_of(kind: str) -> tuple[dict[str, int], ...]:
     return forward, accumulated, stepped
 
 
-def test_fsdp2_keeps_half_on_each_of_two_ranks_and_gathers_what_it_needs():
+def test_fsdp2_keeps_half_per_rank_and_gathers_what_it_needs():
     tables = run_distributed(_table_of, 2, "fsdp2")
     for moment in range(3):
         # A shard is padded to the largest, so two ranks together hold a little more than the model.

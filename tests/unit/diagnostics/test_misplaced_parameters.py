@@ -77,7 +77,7 @@ def _calls_a_method_of_a_module_inside() -> str:
     return str(caught.value)
 
 
-def test_a_call_that_goes_past_the_wrapper_is_explained_inside_the_context():
+def test_a_call_past_the_wrapper_is_explained_inside_the_context():
     message = run_distributed(_calls_a_method_of_a_module_inside, 1)[0]
     assert message.startswith("parameter blocks.0.up.weight was used outside the forward of its unit, blocks.0, where")
 

@@ -47,7 +47,7 @@ def _runs_out_on_the_host(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp2"])
-def test_an_allocation_that_fails_in_forward_is_raised_with_a_table(kind):
+def test_a_failed_allocation_in_forward_is_raised_with_a_table(kind):
     for rank, message in enumerate(run_distributed(_runs_out_on_the_host, 2, kind)):
         lines = message.splitlines()
         assert lines[0] == (

@@ -38,7 +38,7 @@ def _steps_stale_optimizers() -> None:
     assert any(not torch.equal(b, p.to_local()) for b, p in zip(before, model.parameters(), strict=True))
 
 
-def test_an_optimizer_built_before_wrapping_names_the_fix_at_its_step():
+def test_an_optimizer_built_before_wrapping_names_the_fix():
     run_distributed(_steps_stale_optimizers, 2)
 
 

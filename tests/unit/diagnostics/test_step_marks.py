@@ -33,7 +33,7 @@ def _marked(number: int = 2) -> tuple[list[nn.Parameter], Noting]:
     return params, mark
 
 
-def test_a_mark_on_several_parameters_is_asked_once_before_and_after_a_step():
+def test_a_mark_on_several_parameters_is_called_once_a_step():
     params, mark = _marked()
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1)), *params], lr=0.1)
     optimizer.step()
@@ -42,7 +42,7 @@ def test_a_mark_on_several_parameters_is_asked_once_before_and_after_a_step():
     assert mark_of(copy.deepcopy(params[0])) is None
 
 
-def test_gradients_of_a_closure_are_looked_at_when_it_has_computed_them():
+def test_gradients_of_a_closure_are_checked_once_computed():
     params, mark = _marked()
     optimizer = torch.optim.SGD(params, lr=0.1)
     for step in (optimizer.step, lambda closure: optimizer.step(closure=closure)):

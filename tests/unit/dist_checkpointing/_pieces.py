@@ -27,7 +27,7 @@ SHAPES: Shapes = {
 
 
 def whole(name: str, shapes: Shapes = SHAPES) -> torch.Tensor:
-    """Values that tell every tensor and every element apart."""
+    """Makes values that tell every tensor and every element apart."""
     shape = shapes[name][0]
     return torch.arange(float(torch.Size(shape).numel())).view(shape) / 3 + 100 * list(shapes).index(name)
 
@@ -70,7 +70,8 @@ def mark(param: nn.Parameter, dim: int | None) -> nn.Parameter:
 
 
 def toy(layout: str, *, filled: bool, dtype: torch.dtype = torch.float32) -> Toy:
-    """``"plain"``: no parallel state; else words of ``tp2``, ``fsdp``, ``hybrid`` and ``flat`` (whole parameters)."""
+    """Builds a toy. ``"plain"``: no parallel state; else words of ``tp2``, ``fsdp``, ``hybrid`` and ``flat`` (whole
+    parameters)."""
     words = layout.split()
     if words == ["plain"]:
         return Toy(filled=filled, dtype=dtype)

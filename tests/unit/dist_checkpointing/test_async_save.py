@@ -121,7 +121,7 @@ def test_a_failure_of_one_writer_is_raised_once_on_all(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000003", "latest"]
 
 
-def test_a_failure_before_the_copies_are_made_does_not_hold_training_back(tmp_path):
+def test_a_failure_before_copying_does_not_hold_training_back(tmp_path):
     saver = AsyncSaver()
     saver.save({"w": torch.ones(2, device="meta")}, tmp_path / "it", metadata={})
     with pytest.raises(CheckpointError, match="w is on the meta device"):
@@ -157,7 +157,7 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp2"])
-def test_a_state_that_is_cut_as_the_last_one_is_copied_before_it_is_planned(tmp_path, layout):
+def test_a_state_cut_like_the_last_is_copied_before_planning(tmp_path, layout):
     assert all(run_distributed(_copies_ahead_of_the_plan, 2, layout, str(tmp_path)))
     assert content(tmp_path / "it") == content(tmp_path / "now")
 
@@ -195,7 +195,7 @@ def test_staging_memory_is_kept_and_grows():
     assert all(torch.equal(a, b) for a, b in zip(staging.take(indices(36), odd.__getitem__), odd, strict=True))
 
 
-def test_a_piece_that_was_not_copied_in_time_is_no_part_of_a_checkpoint():
+def test_a_piece_not_copied_in_time_is_in_no_checkpoint():
     staging, state = HostStaging(), {"t0": torch.ones(2), "t1": torch.ones(2)}
     staging.begin(state, lambda known: known)
     assert not staging.done.is_set()

@@ -35,7 +35,7 @@ def in_child(run) -> int:
 
 
 def saving_killed_at(operation: int, root: Path, iteration: int):
-    """A save whose process is killed just before its n-th operation on files."""
+    """Saves in a process that is killed just before its n-th operation on files."""
 
     def run() -> None:
         count = 0
@@ -116,7 +116,7 @@ def _save_with_little_room(root: Path) -> None:
         save(state(2), checkpoint_directory(root, 2), metadata={})
 
 
-def test_when_the_kernel_takes_no_more_bytes_the_last_checkpoint_remains(tmp_path):
+def test_when_the_disk_is_full_the_last_checkpoint_remains(tmp_path):
     save(state(1), checkpoint_directory(tmp_path, 1), metadata={"n": 1})
     assert in_child(lambda: _save_with_little_room(tmp_path)) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest"]

@@ -104,7 +104,7 @@ def test_a_model_of_hugging_faces_is_described_too(tmp_path: Path, capsys: pytes
     ]
 
 
-def test_files_are_compared_with_their_hashes_unless_switched_off(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_files_are_hashed_and_compared_unless_switched_off(run: Path, capsys: pytest.CaptureFixture[str]):
     for arguments in ([str(run)], [str(run), str(run)]):
         assert main(arguments) == 0
         lines = capsys.readouterr().err.splitlines()

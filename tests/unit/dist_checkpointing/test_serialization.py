@@ -124,7 +124,7 @@ def test_floating_tensors_are_cast_where_that_is_asked_for(tmp_path):
         load(mine | {"count": torch.zeros(3)}, tmp_path / "it", cast=True)
 
 
-def test_without_strict_the_names_in_common_are_loaded_and_there_must_be_one(tmp_path):
+def test_without_strict_common_names_load_and_one_must_exist(tmp_path):
     save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "it", metadata={"n": 1})
     mine = {"a": torch.zeros(2), "c": torch.zeros(2)}
     assert load(mine, tmp_path / "it", strict=False) == {"n": 1}
@@ -149,7 +149,7 @@ def test_without_strict_the_names_in_common_are_loaded_and_there_must_be_one(tmp
         ({}, {}, "no rank gave a tensor"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path, state, metadata, message):
+def test_unsupported_values_are_refused_before_writing(tmp_path, state, metadata, message):
     with pytest.raises(CheckpointError, match=message):
         save(state, tmp_path / "root" / "it", metadata=metadata)
     assert list(tmp_path.rglob("*.bin")) + list(tmp_path.rglob("it")) + list(tmp_path.rglob("latest")) == []
@@ -181,7 +181,7 @@ class _Crash(RuntimeError):
 
 
 @pytest.mark.parametrize("moment", ["_append", "encode_index", "folders.publish"])
-def test_a_crash_while_saving_leaves_the_last_checkpoint_and_its_pointer(tmp_path, monkeypatch, moment):
+def test_a_crash_while_saving_keeps_checkpoint_and_pointer(tmp_path, monkeypatch, moment):
     first, second = checkpoint_directory(tmp_path, 1), checkpoint_directory(tmp_path, 2)
     save({"w": torch.ones(2)}, first, metadata={"n": 1})
 

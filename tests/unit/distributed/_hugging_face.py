@@ -56,7 +56,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    """The largest difference of each is within `tolerance` of its largest element."""
+    """Asserts that the largest difference of each is within `tolerance` of its largest element."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, value in expected.items():
         scale = value.abs().max().item()

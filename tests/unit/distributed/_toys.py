@@ -139,7 +139,7 @@ def toy(seed: int = 1, **kwargs: Any) -> Toy:
 
 
 def batches(rank: int, count: int = 3) -> list[torch.Tensor]:
-    """Micro-batches `[2, 4]` of tokens, different on every rank."""
+    """Makes micro-batches `[2, 4]` of tokens, different on every rank."""
     generator = torch.Generator().manual_seed(100 + rank)
     return [torch.randint(0, 11, (2, 4), generator=generator) for _ in range(count)]
 
@@ -149,7 +149,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def accumulate(model: nn.Module, *, sync_last: bool = True) -> None:
-    """Makes the backwards of this rank's micro-batches, all but the last inside `no_sync`, or all of them."""
+    """Runs this rank's micro-batches, all but the last inside `no_sync`, or all of them."""
     steps = batches(dist.get_rank())
     for index, tokens in enumerate(steps):
         synchronises = sync_last and index == len(steps) - 1
@@ -158,7 +158,7 @@ def accumulate(model: nn.Module, *, sync_last: bool = True) -> None:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole of a parameter, or of what a state dict holds of it; every rank calls it."""
+    """Returns a whole parameter, or what a state dict holds of it, whole; every rank calls it."""
     view = whole_view(tensor) if kept_range(tensor) is not None else tensor
     if isinstance(view, FlatRange):
         return _joined(view)
@@ -166,7 +166,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(view: FlatRange) -> torch.Tensor:
-    """Of the ranges of all ranks."""
+    """Joins the ranges of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, [(offsets, piece.clone()) for offsets, piece in view.pieces()])
     whole = torch.full(tuple(view.shape), float("nan"), dtype=view.dtype)
@@ -205,7 +205,7 @@ def _gather_shards(model: _FlatDataParallel) -> dict[nn.Parameter, torch.Tensor]
 
 
 def oracle(world_size: int = 2, reduce: str = "mean", **kwargs: Any) -> dict[str, torch.Tensor]:
-    """What wrappers must hold after a step: each rank's gradients accumulated serially, then added in rank order."""
+    """Returns the gradients of a step: each rank's accumulated serially, then added in rank order."""
     totals: dict[str, torch.Tensor] = {}
     for rank in range(world_size):
         model = toy(**kwargs)

@@ -111,7 +111,7 @@ def _sums_per_token(kind: str, as_tensor: bool) -> None:
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])
-def test_per_token_loss_divides_the_sum_by_the_global_token_count(kind, as_tensor):
+def test_per_token_loss_divides_by_the_global_token_count(kind, as_tensor):
     run_distributed(_sums_per_token, 2, kind, as_tensor)
 
 
@@ -239,7 +239,7 @@ def _names_the_bad_gradient(kind: str) -> str:
     return "no error"
 
 
-def test_a_gradient_that_is_not_finite_is_named_with_rank_and_step(kind):
+def test_a_non_finite_gradient_is_named_with_rank_and_step(kind):
     reduced = ", reduced over ranks that may each be at fault," if kind == "fsdp2" else ""
     for rank, message in enumerate(run_distributed(_names_the_bad_gradient, 2, kind)):
         assert f"rank {rank}, step 1: the gradient of blocks.1.down.weight{reduced} is not finite" in message
@@ -326,5 +326,5 @@ def _reaches_other_parameters_on_each_rank(kind: str) -> None:
     assert torch.equal(found["branches.2.weight"], torch.zeros(3, 3))
 
 
-def test_a_parameter_that_some_ranks_or_none_reach_has_the_mean_gradient(kind):
+def test_a_parameter_few_ranks_reach_has_the_mean_gradient(kind):
     run_distributed(_reaches_other_parameters_on_each_rank, 2, kind)

@@ -46,7 +46,7 @@ def _sends_incomplete_buckets() -> None:
         model.finish_grad_sync()
 
 
-def test_a_bucket_that_left_before_its_gradients_were_in_would_be_noticed():
+def test_a_bucket_sent_before_its_gradients_would_be_noticed():
     with pytest.raises(RankFailure, match="got a gradient after"):
         run_distributed(_sends_incomplete_buckets, 2)
 
@@ -91,7 +91,7 @@ def _takes_a_late_gradient(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", OVERLAPPING)
-def test_a_gradient_after_its_bucket_has_left_is_an_error_that_names_no_sync(kind):
+def test_a_gradient_after_its_bucket_is_an_error_naming_no_sync(kind):
     for message in run_distributed(_takes_a_late_gradient, 2, kind):
         assert "got a gradient after" in message and "no_sync" in message and "parameter " in message
 
@@ -144,7 +144,7 @@ def _force_all_reduces(kind: str) -> dict[str, torch.Tensor]:
     return {name: p.main_grad.clone() for name, p in model.module.named_parameters() if p.requires_grad}
 
 
-def test_force_all_reduce_leaves_whole_gradients_where_there_are_any():
+def test_force_all_reduce_leaves_whole_gradients():
     for kind in ("ddp", "zero1", "zero1_overlap"):
         for found in run_distributed(_force_all_reduces, 2, kind):
             assert_same(found, {name: g for name, g in oracle().items() if name != "head.weight"})
@@ -175,7 +175,7 @@ def _shards_within_instances(kind: str, num_instances: int, every: bool) -> list
 
 
 @pytest.mark.parametrize(("kind", "every"), [("zero1", False), ("zero2_overlap", False), ("zero2_overlap", True)])
-def test_hybrid_sharding_cuts_within_an_instance_and_replicates_across(kind, every):
+def test_hybrid_shards_in_an_instance_and_replicates_across(kind, every):
     assert run_distributed(_shards_within_instances, 4, kind, 2, every) == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert run_distributed(_shards_within_instances, 4, kind, 1, every) == [[0, 1, 2, 3]] * 4
     assert run_distributed(_shards_within_instances, 4, kind, 4, every) == [[0], [1], [2], [3]]
@@ -191,7 +191,7 @@ def _averages_in_fp16(average_in_collective: bool) -> list[float]:
     return model.module.weight.main_grad.flatten().tolist()
 
 
-def test_fp16_is_scaled_before_it_is_added_unless_the_collective_averages():
+def test_fp16_is_scaled_before_adding_unless_averaged():
     assert run_distributed(_averages_in_fp16, 2, False) == [[40_000.0]] * 2
     assert run_distributed(_averages_in_fp16, 2, True) == [[float("inf")]] * 2
 

@@ -53,7 +53,7 @@ def test_settings_that_contradict_each_other_are_both_named(fields, named):
     assert all(name in str(error.value) for name in named)
 
 
-def test_gathers_of_replicated_parameters_are_ignored_with_a_warning():
+def test_gathers_of_replicated_parameters_warn_and_are_ignored():
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="overlap_param_gather is ignored without use_distributed_optimizer") as seen:
         config = DistributedDataParallelConfig(overlap_param_gather=True)

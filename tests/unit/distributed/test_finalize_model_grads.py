@@ -31,14 +31,14 @@ def _gradients(wrapper: str, tp: int, sequence_parallel: bool, skip_the_sum: boo
 
 
 def _wrong(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> set[str]:
-    """Names of the gradients that are off by more than the tolerance, relative to their L2 norm."""
+    """Returns the names of gradients that are off by more than the tolerance, relative to their L2 norm."""
     assert found.keys() == expected.keys()
     return {name for name, g in expected.items() if (found[name] - g).norm() > tolerance * g.norm()}
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_gradients_under_tensor_parallelism_equal_the_serial_ones(wrapper, sequence_parallel):
+def test_tensor_parallel_gradients_equal_the_serial_ones(wrapper, sequence_parallel):
     serial = run_distributed(_gradients, 1, wrapper, 1, False, False)[0]
     for rank_gradients in run_distributed(_gradients, 2, wrapper, 2, sequence_parallel, False):
         assert not _wrong(rank_gradients, serial, 1e-5)
@@ -46,14 +46,14 @@ def test_gradients_under_tensor_parallelism_equal_the_serial_ones(wrapper, seque
 
 @pytest.mark.long
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_gradients_sharded_under_tensor_parallelism_equal_the_serial_ones(wrapper):
+def test_sharded_tensor_parallel_gradients_equal_the_serial_ones(wrapper):
     serial = run_distributed(_gradients, 1, wrapper, 1, False, False)[0]
     for rank_gradients in run_distributed(_gradients, 4, wrapper, 2, True, False):  # two replicas of two pieces
         assert not _wrong(rank_gradients, serial, 1e-5)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_without_the_sum_over_tensor_parallel_ranks_norms_and_biases_are_wrong(wrapper):
+def test_without_the_sum_over_tp_norms_and_biases_are_wrong(wrapper):
     serial = run_distributed(_gradients, 1, wrapper, 1, False, False)[0]
     partial = run_distributed(_gradients, 2, wrapper, 2, True, True)[0]
     replicated = {name for name in serial if "norm" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias"))}

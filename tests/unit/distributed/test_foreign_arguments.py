@@ -52,7 +52,7 @@ class _Normed(nn.Module):
 
 
 def _sums(setting: str, way: str) -> None:
-    """Two tensor-parallel ranks, each alone among its replicas, and no `parallel_state`."""
+    """Sums over two tensor-parallel ranks, each alone among its replicas, without `parallel_state`."""
     assert not parallel_state.is_initialized()
     grid = HyperCommGrid([2, 1], ["tp", "dp"])
     tp, dp = grid.create_pg("tp"), grid.create_pg("dp")

@@ -19,7 +19,7 @@ KINDS = ("zero1", "zero1_overlap", "zero2", "zero2_overlap", "zero3", "fsdp2")
 
 
 def _trains(kind: str, every: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Gradients of the first step, and weights after three steps on batches of this rank's own."""
+    """Returns gradients of the first step, and weights after three steps on this rank's own batches."""
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
     ddp_config = settings(kind, num_distributed_optimizer_instances=2, reduce_every_micro_batch=every)
     model = wrap_model(toy(), SimpleNamespace(), ddp_config, sub_modules_to_wrap=UNITS)
@@ -40,7 +40,7 @@ def _trains(kind: str, every: bool) -> tuple[dict[str, torch.Tensor], dict[str, 
     ("kind", "every"),
     [*((kind, False) for kind in KINDS), *((kind, True) for kind in ("zero2_overlap", "zero3", "fsdp2"))],
 )
-def test_groups_of_one_rank_scale_no_gradient_and_replicas_stay_equal(kind: str, every: bool) -> None:
+def test_one_rank_groups_scale_nothing_and_replicas_stay_equal(kind: str, every: bool) -> None:
     (gradient, weights), (other_gradient, other_weights) = run_distributed(_trains, 2, kind, every)
     for name, expected in oracle().items():
         # Reducing every micro-batch adds the six addends in another order: a few bits, where a factor would be 2.

@@ -18,7 +18,7 @@ from tests.unit.distributed._toys import batches, build, loss_of, toy
 def _trained(
     device: str, kind: str, fields: dict[str, Any], skips: bool
 ) -> tuple[list[torch.Tensor], list[float], int]:
-    """Weights and norms of three steps, and how many reductions reached the backend."""
+    """Returns weights and norms of three steps, and how many reductions reached the backend."""
     with (
         mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", skips),
         mock.patch.object(collectives.dist, "all_reduce", wraps=collectives.dist.all_reduce) as reduced,

@@ -30,7 +30,7 @@ from tests.unit.distributed.outside_the_loop.scenario import Plain, Wrapped, lar
 
 @functools.cache
 def _plain(name: str, adds_ranks_first: bool) -> dict[str, Tensor]:
-    """Weights of a plain module after a scenario; ranks are reused, and have them for every wrapper."""
+    """Returns the weights of a plain module after a scenario; ranks are reused, and have them for every wrapper."""
     case = SCENARIOS[name]
     run = Plain(case.make(), case.optimizer, adds_ranks_first=adds_ranks_first)
     case.go(run)
@@ -38,12 +38,12 @@ def _plain(name: str, adds_ranks_first: bool) -> dict[str, Tensor]:
 
 
 def _all_scenarios(kind: str) -> dict[str, str]:
-    """By scenario what happened: nothing, or what was wrong."""
+    """Returns by scenario what was wrong; empty where nothing was."""
     return {name: _outcome(name, kind) for name, case in SCENARIOS.items() if kind in case.only}
 
 
 def _gathering_slowly() -> Any:
-    """So that what does not wait for parameters that are being gathered reads old ones."""
+    """Delays each all-gather, so that code that does not wait for parameters reads old values."""
     all_gather = collectives.all_gather
 
     def slow(*args: Any, **options: Any) -> None:
@@ -91,7 +91,7 @@ BRIEF = ("ddp_overlap", "zero2_overlap", "zero3", "fsdp2")
 
 
 @pytest.mark.parametrize(("name", "kind"), quick(cases(), lambda case: case[1] in BRIEF))
-def test_what_works_on_a_plain_module_gives_that_result_or_raises(name: str, kind: str) -> None:
+def test_usage_of_a_plain_module_gives_its_result_or_raises(name: str, kind: str) -> None:
     found = {outcome[name] for outcome in outcomes(kind)}
     assert found == {"as expected"}, "\n".join(found)
 

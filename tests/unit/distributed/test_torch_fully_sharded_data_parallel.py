@@ -155,7 +155,7 @@ def _starts_on_meta(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3", "fsdp2"])
-def test_a_start_on_the_meta_device_gives_the_values_of_a_direct_one(kind):
+def test_a_meta_start_gives_the_values_of_a_direct_one(kind):
     for world_size in (1, 2):
         run_distributed(_starts_on_meta, world_size, kind)
 
@@ -185,7 +185,7 @@ def _shards_within_instances(num_instances: int) -> list[int]:
     return [parameter.to_local().numel() for parameter in model.parameters()]
 
 
-def test_hybrid_sharding_cuts_within_an_instance_and_replicates_across():
+def test_hybrid_shards_in_an_instance_and_replicates_across():
     hybrid, fully_sharded = (run_distributed(_shards_within_instances, 4, instances) for instances in (2, 1))
     elements = [parameter.numel() for parameter in toy().parameters()]
     assert [a + b for a, b in zip(hybrid[0], hybrid[1], strict=True)] == elements

@@ -28,6 +28,6 @@ def _chooses() -> list[str]:
     ]
 
 
-def test_wrap_model_chooses_by_the_type_of_the_config_and_its_strategy():
+def test_wrap_model_chooses_by_config_type_and_strategy():
     replicas, sharded = ["DistributedDataParallel"] * 3, ["FullyShardedDataParallel"] * 2
     assert run_distributed(_chooses, 1) == [[*replicas, *sharded, "TorchFullyShardedDataParallel"]]

@@ -10,7 +10,7 @@ import numpy as np
 from examples.gpt.bigram import _first, add_one_bigram_loss
 
 
-def test_the_loss_is_that_of_counted_pairs_however_the_tokens_are_cut():
+def test_the_loss_is_that_of_counted_pairs_for_every_cut():
     generator = np.random.default_rng(0)
     vocab_size = 7
     tokens, held_out = generator.integers(0, vocab_size, 200), generator.integers(0, vocab_size, 50)

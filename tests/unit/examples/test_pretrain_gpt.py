@@ -55,5 +55,5 @@ def test_the_first_replica_alone_draws_initial_values(changes: dict[str, Any]) -
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_model_in_low_precision_is_cast_before_it_moves_to_its_device() -> None:
+def test_a_low_precision_model_is_cast_before_it_moves() -> None:
     assert run_distributed(_dtypes_that_were_moved, 1) == [[str(torch.bfloat16)]]

@@ -86,11 +86,11 @@ def build(case: Case, **changes: Any) -> GPTModel:
 
 
 def batch(number: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, `[b, s]` each."""
+    """Makes ids and labels, `[b, s]` each."""
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(100 + number))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """L2 norm of the difference over that of `expected`."""
+    """Returns the L2 norm of the difference over that of `expected`."""
     return ((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()

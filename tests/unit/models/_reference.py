@@ -28,7 +28,7 @@ def reference_losses(
 
 
 def fp64_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
-    """Copies of the parameters, by name, in fp64, that collect gradients."""
+    """Copies the parameters, by name, in fp64, to collect gradients."""
     return {name: parameter.detach().double().requires_grad_() for name, parameter in model.named_parameters()}
 
 

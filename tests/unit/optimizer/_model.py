@@ -20,7 +20,7 @@ class Model(nn.Module):
         self.scale = nn.Parameter(torch.ones(1, 7))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[b, 9]` -> a scalar."""
+        """Maps `[b, 9]` to a scalar."""
         return (self.second(torch.relu(self.norm(self.first(x)))) * self.scale).square().sum()
 
 

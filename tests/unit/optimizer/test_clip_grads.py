@@ -34,7 +34,7 @@ def _model(tensors: dict[str, Tensor]) -> nn.Module:
 
 
 def _measure(model: nn.Module, tp_group: dist.ProcessGroup | None = None) -> tuple[float, int | None]:
-    """Norm, rounded, and zeros of gradients that equal the parameters."""
+    """Measures norm, rounded, and zeros of gradients that equal the parameters."""
     params = collect_main_params([model])
     norm, zeros = GradientStatistics(params, tp_group).measure([p.main for p in params], count_zeros=True).tolist()
     return round_to_fp32(norm), int(zeros)
@@ -115,7 +115,7 @@ def test_one_kernel_counts_the_zeros_of_neighbours():
 
 
 def _count_of_a_wrappers_kernels(wrapper: str) -> tuple[int, int]:
-    """Kernels that count the zeros of a wrapper's gradients, and how many gradients there are."""
+    """Counts the kernels that count the zeros of a wrapper's gradients, and these gradients."""
     module = build_gpt(
         True, hidden_size=64, num_attention_heads=2, num_query_groups=2, kv_channels=32, ffn_hidden_size=64
     )
@@ -181,7 +181,7 @@ def _tensor_parallel(fault: str, explicit_group: bool) -> tuple[float, int | Non
 
 
 @pytest.mark.parametrize("explicit_group", [False, True])
-def test_tensor_parallel_ranks_count_replicas_once_and_tied_copies_not(explicit_group: bool):
+def test_tp_ranks_count_replicas_once_and_tied_copies_not(explicit_group: bool):
     tensors = _gradients()
     wanted = (_exact_norm(tensors), _zeros(tensors))
     assert run_distributed(_tensor_parallel, 2, "", explicit_group) == [wanted] * 2

@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[b, 5]` -> a scalar."""
+        """Maps `[b, 5]` to a scalar."""
         return (self.first(x) @ self.wide.flatten(1) * self.scale).square().mean()
 
 
@@ -93,7 +93,7 @@ def test_each_element_has_its_state_once_in_an_instance(strategy: str, world_siz
 
 
 def _statistics(strategy: str) -> tuple[tuple[bool, float | None, int | None], float, int]:
-    """What the optimizer measures, and the same of the whole gradient, which `no_shard` holds."""
+    """Returns what the optimizer measures, and the same of the whole gradient, which `no_shard` holds."""
     measured = []
     for chosen in (strategy, "no_shard"):
         module, model, optimizer = _build(chosen, optimizer={"log_num_zeros_in_grad": True})
@@ -109,7 +109,7 @@ def _statistics(strategy: str) -> tuple[tuple[bool, float | None, int | None], f
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_norm_and_zeros_are_those_of_the_parameters_without_padding(strategy: str):
+def test_norm_and_zeros_exclude_padding(strategy: str):
     for measured, norm, zeros in run_distributed(_statistics, 2, strategy):
         assert zeros >= 15
         assert measured == (True, pytest.approx(norm, rel=1e-7), zeros)

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def _norm(grads: list[torch.Tensor], ranks: int = 1) -> float:
-    """The norm of what `ranks` hold, each every so many of the gradients."""
+    """Returns the norm of gradients that are dealt out to `ranks`."""
     largest = largest_magnitude(grads, CPU)
     assert sum_fits(largest)
     exponent = exponent_of_unit(largest)
@@ -30,7 +30,7 @@ def _norm(grads: list[torch.Tensor], ranks: int = 1) -> float:
 
 
 def _sum(values: torch.Tensor) -> tuple[Fraction, Fraction]:
-    """The sum and its unit."""
+    """Returns the sum of squares and its unit."""
     exponent = exponent_of_unit(largest_magnitude([values], CPU))
     high, low = sum_of_squares([values], exponent).tolist()
     unit = Fraction(2) ** int(exponent)

@@ -146,7 +146,7 @@ def test_an_overflow_on_one_rank_makes_all_ranks_skip():
         assert rank["scale"] == (8.0, 4.0)
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_without_a_loss_scale():
+def test_a_non_finite_gradient_is_skipped_without_a_loss_scale():
     for rank in run_distributed(_overflow_on_one_rank, 2, True):
         assert rank["results"][1] == (False, math.inf, None)
         assert rank["untouched"]

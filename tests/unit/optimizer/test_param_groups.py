@@ -91,7 +91,7 @@ def test_overrides_that_contradict_or_set_what_there_is_not(overrides, condition
         _grouped_names(Model(), config_overrides=overrides, **conditions)
 
 
-def test_names_are_the_unwrapped_models_each_trainable_parameter_once():
+def test_names_are_the_unwrapped_models_each_trainable_once():
     for model in (Model(), _wrapped(Model())):
         assert [p.name for p in collect_main_params([model])] == NAMES
 

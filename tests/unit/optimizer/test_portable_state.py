@@ -94,7 +94,7 @@ def _train(model: Any, optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def _state(model: Any, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
-    """As a training run keeps it: masters in the place of the parameters that were rounded from them."""
+    """Makes a state as a training run keeps it: masters in the place of the parameters that were rounded from them."""
     state = optimizer.state_tensors()
     masters = {name.removeprefix("master."): t for name, t in state.items() if name.startswith("master.")}
     weights = {f"model.{name}": masters.get(name, t) for name, t in model_state_dict(unwrap_model(model)).items()}

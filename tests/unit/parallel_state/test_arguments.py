@@ -42,7 +42,7 @@ def test_what_would_change_the_groups_is_refused_by_name(refused):
         ps.initialize_model_parallel(**refused)
 
 
-def test_settings_of_communicators_are_ignored_with_one_warning_that_names_them():
+def test_communicator_settings_warn_once():
     warn_once.cache_clear()
     given = {"use_sharp": True, "nccl_communicator_config_path": "x.yaml", "create_gloo_process_groups": False}
     with fake_world(0, 4):
@@ -60,7 +60,7 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def test_experts_may_be_cut_over_another_number_of_ranks_than_dense_layers():
+def test_experts_may_shard_over_another_number_of_ranks():
     with fake_world(5, 8):
         ps.initialize_model_parallel(2, expert_tensor_parallel_size=4, expert_model_parallel_size=2)
         assert _ranks(ps.get_tensor_model_parallel_group()) == [4, 5]
@@ -90,7 +90,7 @@ SETTERS = {
 
 
 @pytest.mark.parametrize("name", SETTERS)
-def test_a_setter_takes_the_place_of_the_group_until_none_or_the_end(name):
+def test_a_setter_replaces_the_group_until_none_or_the_end(name):
     get, set_ = getattr(ps, f"get_{name}"), getattr(ps, f"set_{name}")
     with fake_world(3, 4):
         ps.initialize_model_parallel(2, 2)

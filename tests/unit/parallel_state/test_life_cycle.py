@@ -77,7 +77,7 @@ def test_initialising_twice_is_refused_until_destroyed() -> None:
         assert ps.get_tensor_model_parallel_world_size() == 4
 
 
-def test_groups_that_ended_with_their_world_can_still_be_destroyed() -> None:
+def test_groups_whose_world_has_ended_can_still_be_destroyed() -> None:
     with fake_world(0, 2):
         ps.initialize_model_parallel(2)
         dist.destroy_process_group()

@@ -68,7 +68,7 @@ def _timeouts(minutes: float) -> tuple[set[float], float]:
     return {seconds(getter()) for getter in GROUPS.values()}, before
 
 
-def test_every_group_but_the_default_one_has_the_time_limit_asked_for() -> None:
+def test_every_group_but_the_default_has_the_asked_time_limit() -> None:
     for ours, default in run_distributed(_timeouts, 2, 7.5):
         assert ours == {450.0}
         assert default != 450.0
@@ -100,7 +100,7 @@ def test_tensors_live_on_the_mesh_of_optimizer_instances() -> None:
 
 
 def _when_groups_stood(slow_rank: int) -> tuple[float, float]:
-    """When this rank had made its last group, and when it was let go."""
+    """Returns when this rank had made its last group, and when it was let go."""
     new_group, made = dist.new_group, [0.0]
 
     def late(*args, **options):

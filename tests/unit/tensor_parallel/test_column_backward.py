@@ -57,7 +57,7 @@ def _backward_order(sequence_parallel: bool, frozen: bool, with_input_grad: bool
     return order.seen
 
 
-def test_column_backward_adds_the_input_gradient_while_it_computes_the_weights():
+def test_column_backward_reduces_inputs_during_weight_gradients():
     assert run_distributed(_backward_order, 2, False, False, True)[0] == [
         "product",
         "start all-reduce",

@@ -215,7 +215,7 @@ def test_a_write_that_would_be_lost_is_refused():
     run_distributed(_slices, 2)
 
 
-def test_modules_with_values_are_not_reset_by_what_is_around_them():
+def test_modules_with_values_are_not_reset_by_their_parents():
     model = Around()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.inner.weight = nn.Parameter(torch.empty(5, 3, device="meta"))

@@ -112,7 +112,7 @@ def _parts(name: str, tp: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", INIT_METHODS)
-def test_an_initialiser_of_one_tensor_gives_values_that_no_cut_changes(name):
+def test_a_tensor_initialiser_gives_values_that_no_cut_changes(name):
     ((column, row, after),) = run_distributed(_parts, 1, name, 1)
     cut = run_distributed(_parts, 2, name, 2)
     assert torch.equal(torch.cat([part[0] for part in cut]), column)
@@ -143,7 +143,7 @@ def test_arguments_of_layers_that_are_refused(kind, given, message):
         kind(2, 2, config=CONFIG, init_method=nn.init.zeros_, **given)
 
 
-def test_a_layers_labels_are_taken_and_its_buffers_of_communication_ignored():
+def test_layer_labels_count_and_communication_buffers_do_not():
     warn_once.cache_clear()
     with pytest.warns(UserWarning, match="ColumnParallelLinear ignores tp_comm_buffer_name"):
         layer = ColumnParallelLinear(

@@ -65,7 +65,8 @@ def _rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _mesh_of(rank: int, outer: int, inner: int) -> dist.DeviceMesh:
-    """Named after the rank: DTensor's caches, which outlive a group, would take an equal mesh for that of rank 0."""
+    """Names the mesh after the rank: DTensor's caches, which outlive a group, would take an equal mesh for that of
+    rank 0."""
     return init_device_mesh("cpu", (outer, inner), mesh_dim_names=(f"outer{rank}", f"inner{rank}"))
 
 
@@ -76,7 +77,7 @@ def _local_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _cut_over_tp(name: str, whole: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Written out by name, so that the marks that the code reads are checked as well."""
+    """Cuts a tensor by its name alone, so that the marks that the code reads are checked as well."""
     if name in ("embedding.weight", "up.weight", "up.bias"):
         return whole.chunk(tp, 0)[rank]
     return whole.chunk(tp, 1)[rank] if name == "down.weight" else whole
@@ -132,7 +133,7 @@ def _sharded_on_meta(model: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 2), (2, 3), (1, 7)])
-def test_sharding_changes_no_value_uneven_and_empty_shards_included(replicas: int, shards: int):
+def test_sharding_changes_no_value_with_uneven_and_empty_shards(replicas: int, shards: int):
     whole = _serial_values()
     for rank in range(replicas * shards):
         with _rank_of(rank, replicas * shards):
@@ -177,7 +178,7 @@ def test_two_real_ranks_gather_the_serial_values():
         _assert_same(gathered, _serial_values())
 
 
-def test_one_seed_of_torch_decides_everything_and_a_meta_start_draws_it_later():
+def test_one_torch_seed_decides_everything_on_meta_too():
     def build(meta: bool) -> ColumnParallelLinear:
         torch.manual_seed(5)
         with torch.device("meta" if meta else "cpu"):
@@ -270,7 +271,7 @@ def test_a_module_from_elsewhere_leaves_the_random_stream_alone():
     assert 0 < model.weight.abs().max() <= 3**-0.5
 
 
-def test_a_parameter_that_nothing_fills_is_an_error_that_names_it():
+def test_an_unfilled_parameter_is_an_error_that_names_it():
     model = nn.Module()
     model.inner = nn.Module()
     model.inner.scale = nn.Parameter(torch.zeros(2))

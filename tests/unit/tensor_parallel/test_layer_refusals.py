@@ -33,7 +33,7 @@ def _refusals() -> list[str]:
     return [*messages, str(unknown.value)]
 
 
-def test_sizes_that_do_not_fit_are_errors_that_name_the_value_and_the_fix():
+def test_sizes_that_do_not_fit_are_errors_naming_value_and_fix():
     column, row, embedding, degree, whole_input, unknown = run_distributed(_refusals, 2)[1]
     assert "output_size of a ColumnParallelLinear is 5" in column
     assert "make it 6" in column

@@ -218,7 +218,7 @@ def test_column_parallel_under_autocast():
     run_distributed(_check_autocast, 2)
 
 
-def test_without_an_explicit_group_layers_take_that_of_parallel_state_once():
+def test_without_a_group_layers_take_parallel_states_once():
     run_distributed(_check_default_group, 2)
 
 
@@ -230,7 +230,7 @@ def test_marks_survive_copies_and_assignment():
     run_distributed(_check_copied_and_saved, 2)
 
 
-def test_alone_a_linear_layer_is_torchs_and_looks_the_same_to_autograd():
+def test_alone_a_linear_layer_is_torchs_for_autograd_too():
     layer = ColumnParallelLinear(H, OUT, config=config(), init_method=integers)
     output, bias = layer(integer_tensor(S, B, H))
     reference = torch.nn.functional.linear(integer_tensor(S, B, H), layer.weight, layer.bias)

@@ -39,7 +39,7 @@ def _target() -> torch.Tensor:
 
 
 def _weights() -> torch.Tensor:
-    """Of the losses, as a caller weighs them; some are zero."""
+    """Returns weights of the losses, as a caller sets them; some are zero."""
     return torch.rand(S, B, generator=torch.Generator().manual_seed(6)).mul_(torch.arange(S).remainder(3).view(S, 1))
 
 

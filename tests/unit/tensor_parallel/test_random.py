@@ -49,7 +49,7 @@ def _draws() -> dict[str, list[float]]:
     }
 
 
-def test_ranks_share_the_default_stream_and_have_a_stream_of_their_own():
+def test_ranks_share_the_default_stream_and_have_their_own():
     first, second = run_distributed(_draws, 2)
     assert first["shared"] == second["shared"]
     assert first["own"] != second["own"]
@@ -110,7 +110,7 @@ def test_unseeded_and_alone_the_default_stream_serves():
 
 
 def _block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Dropout from both streams between operations that keep activations."""
+    """Applies dropout from both streams between operations that keep activations."""
     x = F.dropout(torch.tanh(x @ weight), 0.5)
     with get_rng_tracker().fork():
         x = F.dropout(x * x, 0.5)
@@ -118,7 +118,8 @@ def _block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Two blocks in a row, and draws after the forward, from both streams, that a recomputation must not follow."""
+    """Runs two blocks in a row, and draws after the forward, from both streams, that a recomputation must not
+    follow."""
     model_parallel_manual_seed(11)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8, 6, generator=generator).requires_grad_()
@@ -145,7 +146,7 @@ def _run(call: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
     )
 
 
-def test_recomputation_changes_no_output_no_gradient_and_no_stream():
+def test_recomputation_changes_no_output_gradient_or_stream():
     kept = _run(lambda fn, *args: fn(*args))
     recomputed = _run(lambda fn, *args: checkpoint(fn, False, *args))
     for one, other in zip(kept, recomputed, strict=True):
@@ -174,7 +175,7 @@ def test_recomputation_keeps_no_activations_and_passes_keywords():
     assert calls == [0.5, 0.5]
 
 
-def test_the_second_argument_of_checkpoint_is_megatrons_and_never_the_functions():
+def test_checkpoints_second_argument_is_megatrons():
     x = torch.randn(3, requires_grad=True)
     for distributes in (False, True):
         y = checkpoint(torch.mul, distributes, x, 2.0)

@@ -20,7 +20,7 @@ def test_padding_of_nothing_is_an_error(size: int, multiple: int):
         pad_vocab_size(size, multiple)
 
 
-def test_the_first_id_outside_is_named_unless_it_is_the_allowed_one():
+def test_the_first_id_outside_is_named_unless_allowed():
     check_ids(torch.tensor([-100, 0, 9]), 10, "target", allowed=-100)
     check_ids(torch.empty(0, dtype=torch.long), 10, "token")
     with pytest.raises(DataError, match=r"target id 10 .* 10 tokens \(0 to 9\)"):

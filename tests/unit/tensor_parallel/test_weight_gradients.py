@@ -40,7 +40,7 @@ def _run(function: Callable[..., torch.Tensor], *tensors: torch.Tensor | None) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("kind", ["rows", "sequence", "strided"])
-def test_a_linear_gradient_in_borrowed_memory_is_torchs_to_the_bit(kind, has_bias, dtype):
+def test_a_linear_gradient_in_borrowed_memory_is_bitwise_torchs(kind, has_bias, dtype):
     shape = {"rows": (S * B, K), "sequence": (S, B, K), "strided": (B, S, K)}[kind]
     found, expected = [], []
     for function, results in ((linear, found), (F.linear, expected)):
@@ -153,7 +153,7 @@ def test_what_is_asked_of_an_embedding_by_its_caller_is_dense():
     assert torch.equal(second, torch.autograd.grad(gradient.square().sum(), weight)[0])
 
 
-def test_frozen_weights_and_forwards_without_gradients_take_torchs_way():
+def test_frozen_weights_and_no_grad_forwards_take_torchs_way():
     weight = nn.Parameter(_numbers(N, K))
     memory = Memory(weight)
     with torch.no_grad():

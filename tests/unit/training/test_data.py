@@ -73,7 +73,7 @@ def test_batches_go_on_after_the_samples_that_were_consumed(corpus: Path):
 
 
 def _read_ahead(prefix: Path, stops: list[int]) -> list[torch.Tensor]:
-    """Tokens of micro-batches of a run that stops after these steps, each time with more of them read."""
+    """Returns tokens of micro-batches of a run that stops after these steps, each time with more of them read."""
     config = small_config(global_batch_size=8, train_iters=4, num_workers=0)
     parallel_state.initialize_model_parallel()
     data = load_data(config, prefix, 2)
@@ -86,7 +86,7 @@ def _read_ahead(prefix: Path, stops: list[int]) -> list[torch.Tensor]:
     return found
 
 
-def test_what_was_read_ahead_is_neither_lost_nor_trained_on_twice(corpus: Path):
+def test_read_ahead_samples_are_neither_lost_nor_repeated(corpus: Path):
     for whole, continued in zip(
         run_distributed(_read_ahead, 2, corpus, [4]), run_distributed(_read_ahead, 2, corpus, [1, 3, 4]), strict=True
     ):

@@ -52,7 +52,7 @@ def _numbers(batches: Iterator[Batch], count: int) -> list[int]:
     return [int(next(batches)["tokens"][0, 0]) for _ in range(count)]
 
 
-def test_batches_are_copied_ahead_on_another_thread_and_waited_for_when_used() -> None:
+def test_batches_are_copied_ahead_and_waited_for_when_used() -> None:
     copies = _Copies()
     with DeviceBatches(map(batch, range(10)), copies) as batches:
         copies.wait_until_started(BATCHES_AHEAD - 1)
@@ -65,14 +65,14 @@ def test_batches_are_copied_ahead_on_another_thread_and_waited_for_when_used() -
     assert threading.get_ident() not in copies.threads and len(copies.threads) == 1
 
 
-def test_an_iterator_ends_after_its_last_batch_and_stays_at_its_end() -> None:
+def test_an_iterator_ends_after_its_last_batch_and_stays_there() -> None:
     with DeviceBatches(map(batch, range(3)), _Copies()) as batches:
         assert len(list(batches)) == 3
         for _ in range(BATCHES_AHEAD + 2):
             assert next(batches, None) is None
 
 
-def test_an_error_in_reading_is_raised_where_the_batch_is_asked_for() -> None:
+def test_an_error_in_reading_is_raised_where_the_batch_is_used() -> None:
     def read() -> Iterator[Batch]:
         yield batch(0)
         raise DataError("damaged")
@@ -159,7 +159,7 @@ class _Streams:
         return stream
 
 
-def test_the_computing_stream_waits_for_a_copy_and_keeps_its_memory() -> None:
+def test_the_computing_stream_waits_for_a_copy_and_keeps_memory() -> None:
     log: list[str] = []
     made: Any = {"tokens": _Tensor(log, "tokens"), "document_starts": _Tensor(log, "starts")}
     with (

@@ -9,7 +9,7 @@ from core.training.exact_totals import sum_in_any_order
 
 
 def _addends(scale: float) -> torch.Tensor:
-    """`[m, 2]` of either sign, from 2^-31 of the largest to the largest, rounded to fp32."""
+    """Makes `[m, 2]` of either sign, from 2^-31 of the largest to the largest, rounded to fp32."""
     generator = torch.Generator().manual_seed(5)
     magnitudes = torch.rand(4096, 2, generator=generator).mul(-31).exp2()
     signs = torch.randint(0, 2, (4096, 2), generator=generator) * 2 - 1

@@ -46,7 +46,7 @@ def test_groups_and_seeds_follow_the_settings():
 
 
 def _first_mask_and_weights(is_random: bool, uses_fsdp2: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What dropout leaves of ones, and the weights of a wrapped model."""
+    """Returns what dropout leaves of ones, and the weights of a wrapped model."""
     config = small_config(seed=7, data_parallel_random_init=is_random)
     initialize(config)
     with torch.device("meta") if uses_fsdp2 else nullcontext():
@@ -58,7 +58,7 @@ def _first_mask_and_weights(is_random: bool, uses_fsdp2: bool) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("uses_fsdp2", [False, True], ids=["ddp", "fsdp2"])
-def test_replicas_drop_differently_where_asked_and_start_equal_all_the_same(uses_fsdp2: bool):
+def test_replicas_drop_differently_where_asked_and_start_equal(uses_fsdp2: bool):
     (first, _), (second, _) = run_distributed(_first_mask_and_weights, 2, False, uses_fsdp2)
     assert torch.equal(first, second)
     (first, weights), (second, others) = run_distributed(_first_mask_and_weights, 2, True, uses_fsdp2)

@@ -157,6 +157,6 @@ def _without_marks(flat: Any, tree: Any) -> list[Any]:
     return [event for event in flat(tree) if event.name != memory_profile._MARK]
 
 
-def test_records_that_the_profiler_did_not_see_are_placed_by_the_clock():
+def test_records_unseen_by_the_profiler_are_placed_by_the_clock():
     with_marks, without = run_distributed(_peaks_with_and_without_marks, 1)[0]
     assert with_marks == pytest.approx(without, rel=0.1) and without > 0

@@ -60,7 +60,7 @@ def _state(wrapper: str, **changes: Any) -> tuple[TrainingState, GPTModel]:
 
 
 def _starts(folders: list[Path]) -> list[str]:
-    """What is wrong on this rank with the weights that runs start from."""
+    """Returns what is wrong on this rank with the weights that runs start from."""
     expected = {name: tensor.detach() for name, tensor in build("qwen3", vocab_size=64).state_dict().items()}
     problems = []
     for wrapper, tp, lora_rank in [*itertools.product(WRAPPERS, (1, 2), (None,)), ("zero1", 1, 3), ("fsdp2", 2, 3)]:

@@ -14,7 +14,7 @@ class Groups:
 
 
 def course(steps: int, **settings) -> tuple[list[float], list[float]]:
-    """Learning rate and weight decay in each step."""
+    """Returns learning rate and weight decay in each step."""
     groups = Groups()
     scheduler = build_scheduler(small_config(**settings), groups)
     rates, decays = [], []
@@ -25,7 +25,7 @@ def course(steps: int, **settings) -> tuple[list[float], list[float]]:
     return rates, decays
 
 
-def test_the_run_is_the_length_of_the_decay_unless_another_is_given():
+def test_the_run_is_as_long_as_the_decay_unless_given():
     assert course(5, lr=1.0, min_lr=0.5)[0] == pytest.approx([1.0, 0.875, 0.75, 0.625, 0.5])
     assert course(3, lr=1.0, lr_decay_iters=2)[0] == pytest.approx([1.0, 0.5, 0.0])
 

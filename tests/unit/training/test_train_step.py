@@ -27,7 +27,7 @@ STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4], [0, 1, 1, 1, 1, 5, 5, 5]])
 
 
 def batches(rank: int, count: int, packed: bool = False) -> list[Batch]:
-    """Micro-batches whose numbers of tokens that count differ, between micro-batches and between ranks."""
+    """Makes micro-batches whose numbers of tokens that count differ, between micro-batches and between ranks."""
     generator = torch.Generator().manual_seed(10 + rank)
     made: list[Batch] = []
     for i in range(count):
@@ -79,7 +79,7 @@ def step_on_ranks(
 def expected_step(
     changes: dict, num_ranks: int, packed: bool = False
 ) -> tuple[float, float, dict[str, torch.Tensor], float]:
-    """Loss, mean loss over tokens, weights after a step of SGD, and gradient norm: one process, one sum."""
+    """Returns loss, mean loss over tokens, weights after a step of SGD, and gradient norm: one process, one sum."""
     config = small_config(**changes)
     model = model_of(config)
     per_token = config.model.calculate_per_token_loss

@@ -14,7 +14,8 @@ def flash_attention_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _flash_by_hand(query, key, value, bounds, bounds_k, longest, longest_k, dropout, causal, debug, *, scale):
-    """Torch's kernel for documents, one behind the other, `[tokens, heads, d]`, on any device; without its rest."""
+    """Calls torch's kernel for documents, one behind the other, `[tokens, heads, d]`, on any device; without its
+    rest."""
     assert (bounds.dtype, bounds_k, longest_k) == (torch.int32, bounds, longest) and causal and not debug
     assert all(tensor.shape[-1] % 8 == 0 for tensor in (query, key, value))
     ends = bounds.tolist()
@@ -27,7 +28,7 @@ def _flash_by_hand(query, key, value, bounds, bounds_k, longest, longest_k, drop
 
 
 def _flash_backward_by_hand(grad, query, key, value, output, logsumexp, *rest, scale):
-    """Its derivative."""
+    """Computes the derivative of `_flash_by_hand`."""
     *arguments, dropout, causal, _, _ = rest
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():

@@ -21,7 +21,8 @@ BATCH, HEADS, GROUPS, LENGTH, BEFORE, CHANNELS = 2, 4, 2, 9, 14, 6
 
 
 def _tensors(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Query, key, value and the gradient of the output; keys are those before the queries, then the queries' own."""
+    """Makes query, key, value and the gradient of the output; keys are those before the queries, then the queries'
+    own."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(HEADS, LENGTH), (GROUPS, BEFORE + LENGTH), (GROUPS, BEFORE + LENGTH), (HEADS, LENGTH)]
     return [

@@ -25,14 +25,14 @@ DOCUMENTS = ((5, 12, 7), (1, 2, 17, 4))
 
 
 def _tensors() -> list[torch.Tensor]:
-    """Query, key, value and the gradient of the output, `[s, b, n, d]`, of the whole sequence."""
+    """Makes query, key, value and the gradient of the output, `[s, b, n, d]`, of the whole sequence."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(LENGTH, BATCH, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def document_starts() -> torch.Tensor:
-    """`[b, s]` of the documents above."""
+    """Returns the document starts `[b, s]` of `DOCUMENTS`."""
     rows = []
     for lengths in DOCUMENTS:
         begins = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -42,7 +42,7 @@ def document_starts() -> torch.Tensor:
 
 @functools.cache
 def _whole(documents: bool) -> tuple[torch.Tensor, ...]:
-    """Output and gradients by torch's own attention with an explicit mask."""
+    """Returns output and gradients by torch's own attention with an explicit mask."""
     query, key, value, grad = _tensors()
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, 1, LENGTH, LENGTH)
@@ -81,7 +81,7 @@ def test_alone_it_is_the_masked_attention(documents: bool):
 
 @pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_each_rank_has_its_part_of_the_attention_and_of_all_gradients(size: int, documents: bool):
+def test_each_rank_has_its_part_of_attention_and_all_gradients(size: int, documents: bool):
     for rank, tensors in enumerate(run_distributed(_cut, size, documents)):
         for found, expected in zip(tensors, _whole(documents), strict=True):
             torch.testing.assert_close(found, _of_rank(expected, rank, size), rtol=1e-12, atol=1e-12)
@@ -103,7 +103,7 @@ def _cut_and_gathered() -> tuple[list[int], torch.Tensor, torch.Tensor]:
     return own_positions(LENGTH // size, torch.device("cpu")).tolist(), whole.detach(), leaf.grad
 
 
-def test_a_gathered_sequence_is_in_order_and_gradients_go_back_to_their_rank():
+def test_a_gathered_sequence_is_ordered_and_gradients_return():
     for rank, (positions, whole, grad) in enumerate(run_distributed(_cut_and_gathered, 2)):
         assert positions == [[*range(6), *range(18, 24)], [*range(6, 18)]][rank]
         assert torch.equal(whole, torch.arange(LENGTH, dtype=torch.float32))

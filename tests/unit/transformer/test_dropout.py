@@ -29,7 +29,7 @@ def _drawn(sequence_parallel, tp=2, cp=1):
         get_rng_tracker().reset()
 
 
-def test_ranks_share_a_mask_unless_they_hold_parts_of_the_sequence():
+def test_ranks_share_a_mask_unless_they_hold_sequence_parts():
     first, second = run_distributed(_drawn, 2, False)
     assert torch.equal(first, second)
     first, second = run_distributed(_drawn, 2, True)
@@ -42,7 +42,7 @@ def test_context_parallel_ranks_share_no_mask():
 
 
 @pytest.mark.long
-def test_each_pair_of_ranks_shares_a_mask_only_of_activations_that_both_hold():
+def test_rank_pairs_share_masks_only_of_shared_activations():
     whole = run_distributed(_drawn, 4, False, 2, 2)  # tp is the inner axis
     assert torch.equal(whole[0], whole[1]) and torch.equal(whole[2], whole[3])
     assert not torch.equal(whole[0], whole[2])
@@ -50,7 +50,7 @@ def test_each_pair_of_ranks_shares_a_mask_only_of_activations_that_both_hold():
 
 
 def _attention_drops(tp, cp):
-    """What attention to ones makes of ones, and whether the stream that ranks share is where it was."""
+    """Returns what attention to ones makes of ones, and whether the stream that ranks share is where it was."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
     model_parallel_manual_seed(5)
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "context_parallel_size": cp}

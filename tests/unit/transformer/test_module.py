@@ -63,7 +63,7 @@ class _Echo(nn.Module):
         return {"hidden": (self.weight * 1, [self.table]), "ids": torch.zeros(1, dtype=torch.long)}
 
 
-def test_casts_reach_into_containers_and_leave_integers_and_buffers():
+def test_casts_reach_into_containers_but_skip_buffers_and_ints():
     half = Float16Module(TransformerConfig(fp16=True, **SIZES), _Echo())
     output = half(torch.zeros(1), (torch.zeros(1, dtype=torch.long), torch.zeros(1)), extra={"x": torch.zeros(1)})
     (first, (second, third)), keywords = half.module.seen

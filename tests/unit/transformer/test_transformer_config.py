@@ -92,7 +92,7 @@ def test_sizes_that_tensor_parallelism_cannot_split(changes, message):
     assert " | " not in str(raised.value)
 
 
-def test_groups_that_do_not_divide_are_one_error_with_numbers_that_do():
+def test_groups_that_do_not_divide_are_one_error_with_a_remedy():
     with pytest.raises(ConfigError) as raised:
         config(num_attention_heads=12, num_query_groups=5, tensor_model_parallel_size=4)
     assert str(raised.value) == "num_query_groups 5 does not divide num_attention_heads 12; take 4 or 12 groups"
@@ -179,7 +179,7 @@ def test_a_field_that_would_change_what_is_computed_is_refused(given, message):
     assert getattr(config(**{name: default}), name) == default
 
 
-def test_a_field_that_changes_no_number_is_ignored_with_one_warning():
+def test_a_field_that_changes_no_number_is_ignored_with_warning():
     warn_once.cache_clear()
     given = {"bias_dropout_fusion": True, "moe_router_topk": 4, "pipeline_dtype": torch.float32}
     with pytest.warns(UserWarning, match="ignores bias_dropout_fusion, moe_router_topk, pipeline_dtype") as caught:

@@ -35,7 +35,7 @@ def _verified(function: str, options: Options, wrappers: list[str] | None = None
 
 @contextmanager
 def _one_gradient_doubled_in_the_fourth_step() -> Iterator[None]:
-    """FSDP2 on every rank."""
+    """Doubles one gradient of FSDP2, on every rank."""
     finish, calls = TorchFullyShardedDataParallel._finish_grad_sync, itertools.count()
 
     def planted(self: TorchFullyShardedDataParallel, force: bool) -> None:
@@ -49,7 +49,7 @@ def _one_gradient_doubled_in_the_fourth_step() -> Iterator[None]:
 
 @contextmanager
 def _one_weight_stale_on_the_second_rank() -> Iterator[None]:
-    """ZeRO-1 in its second step."""
+    """Undoes the second update of one weight of ZeRO-1, on rank 1."""
     publish, calls = DistributedOptimizer._publish_parameters, itertools.count()
 
     def planted(self: DistributedOptimizer) -> None:
@@ -66,7 +66,7 @@ def _one_weight_stale_on_the_second_rank() -> Iterator[None]:
 
 @contextmanager
 def _a_sum_in_place_of_a_mean() -> Iterator[None]:
-    """In every wrapper, so that only one process shows it."""
+    """Doubles gradients in every wrapper, so that only one process shows it."""
     with FAULTS["doubled_gradients"].planted():
         yield
 

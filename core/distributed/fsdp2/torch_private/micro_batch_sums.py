@@ -95,7 +95,7 @@ class _UnitSums:
 
     @contextmanager
     def _replicas_added_in_order(self) -> Iterator[None]:
-        """Hides replicas from torch, which calls `_add_replicas` then: the backend would add them in any order."""
+        """Makes torch call `_add_replicas` instead of its own all-reduce, which adds replicas in any order."""
         if self._replicas is None:
             yield
             return

@@ -58,7 +58,7 @@ def gathered_versions(root: nn.Module) -> dict[Any, int]:
 
 
 def mark_gathered_parameters(root: nn.Module) -> None:
-    """Marks what an optimizer must not be built from: its step then says so."""
+    """Marks gathered parameters, so that the step of an optimizer built from them raises."""
     for parameter in fsdp_parameters(root):
         gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is not None and not is_marked_as_gathered(gathered):

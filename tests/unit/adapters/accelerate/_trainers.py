@@ -61,7 +61,7 @@ def fresh_accelerate(local: int | None = None) -> Iterator[None]:
 
 
 def samples(count: int) -> list[dict[str, Tensor]]:
-    """Sequences of 3 to 9 tokens; the first tokens of most have no labels."""
+    """Makes sequences of 3 to 9 tokens; the first tokens of most have no labels."""
     generator = torch.Generator().manual_seed(7)
     found = []
     for index in range(count):

@@ -176,7 +176,7 @@ def _foreign() -> None:
             Loop(strategy, torch.optim.Adagrad)
 
 
-def test_another_optimizer_is_kept_over_replicas_and_refused_over_shards():
+def test_a_foreign_optimizer_works_on_replicas_but_not_on_shards():
     run_distributed(_foreign, 2)
 
 

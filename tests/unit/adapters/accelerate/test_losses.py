@@ -84,7 +84,7 @@ def _losses_of_backwards(folder: str, strategy: str | None) -> tuple[list[float]
             return seen, train(trainer).losses
 
 
-def test_a_loss_per_token_is_not_multiplied_by_the_number_of_ranks(tmp_path):
+def test_a_per_token_loss_is_not_multiplied_by_the_world_size(tmp_path):
     stock, logged = zip(*run_distributed(_losses_of_backwards, 2, str(tmp_path), None), strict=True)
     found, as_well = zip(*run_distributed(_losses_of_backwards, 2, str(tmp_path), "optim_grads_params"), strict=True)
     assert as_well == logged

@@ -122,7 +122,7 @@ def _trained_adapters(folder: str, strategies: list[str | None]) -> list[Trained
 
 
 @pytest.mark.long
-def test_low_rank_adapters_train_under_recomputation_and_are_saved(tmp_path):
+def test_lora_trains_under_recomputation_and_is_saved(tmp_path):
     pytest.importorskip("peft")
     import peft
 
@@ -180,7 +180,7 @@ def _evaluated(folder: str, strategies: list[str | None]) -> list[tuple[Trained,
     return found
 
 
-def test_evaluation_and_generation_inside_training_change_nothing(tmp_path):
+def test_evaluation_and_generation_in_training_change_nothing(tmp_path):
     ((expected,),) = run_distributed(_trained, 1, "llama", str(tmp_path), [None], {}, {})
     (((_, _, texts),),) = run_distributed(_evaluated, 1, str(tmp_path), [None])
     for rank, of_rank in enumerate(run_distributed(_evaluated, 2, str(tmp_path), [None, *STRATEGIES])):
@@ -220,7 +220,7 @@ OTHERS = [("no_shard", "no_shard"), ("optim_grads", "optim_grads"), ("fsdp2", "f
 
 
 @some_and_others("pairs", SOME, OTHERS)
-def test_a_run_is_resumed_bitwise_under_its_own_and_another_strategy(pairs, tmp_path):
+def test_a_run_resumes_bitwise_under_its_or_another_strategy(pairs, tmp_path):
     for of_rank in run_distributed(_saved_and_resumed, 2, str(tmp_path), pairs):
         for whole, resumed in of_rank:
             assert resumed.losses == whole.losses  # those before the checkpoint are in the trainer's state
@@ -251,7 +251,7 @@ def _saved(folder: str, strategies: list[str]) -> list[dict[str, Any]]:
 
 
 @some_and_others("strategies", ["optim", "optim_grads_params"], ["no_shard", "optim_grads", "fsdp2"])
-def test_what_save_pretrained_writes_is_the_best_model_of_the_run(strategies, tmp_path):
+def test_save_pretrained_writes_the_best_model_of_the_run(strategies, tmp_path):
     import transformers
 
     from core.dist_checkpointing import verify

@@ -61,7 +61,7 @@ class Module(L.LightningModule):
 
 
 def loader(rank: int, steps: int = STEPS, micro_batches: int = MICRO_BATCHES, first: int = 0) -> DataLoader[Any]:
-    """The micro-batches of one rank, in order."""
+    """Loads the micro-batches of one rank, in order."""
     batches = [batch(first + step, micro, rank) for step in range(steps) for micro in range(micro_batches)]
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ def trainer(strategy: Any, folder: Any, **settings: Any) -> L.Trainer:
 def serial(
     num_ranks: int, optimizer: str = "sgd", steps: int = STEPS, micro_batches: int = MICRO_BATCHES
 ) -> tuple[list[list[float]], list[float], dict[str, torch.Tensor]]:
-    """What all ranks together have to do, in one process: losses by rank, norms before clipping, weights."""
+    """Trains in one process what all ranks do: returns losses by rank, norms before clipping, weights."""
     model = Net()
     if optimizer == "sgd":
         update: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
@@ -119,7 +119,7 @@ def serial(
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the whole model, on every rank; of the model inside, where a wrapper is given."""
+    """Returns the tensors of the whole model, on every rank; of the model inside, where a wrapper is given."""
     wrapper: Any = model if isinstance(model, _BaseDataParallel) else owner_of(next(model.parameters()))
     with wrapper.whole_parameters():
         state = model_state_dict(wrapper.module)

@@ -83,7 +83,7 @@ def test_adamw_of_torch_and_our_optimizer_do_the_same(sharding, tmp_path):
 
 
 def _counted(sharding: str, folder: str) -> list[int]:
-    """Reductions of a training with several micro-batches a step, and with one."""
+    """Counts reductions of a training with several micro-batches a step, and with one."""
     counts = []
     for micro_batches in (MICRO_BATCHES, 1):
         settings = {"accumulate_grad_batches": micro_batches, "gradient_clip_val": None}
@@ -101,7 +101,8 @@ def test_gradients_are_reduced_once_a_step(sharding, tmp_path):
 
 
 def _epochs(sharding: str, folder: str) -> None:
-    """Two epochs, and the second one again from the checkpoint of the first, with callbacks, loggers, validation."""
+    """Trains two epochs, and the second again from the checkpoint of the first, with callbacks, loggers,
+    validation."""
 
     def parts(version: str) -> dict[str, Any]:
         saver = ModelCheckpoint(f"{folder}/{version}", monitor="val_loss", save_top_k=1, save_last=True)
@@ -155,7 +156,7 @@ def test_a_run_continues_bitwise_with_callbacks_and_loggers(sharding, tmp_path):
 
 
 def _across(folder: str) -> None:
-    """Saved under one sharding and optimizer class, continued under another."""
+    """Saves under one sharding and optimizer class, and continues under another."""
     with ranks_of_lightning():
         module = Module("adamw")
         made = trainer(ShardstackStrategy("fsdp2"), folder)

@@ -34,7 +34,7 @@ def test_one_string_is_not_a_list():
         import_classes_from_paths("torch.nn.Linear")
 
 
-def test_a_class_that_the_model_has_none_of_is_named_with_those_it_has():
+def test_an_absent_class_is_named_with_the_models_classes():
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     check_classes_are_in(model, [nn.Linear], "units")
     with pytest.raises(WrapError, match=r"units names the class torch\.nn.*Bilinear.*takes one of Linear, Lay"):

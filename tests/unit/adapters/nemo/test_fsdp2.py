@@ -62,7 +62,7 @@ def _gradients_and_text(kind: str, tied: bool, shape: tuple[int, ...], names: tu
 
 
 @pytest.mark.parametrize(("kind", "tied"), [*((kind, True) for kind in KINDS), ("llama", False)])
-def test_sharded_gradients_text_and_norm_are_those_of_one_process(kind, tied):
+def test_sharded_gradients_text_and_norm_match_one_process(kind, tied):
     run_distributed(_gradients_and_text, 2, kind, tied, (2,), ("data_parallel",))
 
 
@@ -130,7 +130,7 @@ def _options() -> None:
     assert 0 < total.max() < 0.2
 
 
-def test_offload_recomputation_and_default_precision_do_as_they_say():
+def test_offload_recomputation_and_default_precision_take_effect():
     run_distributed(_options, 2)
 
 
@@ -201,7 +201,7 @@ def _with_parallel_state() -> None:
     assert norm == pytest.approx(torch.stack([g.norm() for g in serial.values()]).norm().item(), rel=1e-5)
 
 
-def test_the_norm_counts_each_element_once_next_to_parallel_state():
+def test_the_norm_counts_elements_once_next_to_parallel_state():
     run_distributed(_with_parallel_state, 2)
 
 
@@ -216,5 +216,5 @@ def _says() -> None:
         fsdp2_strategy_parallelize(toy(), mesh, tp_shard_plan={"head": ColwiseParallel()})
 
 
-def test_heads_that_cannot_be_dealt_out_and_a_plan_without_an_axis_are_named():
+def test_uneven_heads_and_a_plan_without_an_axis_are_named():
     run_distributed(_says, 2)

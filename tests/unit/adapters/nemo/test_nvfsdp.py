@@ -66,7 +66,7 @@ def _strategies() -> None:
             assert all(torch.equal(found[n], g) for n, g in oracle().items())
 
 
-def test_names_and_numbers_choose_the_wrapper_and_gradients_are_the_oracles():
+def test_names_and_numbers_choose_a_wrapper_equal_to_the_oracle():
     run_distributed(_strategies, 2)
 
 

@@ -37,7 +37,7 @@ def test_styles_are_torchs_and_cached():
     assert translate_to_torch_parallel_style("rowwise_rep").input_layouts == (Replicate(),)
 
 
-def test_styles_that_are_unknown_or_have_no_counterpart_are_refused():
+def test_styles_without_a_counterpart_are_refused():
     with pytest.raises(
         ValueError, match=r"'colwize'; did you mean 'colwise'.*sequence_parallel.*replicated_with_grad"
     ):
@@ -98,5 +98,5 @@ def _ties() -> None:
         apply_plan(toy(tied=True), mesh, {"head": colwise, "embedding": ColwiseParallel()}, mesh)
 
 
-def test_a_shared_weight_stays_one_whichever_of_its_modules_is_planned():
+def test_a_shared_weight_stays_one_whichever_module_is_planned():
     run_distributed(_ties, 2)

@@ -44,7 +44,7 @@ OURS["words"][6:] = 0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Theirs, made of ours."""
+    """Writes their tensors, made of ours."""
     folder = tmp_path_factory.mktemp("theirs")
     shapes = foreign_shapes(RECIPES, SHAPES)
     plan = {name: (torch.float32, shape) for name, shape in shapes.items()}

@@ -25,7 +25,7 @@ def whole_hash(tensor):
 
 
 def by_definition(tensor):
-    """One term for each word, as the module's text has it, in integers of any size."""
+    """Adds one term for each word, as the module's text has it, in integers of any size."""
     from core.dist_checkpointing.format.content_hash import _BLOCK_WORDS, _block_key, _position_keys
 
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

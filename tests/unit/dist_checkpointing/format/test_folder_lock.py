@@ -25,7 +25,7 @@ def _holds(root: Path, connection) -> None:
 
 @pytest.fixture
 def holder(tmp_path: Path):
-    """Another process that holds the lock of a folder; gives its id, and ends it when sent something."""
+    """Starts another process that holds the lock of a folder; gives its id, and ends it when sent something."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_holds, args=(tmp_path / "run", theirs))
     process.start()

@@ -28,7 +28,7 @@ def test_the_pointer_follows_each_save(tmp_path):
     assert (tmp_path / "latest").read_text() == "iter_12345678\n"
 
 
-def test_without_a_pointer_the_highest_complete_iteration_is_the_latest(tmp_path):
+def test_without_a_pointer_the_highest_iteration_is_the_latest(tmp_path):
     for iteration in (9_999_999, 10_000_000):
         _save(checkpoint_directory(tmp_path, iteration))
     (tmp_path / "latest").unlink()
@@ -37,14 +37,14 @@ def test_without_a_pointer_the_highest_complete_iteration_is_the_latest(tmp_path
 
 
 @pytest.mark.parametrize("text", ["", "..", "../elsewhere", "/", "iter_0000009", "a\nb"])
-def test_a_pointer_to_no_checkpoint_is_an_error_not_a_fresh_start(tmp_path, text):
+def test_a_pointer_to_no_checkpoint_is_an_error(tmp_path, text):
     _save(checkpoint_directory(tmp_path, 1))
     (tmp_path / "latest").write_text(text)
     with pytest.raises(CheckpointError, match="latest"):
         latest_checkpoint(tmp_path)
 
 
-def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
+def test_a_crash_between_the_renames_of_a_replacement_is_safe(tmp_path):
     folder = checkpoint_directory(tmp_path, 1)
     _save(folder)
     shutil.copytree(folder, tmp_path / f".{folder.name}.tmp")  # the new one, complete
@@ -59,7 +59,7 @@ def test_a_crash_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name, "latest"]
 
 
-def test_after_such_a_crash_another_save_gives_the_old_one_its_name(tmp_path):
+def test_after_such_a_crash_another_save_restores_the_name(tmp_path):
     folder = checkpoint_directory(tmp_path, 1)
     _save(folder)
     shutil.copytree(folder, tmp_path / f".{folder.name}.tmp")
@@ -69,7 +69,7 @@ def test_after_such_a_crash_another_save_gives_the_old_one_its_name(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
 
 
-def test_a_copy_that_a_crash_left_is_not_read_for_a_removed_checkpoint(tmp_path):
+def test_a_leftover_copy_is_not_read_for_a_removed_checkpoint(tmp_path):
     folder = checkpoint_directory(tmp_path, 1)
     _save(folder, 1.0)
     shutil.copytree(folder, tmp_path / f".{folder.name}.old")  # killed before it was removed
@@ -80,7 +80,7 @@ def test_a_copy_that_a_crash_left_is_not_read_for_a_removed_checkpoint(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "latest"]
 
 
-def test_rotation_keeps_the_newest_checkpoint_that_can_be_gone_on_from(tmp_path):
+def test_rotation_keeps_the_newest_resumable_checkpoint(tmp_path):
     for iteration, finite in ((1, True), (2, True), (3, False), (4, False), (5, False)):
         save(
             {"w": torch.ones(2)},
@@ -97,7 +97,7 @@ def test_rotation_keeps_the_newest_checkpoint_that_can_be_gone_on_from(tmp_path)
         assert _iterations(tmp_path) == [6, 6 + skipped]
 
 
-def test_nothing_is_removed_for_a_checkpoint_that_does_not_read_back(tmp_path, monkeypatch):
+def test_nothing_is_removed_for_an_unreadable_checkpoint(tmp_path, monkeypatch):
     _save(checkpoint_directory(tmp_path, 1), keep=Retention(1))
     honest = writer.np.fromfile
 
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000003", "latest"]
 
 
-def test_what_killed_saves_of_other_iterations_left_is_swept_away(tmp_path):
+def test_leftovers_of_killed_saves_are_removed(tmp_path):
     for name in (".iter_0000001.tmp", ".iter_0000004.removed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank_00007.bin").write_bytes(b"half")

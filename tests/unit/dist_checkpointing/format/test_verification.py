@@ -127,7 +127,7 @@ def test_every_damaged_file_is_named(tmp_path, ranks):
     assert "rank_00001.bin is missing" in _damage(str(tmp_path / "it"))[0]
 
 
-def test_a_tensor_of_which_only_parts_are_asked_for_is_left_unchecked(tmp_path):
+def test_a_tensor_that_is_read_in_part_is_left_unchecked(tmp_path):
     """Ranks of no layout do so, and there is nothing that the parts would add up to."""
     save({"w": torch.arange(6.0)}, tmp_path / "it", metadata={})
     index = read_index(tmp_path / "it")
@@ -145,7 +145,7 @@ def test_global_views_are_hashed_as_what_they_are_of_the_whole(tmp_path):
     assert differing_tensors({"w": tensor}, read_index(tmp_path / "it"), {"w"}, Ranks()) == []
 
 
-def test_what_was_compared_is_said_in_a_line_and_comparing_is_the_default(tmp_path):
+def test_comparing_is_the_default_and_reported_in_a_line(tmp_path):
     lines: list[str] = []
     save({"w": torch.arange(6.0), "n": torch.tensor(1)}, tmp_path / "it", metadata={})
     state = {"w": torch.zeros(6), "n": torch.tensor(0)}

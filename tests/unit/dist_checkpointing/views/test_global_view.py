@@ -30,7 +30,8 @@ def _fsdp_piece(whole: torch.Tensor, dim: int | None, mesh: DeviceMesh) -> nn.Pa
 
 
 def _check(param: torch.Tensor, whole: torch.Tensor) -> None:
-    """The view is the whole tensor, shares storage with the parameter, and the slices say where the piece is."""
+    """Checks that the view is the whole tensor, shares storage with the parameter, and that the slices say where the
+    piece is."""
     view = global_view(param)
     assert not view.requires_grad
     assert view.shape == whole.shape == global_shape(param)
@@ -74,7 +75,7 @@ def test_pieces_lie_where_the_whole_tensor_has_them(world, tp_size, replicas):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("tp_size", "replicas"), [(2, 1), (1, 2), (2, 2), (1, 1)])
-def test_pieces_lie_where_the_whole_tensor_has_them_on_four_ranks(tp_size, replicas):
+def test_pieces_are_at_their_global_offsets_on_four_ranks(tp_size, replicas):
     run_distributed(_check_layouts, 4, tp_size, replicas)
 
 
@@ -98,7 +99,7 @@ def _check_placements() -> None:
     assert global_view(again).device_mesh.get_group("tp") is parallel_state.get_tensor_model_parallel_group()
 
 
-def test_tp_is_the_outer_axis_and_meshes_live_as_long_as_the_parallel_state():
+def test_tp_is_the_outer_axis_and_parallel_state_owns_meshes():
     run_distributed(_check_placements, 2)
 
 

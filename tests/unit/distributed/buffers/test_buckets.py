@@ -57,7 +57,7 @@ def _leaves_during_backward(kind: str) -> tuple[int, int]:
     return len(left), len(model.bucket_groups)
 
 
-def test_buckets_leave_during_the_last_backward_in_a_fixed_order_where_asked():
+def test_buckets_are_sent_in_the_last_backward_in_a_fixed_order():
     for kind in BUFFERED:
         for left, buckets in run_distributed(_leaves_during_backward, 2, kind):
             assert left == (0 if kind in ("ddp", "zero1") else buckets), kind
@@ -76,7 +76,7 @@ def _gradients_are_views() -> None:
     assert buffer.names == names[::-1]
 
 
-def test_main_grads_are_views_of_one_buffer_and_frozen_parameters_have_none():
+def test_main_grads_are_views_of_one_buffer_unless_frozen():
     run_distributed(_gradients_are_views, 1)
 
 
@@ -103,5 +103,5 @@ def _parameters_are_views(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SHARDED)
-def test_parameters_are_views_of_the_buffer_into_which_shards_are_gathered(kind):
+def test_parameters_are_views_of_the_gathered_buffer(kind):
     run_distributed(_parameters_are_views, 2, kind)

@@ -118,7 +118,7 @@ def accumulate(model: DistributedDataParallel, step: int) -> None:
 
 
 def train(make: Any, settings: dict[str, Any], fused: bool) -> tuple[list[dict[str, torch.Tensor]], int]:
-    """Gradients of each step and the weights after the last, and how often memory was lent."""
+    """Returns gradients of each step, the weights after the last, and how often memory was lent."""
     torch.manual_seed(3)
     module = make(gradient_accumulation_fusion=fused)
     model = wrap(module, **settings)
@@ -142,7 +142,7 @@ _unfused: dict[Any, tuple[list[dict[str, torch.Tensor]], int]] = {}
 
 
 def train_unfused(make: Any, settings: dict[str, Any]) -> tuple[list[dict[str, torch.Tensor]], int]:
-    """`train` without fusion, once for all wrappers that are equal to the last bit at two ranks."""
+    """Runs `train` without fusion, once for all wrappers that are equal to the last bit at two ranks."""
     key = (repr(make), settings.get("reduce_every_micro_batch"), settings.get("grad_reduce_in_fp32"))
     if key not in _unfused:
         _unfused[key] = train(make, settings, fused=False)
@@ -173,7 +173,7 @@ def test_fusion_changes_no_bit(wrapper, model):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "zero2"])
-def test_fusion_into_fp32_gradients_of_bf16_weights_changes_no_bit(wrapper):
+def test_fusion_into_fp32_gradients_of_bf16_changes_no_bit(wrapper):
     settings = {**WRAPPERS[wrapper], "grad_reduce_in_fp32": True}
     for model in ("bf16", "bf16, tied"):
         run_distributed(_changes_nothing, 2, MODELS[model], settings)
@@ -209,12 +209,12 @@ def _hook_orders() -> None:
     assert len(order) == MICRO_BATCHES * len(set(order))
 
 
-def test_gradients_arrive_in_the_order_in_which_they_would_without_fusion():
+def test_gradients_arrive_in_the_same_order_without_fusion():
     run_distributed(_hook_orders, 1)
 
 
 class _Allocations(TorchDispatchMode):
-    """Storages of at least `least` bytes that operations return, without those of `known`."""
+    """Records the storages of at least `least` bytes that operations return, without those of `known`."""
 
     def __init__(self, least: int, known: set[int]) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def _allocations(fused: bool, micro_batches: int) -> list[str]:
-    """During the last of these, of what is as large as the smallest matrix."""
+    """Returns the operations of the last micro-batch that allocate as much as the smallest matrix."""
     torch.manual_seed(3)
     config = TransformerConfig(
         num_layers=1,
@@ -293,7 +293,7 @@ def _nests() -> None:
         accumulate(model, 0)  # all is forgotten
 
 
-def test_a_backward_within_a_backward_that_brings_the_same_gradient_is_refused():
+def test_a_nested_backward_with_the_same_gradient_is_refused():
     run_distributed(_nests, 1)
 
 
@@ -309,7 +309,7 @@ def test_a_pickled_parameter_has_no_lender():
 
 
 def _lent_places(of_layers: bool) -> dict[str, bool]:
-    """By parameter whether its memory in the buffer is lent to the layer."""
+    """Returns by parameter whether its memory in the buffer is lent to the layer."""
     module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 5, bias=False), nn.Linear(5, 16, bias=False))
     for parameter in module.parameters() if of_layers else ():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -15,7 +15,7 @@ from tests.unit.distributed._toys import build, gradients
 
 
 @pytest.mark.parametrize("reduces_each", [False, True])
-def test_what_comes_after_a_bucket_was_sent_is_late_or_is_sent_again(reduces_each: bool):
+def test_gradients_after_sending_are_late_or_sent_again(reduces_each: bool):
     assert Phase.FILLING.begun(reduces_each) is Phase.FILLING
     phase = Phase.FILLING.sent()
     assert phase is Phase.SENT and phase.has_left and phase.has_reduced
@@ -32,7 +32,7 @@ def test_each_step_begins_with_nothing():
     assert {content.cleared() for content in Content} == {Content.STALE}
 
 
-def test_a_place_remembers_that_a_gradient_has_come_until_the_step_ends():
+def test_a_slot_remembers_its_gradient_until_the_step_ends():
     content = Content.STALE.lent().returned()
     assert content is Content.STALE and not content.counts
     content = content.added()
@@ -83,5 +83,5 @@ def _reaches_some_buckets(every: bool) -> None:
 
 
 @pytest.mark.parametrize("every", [False, True])
-def test_a_bucket_that_one_rank_does_not_reach_is_reduced_with_zeros(every: bool):
+def test_a_bucket_one_rank_misses_is_reduced_with_zeros(every: bool):
     run_distributed(_reaches_some_buckets, 2, every)

@@ -43,7 +43,7 @@ def _layouts() -> None:
     assert sharded.buckets[0].numel_unpadded == 192 + 35 and sharded.numel == 256
 
 
-def test_replicated_buffers_have_no_gaps_and_those_that_are_cut_are_aligned():
+def test_only_sharded_buffers_are_aligned():
     run_distributed(_layouts, 2)
 
 
@@ -71,7 +71,7 @@ def _ready_by_hand(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_bucket_leaves_when_its_gradients_are_registered_by_hand(overlap):
+def test_a_bucket_is_sent_when_gradients_are_registered_by_hand(overlap):
     run_distributed(_ready_by_hand, 2, overlap)
 
 
@@ -98,12 +98,12 @@ def _written_before_backward() -> None:
     assert torch.equal(model.module[2].bias.main_grad, torch.full((3,), 2.0))  # 1 from backward, the mean of 0 and 2
 
 
-def test_what_is_written_into_main_grad_before_the_first_backward_counts():
+def test_main_grad_written_before_the_first_backward_counts():
     run_distributed(_written_before_backward, 2)
 
 
 def _gradients(patterns: tuple[str, ...], **settings: Any) -> dict[str, torch.Tensor]:
-    """Of eight micro-batches in bf16, whose gradients a bf16 sum would round each time."""
+    """Returns gradients of eight micro-batches in bf16, which a bf16 sum would round each time."""
     model = _wrapped(_model(torch.bfloat16), **{PATTERNS: patterns}, **settings)
     data = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
     for _ in range(2):  # the second step begins after zero_grad_buffer
@@ -127,7 +127,7 @@ def _gradients(patterns: tuple[str, ...], **settings: Any) -> dict[str, torch.Te
 
 
 def _expected(size: int) -> dict[str, torch.Tensor]:
-    """Micro-batches added in fp32, rounded once on each rank, ranks added in bf16 in rank order."""
+    """Returns micro-batches added in fp32, rounded once on each rank, and ranks added in bf16 in rank order."""
     total: dict[str, torch.Tensor] = {}
     for rank in range(size):
         data = torch.randn(8, 4, 5, generator=torch.Generator().manual_seed(rank)).bfloat16()
@@ -221,7 +221,7 @@ def _experts(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_marked_parameters_have_buffers_of_their_own_and_the_same_updates(strategy):
+def test_marked_parameters_have_own_buffers_and_equal_updates(strategy):
     run_distributed(_experts, 2, strategy)
 
 

@@ -282,5 +282,5 @@ def _keeps_its_memory(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1_overlap"])
-def test_gradient_memory_stays_where_it_is_and_padding_stays_zero(kind):
+def test_gradient_memory_stays_in_place_and_padding_stays_zero(kind):
     run_distributed(_keeps_its_memory, 2, kind)

@@ -21,7 +21,7 @@ from tests.unit.distributed._toys import batches, build, gradients, loss_of, ora
 
 
 class Uneven(nn.Module):
-    """Parameters that ranks cut unevenly, that are small enough to share a message, and that are not."""
+    """A model with parameters that ranks cut unevenly, some of them small enough to share a message."""
 
     def __init__(self) -> None:
         super().__init__()

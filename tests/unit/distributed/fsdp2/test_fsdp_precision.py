@@ -94,7 +94,7 @@ def _splits_from_the_inside() -> None:
             assert found.dtype == wanted.dtype and torch.equal(found, wanted.grad), name
 
 
-def test_a_module_whose_children_have_another_dtype_keeps_its_own():
+def test_a_module_with_children_of_another_dtype_keeps_its_own():
     run_distributed(_splits_from_the_inside, 2)
 
 
@@ -133,7 +133,7 @@ def _accumulates_in_fp32(branches: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("branches", [[False, False], [False, True], [True, False]])
-def test_gradients_that_accumulate_in_fp32_may_come_late_or_never(branches):
+def test_gradients_accumulated_in_fp32_may_come_late_or_never(branches):
     run_distributed(_accumulates_in_fp32, 2, branches)
 
 

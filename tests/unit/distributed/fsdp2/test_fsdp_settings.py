@@ -251,7 +251,7 @@ def _keeps_shards_on_the_host(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
-def test_offloaded_shards_give_the_same_step_and_pinning_may_warn(kind):
+def test_offloaded_shards_give_the_same_step(kind):
     said = run_distributed(_keeps_shards_on_the_host, 2, kind)[0]
     assert len(said) == (0 if torch.accelerator.is_available() else 1)
 
@@ -271,6 +271,6 @@ def _clips_equally(num_instances: int) -> float:
     return norm
 
 
-def test_the_norm_on_a_two_dimensional_mesh_counts_every_element_once():
+def test_the_norm_on_a_2d_mesh_counts_every_element_once():
     hybrid, sharded = (run_distributed(_clips_equally, 4, instances) for instances in (2, 1))
     assert len(set(hybrid)) == 1 and hybrid[0] == pytest.approx(sharded[0], rel=1e-6)

@@ -20,7 +20,7 @@ def _unit(name: str, *, read_in_backward: bool = True, is_minority: bool = False
     return Unit((module,), (name,), is_minority=is_minority)
 
 
-def test_the_ends_are_first_and_last_and_what_backward_does_not_gather():
+def test_the_ends_include_units_that_backward_does_not_gather():
     units = [
         _unit("table", read_in_backward=False),
         _unit("layers.0.norm", is_minority=True),
@@ -35,7 +35,7 @@ def test_the_ends_are_first_and_last_and_what_backward_does_not_gather():
 
 
 def _bytes_gathered(settings: dict) -> list[int]:
-    """After each micro-batch of a step of three, and after the step."""
+    """Returns the gathered bytes after each of three micro-batches, and after the step."""
     module = toy(tied=False)
     module.embedding.weights_used_in_backward = False
     model = build("fsdp2", module, config=SimpleNamespace(), **settings)

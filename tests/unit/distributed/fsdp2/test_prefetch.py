@@ -20,7 +20,8 @@ from tests.unit.distributed._toys import (
 
 
 def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool) -> tuple[list[Any], list[Any]]:
-    """For each layer that has run, which are gathered or on their way: itself too, until its gradient is reduced."""
+    """Returns which layers are gathered, or on their way, when each layer has run: itself until its gradient is
+    reduced."""
     module = Stack(4, recomputes)
     layers = list(module.layers)
     model = build(
@@ -51,7 +52,7 @@ def _gathered_ahead(depths: tuple[int, int], order: list[int], recomputes: bool)
     return forward, seen
 
 
-def test_forward_gathers_as_many_units_ahead_as_asked_in_the_order_of_execution():
+def test_forward_prefetches_the_asked_number_of_units_in_order():
     order = [2, 0, 3, 1]
     forward, _ = run_distributed(_gathered_ahead, 2, (1, 1), order, False)[0]
     assert forward == [(2, [0]), (0, [3]), (3, [1]), (1, [])]
@@ -62,7 +63,7 @@ def test_forward_gathers_as_many_units_ahead_as_asked_in_the_order_of_execution(
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_backward_gathers_ahead_in_the_reverse_of_it_also_when_it_recomputes(recomputes):
+def test_backward_prefetches_in_reverse_under_recomputation_too(recomputes):
     order = [2, 0, 3, 1]
     backward = {}
     for depth in (0, 1, 2):
@@ -106,7 +107,7 @@ def _survives_another_order() -> None:
         model.zero_grad_buffer()
 
 
-def test_a_wrong_guess_changes_what_is_gathered_ahead_and_no_number():
+def test_a_wrong_guess_changes_prefetches_and_no_number():
     run_distributed(_survives_another_order, 2)
 
 
@@ -127,5 +128,5 @@ def _forgets_what_was_gathered_ahead() -> None:
         assert torch.equal(model(x), doubled(x))
 
 
-def test_parameters_gathered_ahead_are_gathered_again_after_an_update():
+def test_prefetched_parameters_are_regathered_after_an_update():
     run_distributed(_forgets_what_was_gathered_ahead, 2)

@@ -112,7 +112,7 @@ def _offloads() -> None:
         _sharded(cpu_offload=True, pin_memory=False)
 
 
-def test_without_an_accelerator_memory_is_not_pinned_which_is_said_once():
+def test_without_an_accelerator_memory_is_unpinned_said_once():
     run_distributed(_offloads, 2)
 
 

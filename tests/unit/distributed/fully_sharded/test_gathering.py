@@ -29,7 +29,7 @@ from tests.unit.distributed._toys import Stack, batches, build, gradients, loss_
 
 @contextmanager
 def _gathers() -> Iterator[list[str]]:
-    """The names of what is gathered, in order."""
+    """Returns the names of what is gathered, in order."""
     all_gather, names = collectives.all_gather, list[str]()
 
     def recorded(*args: Any, what: str, **options: Any) -> None:
@@ -102,7 +102,7 @@ def test_the_description_counts_the_same_gathers(micro_batches, expected):
 
 
 def _ahead() -> list[bool]:
-    """Of each layer's forward in the second step, whether the next layer is gathered, or on its way."""
+    """Returns whether the next layer is gathered, or on its way, in each forward of the second step."""
     model = _stacked()
     units = {unit.name: unit for unit in model.units}
     found: list[bool] = []
@@ -127,7 +127,7 @@ def test_the_next_unit_of_the_last_step_is_gathered_ahead():
 
 
 def _gradients_in_order(kind: str, order: list[int]) -> dict[str, torch.Tensor]:
-    """Of the second step, in which units are gathered ahead."""
+    """Returns gradients of the second step, in which units are gathered ahead."""
     module = Stack(layers=4)
     module.order = order
     model = build(kind, module, unit_classes=(nn.Linear,))
@@ -313,7 +313,7 @@ def test_the_description_says_among_how_many():
 
 
 def _allocations() -> list[int]:
-    """Bytes of memory that a step of steady state takes for whole parameters and gradients."""
+    """Returns the bytes that a step in steady state allocates for whole parameters and gradients."""
     model = _stacked()
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1), [model])
     found: list[int] = []

@@ -13,7 +13,7 @@ from core.distributed.model import memory_budget
 
 @contextmanager
 def counted_graphs(compiler: str) -> Iterator[list[int]]:
-    """Notes the number of operations of each graph that is compiled."""
+    """Counts the operations of each graph that is compiled."""
     found: list[int] = []
 
     def compile_graph(graph: Any, inputs: Any) -> Any:

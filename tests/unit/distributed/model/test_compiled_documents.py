@@ -38,13 +38,13 @@ SEES = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 def _document_starts(layout: Sequence[Sequence[int]]) -> torch.Tensor:
-    """`[b, s]`: where the document of each token begins."""
+    """Returns where the document of each token begins, `[b, s]`."""
     rows = [[begin for begin, n in zip(accumulate((0, *row)), row, strict=False) for _ in range(n)] for row in layout]
     return torch.tensor(rows)
 
 
 def _gradients(wrapper: str, ranks: int, fields: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    """Gradients of a step with each layout; `ranks` share a sequence."""
+    """Returns gradients of a step with each layout; `ranks` share a sequence."""
     module = build_gpt(True, context_parallel_size=ranks)
     group = dist.group.WORLD if ranks == 1 else None
     model = wrap_model(module, module.config, ddp_config(wrapper, **fields), process_group=group)

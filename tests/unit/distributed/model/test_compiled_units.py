@@ -64,7 +64,8 @@ def test_all_layers_share_one_graph_without_breaks(wrapper: str, tied: bool, rec
 
 
 def _bytes_and_gradients(wrapper: str, budget: float | None) -> tuple[int, dict[str, torch.Tensor]]:
-    """What forward keeps for backward in addition to parameters, and the gradients; compiled where there is a budget.
+    """Returns the bytes that forward keeps for backward next to parameters, and the gradients; compiles if given a
+    budget.
 
     The partitioner chooses what is kept; what it keeps is computed by torch's own kernels, to save the time of C++.
     """
@@ -102,7 +103,7 @@ def _saves_less_for_less(wrapper: str, budgets: list[float]) -> list[int]:
 
 
 @pytest.mark.parametrize("wrapper", quick(WRAPPERS, lambda wrapper: wrapper == "fsdp2"))
-def test_a_smaller_budget_saves_less_for_backward_and_changes_no_number(wrapper: str) -> None:
+def test_a_smaller_budget_saves_less_and_changes_no_number(wrapper: str) -> None:
     for most, some, few, none in run_distributed(_saves_less_for_less, 2, wrapper, [1.0, 0.5, 0.2, 0.0]):
         assert most > some > few > none
 
@@ -130,7 +131,7 @@ def _dropout_is_refused(dropout: str) -> str:
 
 
 @pytest.mark.parametrize("dropout", quick(["hidden_dropout", "attention_dropout"], {"attention_dropout"}.__contains__))
-def test_a_unit_that_drops_is_refused_because_torch_would_draw_again(dropout: str) -> None:
+def test_a_unit_with_dropout_is_refused(dropout: str) -> None:
     (message,) = run_distributed(_dropout_is_refused, 1, dropout)
     assert message.startswith("activation_memory_budget is below 1 and a unit draws random numbers")
 

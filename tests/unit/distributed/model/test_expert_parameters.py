@@ -40,11 +40,11 @@ def _refuses(setting: str, groups: dict[str, int], config: dict[str, int]) -> No
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_an_experts_parameter_is_refused_before_it_is_overwritten(setting):
+def test_an_expert_parameter_is_refused_before_it_is_overwritten(setting):
     run_distributed(_refuses, 2, setting, {"expert_model_parallel_size": 2}, {})
 
 
-def test_it_is_refused_by_the_config_or_by_the_experts_tensor_size_alone():
+def test_the_config_or_the_experts_tensor_size_refuses_it():
     run_distributed(_refuses, 2, "ddp", {}, {"expert_model_parallel_size": 2})
     run_distributed(_refuses, 2, "ddp", {"expert_tensor_parallel_size": 2}, {})
 

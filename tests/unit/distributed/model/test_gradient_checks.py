@@ -28,7 +28,7 @@ def _names_the_large_gradient(kind: str, factor: float) -> str:
 
 
 @pytest.mark.parametrize("kind", [*BUFFERED, "fsdp2"])
-def test_a_gradient_ten_times_the_largest_so_far_is_named_with_rank_and_step(kind):
+def test_a_gradient_ten_times_the_largest_is_named(kind):
     assert run_distributed(_names_the_large_gradient, 2, kind, 9.0) == ["no error"] * 2
     for rank, message in enumerate(run_distributed(_names_the_large_gradient, 2, kind, 11.0)):
         assert message.startswith(f"rank {rank}, step 3: the gradient of ") and "10 times or more" in message

@@ -24,7 +24,7 @@ KINDS = ("ddp", "zero1", "zero3", "fsdp2")
 
 
 class Start(Toy):
-    """With what torch's own modules keep in buffers, and a buffer that is not in the state dict."""
+    """A model with what torch's modules keep in buffers, and a buffer that is not in the state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _starts_on_meta(kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_foreign_model_on_meta_starts_equally_at_every_world_size(kind):
+def test_a_foreign_meta_model_starts_equally_at_every_world_size(kind):
     module = on_meta()
     torch.manual_seed(40)
     run = [run_distributed(_starts_on_meta, world_size, kind) for world_size in (1, 2)]
@@ -135,7 +135,7 @@ def _each_its_own() -> None:
     assert not torch.equal(*everywhere)
 
 
-def test_without_sync_module_states_each_rank_draws_from_its_own_seed():
+def test_without_sync_module_states_ranks_use_their_own_seeds():
     run_distributed(_each_its_own, 2)
 
 
@@ -197,7 +197,7 @@ def test_a_model_of_transformers_starts_on_meta_and_trains():
 
 
 class Outer(nn.Module):
-    """Fills a weight of its child: wholly, or by adding to it."""
+    """A module that fills a weight of its child: wholly, or by adding to it."""
 
     def __init__(self, reads: bool) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def _reaches_parameters_on_one_rank_or_none() -> None:
     assert found[0]["blocks.1.other.weight"].any() and not found[1]["blocks.1.other.weight"].any()
 
 
-def test_parameters_without_a_gradient_on_some_ranks_or_on_all_get_zeros():
+def test_parameters_without_gradients_on_some_ranks_get_zeros():
     run_distributed(_reaches_parameters_on_one_rank_or_none, 2)
 
 
@@ -159,7 +159,7 @@ def test_shared_modules_and_containers_equal_replication(name, units):
 
 
 def _uses_a_part_of_a_united_unit() -> None:
-    """Of two modules that are one unit, because they share a layer, one is not run in the first step."""
+    """Trains a unit of two modules that share a layer, one of which does not run in the first step."""
     found = []
     for kind in ("fsdp2", "ddp"):
         model = build(kind, _seeded("shared"), unit_classes=(Block, nn.Embedding))
@@ -214,7 +214,7 @@ def _freezes() -> None:
     assert_near(gradients(model), gradients(replicated))
 
 
-def test_frozen_parameters_have_no_gradients_and_frozen_units_reduce_nothing():
+def test_frozen_parameters_have_no_gradients_nor_reductions():
     run_distributed(_freezes, 2)
 
 

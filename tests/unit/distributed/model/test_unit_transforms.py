@@ -56,7 +56,7 @@ def _transform(model: nn.Module, classes: tuple[type[nn.Module], ...], **setting
 
 
 def _run(**options: object) -> tuple[list[torch.Tensor], list[int], list[int], list[str]]:
-    """Loss and gradients, how often each layer ran, elements that autograd kept, names."""
+    """Returns loss and gradients, how often each layer ran, elements that autograd kept, and names."""
     torch.manual_seed(3)
     model = Stack()
     x = torch.randn(2, 5, 6)
@@ -81,7 +81,7 @@ def test_checkpointing_changes_no_bit_and_no_name(kind):
     assert sum(kept_now) < 0.5 * sum(kept)
 
 
-def test_every_nth_unit_is_checkpointed_and_single_layers_do_not_count():
+def test_every_nth_unit_is_checkpointed_except_single_layers():
     plain = _run()[0]
     found, runs, _, _ = _run(activation_checkpointing="full", activation_checkpointing_interval=2)
     assert all(map(torch.equal, found, plain))
@@ -108,7 +108,7 @@ def _operations_of_backward(kind: str) -> list[str]:
     return operations.seen
 
 
-def test_selective_computes_neither_attention_nor_every_other_product_again():
+def test_selective_recomputes_neither_attention_nor_every_matmul():
     plain, full, selective = map(_operations_of_backward, ("none", "full", "selective"))
     attention = [name for name in full if name.startswith("_scaled_dot_product") and "backward" not in name]
     assert len(attention) == 1

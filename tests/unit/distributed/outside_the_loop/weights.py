@@ -22,7 +22,7 @@ def bf16_toy() -> nn.Module:
 
 
 def overwrite(run: Run, values: dict[str, Tensor]) -> None:
-    """Loads as each wrapper's users do."""
+    """Loads weights as each wrapper's users do."""
     if not run.is_plain and isinstance(run.model.ddp_config, _toys.TorchFullyShardedDataParallelConfig):
         load_model_state_dict(run.inner, values)
     else:

@@ -30,7 +30,7 @@ def _grains(cut: str, shape: tuple[int, ...]) -> int:
 
 
 def _crossed(layout: BucketLayout, num_shards: int) -> list[tuple[int, int]]:
-    """Each end of a shard that is inside a parameter: the parameter, and how far into it."""
+    """Returns each end of a shard that is inside a parameter: the parameter, and how far into it."""
     length = layout.end // num_shards
     return [
         (member, end - start)

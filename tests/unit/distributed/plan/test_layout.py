@@ -60,7 +60,7 @@ def test_some_parameters_have_a_bucket_of_their_own():
     assert [layout.members for layout in lay_out(SIZES, dp_size=2, alone=[3])] == [(0, 1, 2), (3,), (4, 5)]
 
 
-def test_gradients_that_layers_compute_in_the_buffer_begin_aligned():
+def test_gradients_computed_in_the_buffer_begin_aligned():
     first, second = lay_out([15, 9, 80], dp_size=None, bucket_size=20, aligned={2})
     assert (first.start, first.end, first.ranges) == (0, 24, ((0, 15), (15, 24)))
     begin = PARAM_ALIGNMENT - 24  # the buffer's 64th element, in a bucket that begins at its 24th

@@ -37,6 +37,6 @@ def test_on_a_gpu_all_overlaps_unless_it_is_switched_off(sharded: bool) -> None:
     assert not off.overlaps_grads and not off.overlaps_params and len(off.leaves) == 1
 
 
-def test_parameters_that_are_gathered_during_forward_are_in_several_buckets() -> None:
+def test_parameters_gathered_in_forward_are_in_several_buckets() -> None:
     plan = _plan("cpu", use_distributed_optimizer=True, overlap_param_gather=True)
     assert not plan.reduces_during_backward and len(plan.leaves) > 1

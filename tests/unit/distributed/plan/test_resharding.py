@@ -9,7 +9,7 @@ from core.distributed.plan.resharding import check_reshard, reshard_of
 from core.errors import ParallelConfigError
 
 
-def test_overrides_are_patterns_of_names_and_the_last_that_matches_counts():
+def test_overrides_are_name_patterns_and_the_last_match_counts():
     overrides = parse_overrides(["decoder.layers.*=False", "decoder.layers.1?=2", "=true"])
     found = {name: reshard_of(name, True, overrides) for name in ("decoder.layers.3", "decoder.layers.12", "", "head")}
     assert found == {"decoder.layers.3": False, "decoder.layers.12": 2, "": True, "head": True}
@@ -21,7 +21,7 @@ def test_an_entry_of_another_form_is_refused_by_name(entry):
         parse_overrides([entry])
 
 
-def test_a_number_is_a_divisor_of_the_ranks_that_share_a_parameter():
+def test_a_number_divides_the_ranks_that_share_a_parameter():
     assert [check_reshard(value, 12) for value in (True, False, 1, 2, 6, 12)] == [True, False, False, 2, 6, True]
     with pytest.raises(
         ParallelConfigError, match=r"is 5, .* the 12 ranks .* True, False, or one of 1, 2, 3, 4, 6, 12"

@@ -44,7 +44,7 @@ def test_a_root_that_matches_is_the_root_and_not_a_unit():
 
 
 @pytest.mark.parametrize("on_class", [True, False])
-def test_fsdp_modules_become_units_nested_too_and_children_come_first(on_class):
+def test_fsdp_modules_become_nested_units_children_first(on_class):
     class Declaring(Tree):
         pass
 
@@ -84,7 +84,7 @@ def test_a_weight_that_the_root_holds_too_is_left_to_the_root():
     assert planned(root, Branch, Leaf) == [["branches.0"], ["branches.1"]]
 
 
-def test_a_weight_marked_as_shared_is_left_to_the_root_even_from_a_nested_unit():
+def test_a_shared_weight_is_left_to_the_root():
     root = Tree()
     root._fsdp_modules = [Leaf]
     root.branches[0].first.weight.shared_embedding = True

@@ -73,7 +73,7 @@ MODELS = {
 
 
 def _adapted() -> nn.Module:
-    """Frozen but for the gains of the blocks, so that backward runs through weights that get no gradient."""
+    """Freezes all but the gains of the blocks, so that backward runs through weights that get no gradient."""
     module = toy(tied=False).requires_grad_(False)
     for block in module.blocks:
         block.gain.requires_grad_(True)
@@ -127,7 +127,7 @@ def _counts_reshard_to_two() -> None:
     assert "1/2" in model.describe()
 
 
-def test_parameters_kept_whole_among_two_of_four_ranks_are_gathered_from_these():
+def test_parameters_whole_among_two_of_four_ranks_are_gathered():
     run_distributed(_counts_reshard_to_two, 4)
 
 

@@ -74,7 +74,7 @@ def _refuses_groups_of_another_degree() -> None:
         )
 
 
-def test_process_groups_of_a_degree_that_the_model_lacks_are_refused():
+def test_process_groups_of_an_absent_degree_are_refused():
     run_distributed(_refuses_groups_of_another_degree, 2)
 
 

@@ -20,7 +20,8 @@ DOCUMENTS = ((1, 1, 1, 5, 4), (3, 3, 3, 3), (12,))
 
 
 def _batch(rows: int, masked: str, packed: bool) -> dict[str, torch.Tensor]:
-    """Whole sequences `[b, s]`, with the labels of all, of some or of all of the first rank's tokens left out."""
+    """Makes whole sequences `[b, s]`, with the labels of all, of some or of all of the first rank's tokens left
+    out."""
     generator = torch.Generator().manual_seed(rows)
     tokens = torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -36,7 +37,7 @@ def _batch(rows: int, masked: str, packed: bool) -> dict[str, torch.Tensor]:
 
 
 def _losses_and_gradients(name: str, rows: int, masked: str, packed: bool) -> tuple[torch.Tensor, dict]:
-    """Losses of this rank's tokens, and gradients of the mean over all that count, over all ranks."""
+    """Returns losses of this rank's tokens, and gradients of the mean over all that count, over all ranks."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size > 1:
         parallel_state.initialize_model_parallel(context_parallel_size=size)

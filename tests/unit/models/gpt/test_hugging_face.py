@@ -88,7 +88,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_transformers_loads_what_was_written_and_what_comes_back_is_the_same(kind: str, tied: bool, tmp_path: Path):
+def test_transformers_loads_what_was_written_and_round_trips(kind: str, tied: bool, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     model = build(kind, tied)
     folder = tmp_path / "model"
@@ -135,7 +135,7 @@ def test_a_model_of_theirs_is_read(model_class: str, config_class: str, settings
     assert off(logits_of(model), logits_of(theirs)) <= BOUND
 
 
-def test_rows_that_pad_the_vocabulary_stay_out_and_come_back_as_zeros(tmp_path: Path):
+def test_vocabulary_padding_stays_out_and_comes_back_as_zeros(tmp_path: Path):
     model = build("llama", tied=False, vocab_size=64)
     save_hugging_face(model, tmp_path / "model", vocab_size=VOCABULARY, config={"eos_token_id": 7})
     described = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -226,7 +226,7 @@ def test_every_kind_is_recognized():
 
 
 def _into_any_layout_and_back(kinds: list[str], folder: Path) -> list[str]:
-    """What is wrong, on this rank of two, with what each wrapper read and what it wrote again."""
+    """Returns what is wrong, on this rank of two, with what each wrapper read and what it wrote again."""
     problems = []
     configs = {
         "ddp": DistributedDataParallelConfig(),

@@ -70,11 +70,11 @@ def _materialize_sharded():
     return torch.equal(model(ids, labels=labels), direct(ids, labels=labels))
 
 
-def test_meta_then_sharded_then_materialized_equals_direct_construction():
+def test_meta_sharded_materialized_equals_direct_construction():
     assert run_distributed(_materialize_sharded, 2) == [True, True]
 
 
-def test_the_seed_decides_initial_values_and_names_tell_them_apart():
+def test_seed_and_names_decide_initial_values():
     def drawn(seed):
         torch.manual_seed(seed)
         config = small_config(init_method_std=0.02)
@@ -90,7 +90,7 @@ def test_the_seed_decides_initial_values_and_names_tell_them_apart():
     assert not layers[0].mlp.linear_fc1.bias.any()
 
 
-def test_without_initialization_nothing_is_filled_and_the_draw_is_the_same(monkeypatch):
+def test_without_initialization_nothing_is_filled(monkeypatch):
     filled = []
     monkeypatch.setattr(gpt_model, "initialize_parameters", lambda model, seed: filled.append(seed))
     seeds = []

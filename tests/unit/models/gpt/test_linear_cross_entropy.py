@@ -52,7 +52,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def _loss(model: Any, seed: int) -> torch.Tensor:
-    """Of one micro-batch: some labels are ignored, and the caller weighs the others."""
+    """Computes the loss of one micro-batch: some labels are ignored, and the caller weighs the others."""
     ids, labels = batch(seed)
     labels[0, 3:5] = -100
     mask = torch.ones_like(labels, dtype=torch.float32)
@@ -74,7 +74,7 @@ class _Gathers(TorchDispatchMode):
 
 
 def _steps(case: str, wrapper: str, **fields: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[str]]:
-    """Losses, weights after two steps of two micro-batches, and names of the collectives of the last."""
+    """Returns losses, weights after two steps of two micro-batches, and names of the collectives of the last."""
     frozen, adapts = fields.pop("frozen", ""), fields.pop("adapts", False)
     model: Any = build(CASES[case], **fields)
     if adapts:
@@ -168,7 +168,7 @@ def _train_on_two(case: str, sequence_parallel: bool) -> Any:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 @pytest.mark.parametrize("case", [TIED, UNTIED])
-def test_two_ranks_that_share_the_vocabulary_train_as_one_with_whole_logits(case, sequence_parallel):
+def test_two_vocabulary_ranks_train_as_one_with_whole_logits(case, sequence_parallel):
     losses, gradients, weights = _train(build(CASES[case]))
     for rank in run_distributed(_train_on_two, 2, case, sequence_parallel):
         for found, expected in zip(rank[0], losses, strict=True):

@@ -59,7 +59,7 @@ def theirs(model: GPTModel, *, stacked: bool, fused_norms: bool, halves: bool = 
 
 
 def _write(folder: Path, state: dict[str, Any], bomb: Path) -> Path:
-    """As Megatron-LM leaves a run: a pointer, and in the checkpoint more than weights."""
+    """Writes as Megatron-LM leaves a run: a pointer, and in the checkpoint more than weights."""
     extras = {
         "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.zeros(3),
         "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": Bomb(bomb),
@@ -142,7 +142,7 @@ def test_an_index_of_megatrons_own_class_is_read_as_inert(tmp_path: Path, monkey
 
 
 def _write_and_read_in_pieces(folder: Path) -> list[str]:
-    """On two ranks: each writes its part of every stack, and then reads into shards of FSDP2 under tp and without."""
+    """Writes every stack in parts of two ranks, and then reads into shards of FSDP2 under tp and without."""
     mesh = init_device_mesh("cpu", (2,))
     whole = build("llama with biases and gelu", False)
     state = theirs(whole, stacked=True, fused_norms=True)

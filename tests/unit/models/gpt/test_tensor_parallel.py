@@ -15,7 +15,7 @@ STEPS, LR = 3, 0.05
 
 
 def _train(model, sum_partial_gradients=True):
-    """Losses and, by name, gradients of the first step and final weights, each of the whole model."""
+    """Returns losses and, by name, gradients of the first step and final weights, each of the whole model."""
     losses, gradients = [], {}
     for step in range(STEPS):
         ids, labels = batch(step)
@@ -134,7 +134,7 @@ def test_logits_stay_cut_unless_gathered_and_losses_are_the_same():
 
 
 def _with_dropout(granularity, sequence_parallel):
-    """Losses and gradients under dropout, and what the shared and the unshared random stream draw next."""
+    """Returns losses and gradients under dropout, and what the shared and the unshared random stream draw next."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     changes = {"recompute_granularity": granularity}
     if granularity == "full":

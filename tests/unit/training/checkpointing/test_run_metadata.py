@@ -13,7 +13,7 @@ from core.training.checkpointing.run_metadata import MODEL_FIELDS, check_is_run,
 from core.transformer.transformer_config import TransformerConfig
 
 
-def test_every_field_of_the_transformer_is_compared_or_changes_no_function():
+def test_transformer_fields_are_compared_or_change_no_function():
     training_alone = {
         *("hidden_dropout", "attention_dropout", "init_method_std", "perform_initialization"),
         *("init_method", "output_layer_init_method"),
@@ -70,7 +70,7 @@ def metadata(**changed) -> dict:
         ({"model_tensors": [["a"]]}, "model_tensors"),
     ],
 )
-def test_metadata_that_no_run_writes_is_refused_before_it_is_used(tmp_path, changed, named):
+def test_metadata_that_no_run_writes_is_refused_before_use(tmp_path, changed, named):
     check_is_run(metadata(), tmp_path)
     with pytest.raises(CheckpointError, match=f"what no pretraining run writes, under {named}; load another"):
         check_is_run(metadata(**changed), tmp_path)

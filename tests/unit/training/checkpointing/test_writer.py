@@ -46,6 +46,6 @@ def _one_rank_is_paused_in_a_save(folder: str) -> int | str:
 
 def test_a_rank_that_is_paused_in_a_save_is_named(tmp_path):
     message, saves = run_distributed(_one_rank_is_paused_in_a_save, 2, str(tmp_path))
-    assert f"s in vain in save {saves} of the run's checkpoint, its call" in message
+    assert f"s for save {saves} of the run's checkpoint, its call" in message
     assert "rank 1 waited in the same" in message
     assert "a paused process" in message

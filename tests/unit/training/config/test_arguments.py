@@ -56,7 +56,7 @@ def test_megatrons_flags_reach_their_fields():
     assert config.run.tensorboard_dir == Path("tb") and config.run.seed == 7
 
 
-def test_settings_of_fsdp2_and_adapters_are_flags_and_survive_json():
+def test_fsdp2_and_adapter_settings_are_flags_and_survive_json():
     config = parse_arguments(
         [
             *(*REQUIRED, "--use-torch-fsdp2", "--reshard-to-ranks", "2", "--forward-prefetch", "0"),
@@ -114,7 +114,7 @@ def test_fields_of_several_sections_mean_the_same():
     assert shared == {"fp16", "bf16", "use_distributed_optimizer"}  # one flag sets them all: look twice at another
 
 
-def test_a_programs_defaults_give_way_to_flags_and_to_their_alternatives():
+def test_program_defaults_yield_to_flags_and_alternatives():
     defaults = {**SMALL, "swiglu": True, "lr_warmup_fraction": 0.1, "add_bias_linear": False, "use_torch_fsdp2": True}
     config = parse_arguments(["--hidden-size", "32"], defaults)
     assert config.model.hidden_size == 32 and config.model.ffn_hidden_size == 128
@@ -169,7 +169,7 @@ def test_every_sharding_strategy_can_be_chosen():
         assert config.optimizer.use_distributed_optimizer is asked_of_the_optimizer
 
 
-def test_settings_of_units_belong_to_both_wrappers_that_shard_parameters():
+def test_unit_settings_belong_to_both_sharding_wrappers():
     for engine in (["--use-torch-fsdp2"], ["--data-parallel-sharding-strategy", "optim_grads_params"]):
         config = parse_arguments(
             [*REQUIRED, *engine, "--forward-prefetch", "2", "--torch-fsdp2-no-reshard-after-forward"]

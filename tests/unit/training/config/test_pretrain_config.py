@@ -125,6 +125,6 @@ def test_all_sizes_that_ranks_do_not_divide_are_one_error():
         assert said in str(caught.value)
 
 
-def test_a_hidden_size_that_heads_do_not_divide_is_in_the_same_error():
+def test_a_hidden_size_not_divided_by_heads_is_in_the_same_error():
     with pytest.raises(ConfigError, match=r"(?s)hidden_size of 14 or 21, or give kv_channels.*take 4 or 8"):
         small_config(num_attention_heads=7, context_parallel_size=2, seq_length=6)

@@ -46,7 +46,7 @@ def test_a_run_writes_to_the_folder_that_it_continues():
     assert CheckpointConfig(load=Path("a"), save=Path("b")).folder == Path("b")
 
 
-def test_settings_of_checkpoints_that_would_do_nothing_are_refused():
+def test_checkpoint_settings_without_effect_are_refused():
     with pytest.raises(ConfigError, match="keep_every is 5 and keep_last is not set"):
         CheckpointConfig(keep_every=5)
     with pytest.raises(ConfigError, match="keep_last is 0"):

@@ -40,7 +40,7 @@ def test_ranks_get_what_torchrun_gives_and_their_arguments(program, tmp_path: Pa
         assert (tmp_path / f"out{rank}").read_text() == f"{rank} {rank} 3 3 127.0.0.1 {threads}--flag -x"
 
 
-def test_the_first_rank_to_fail_decides_the_status_and_the_others_are_ended(program, capsys, monkeypatch):
+def test_the_first_failing_rank_decides_status_and_ends_others(program, capsys, monkeypatch):
     monkeypatch.setattr("core.training.launch.ranks.GRACE_S", 0.2)
     assert main(["--nproc-per-node", "2", program("sys.exit(7) if rank == 1 else time.sleep(600)")]) == 7
     assert capsys.readouterr().err == ""
@@ -61,7 +61,7 @@ COUNTS = "count = int(os.environ['TORCHELASTIC_RESTART_COUNT']); open(sys.argv[1
     ],
     ids=["killed twice", "an error in a run", "fails always", "a mistake"],
 )
-def test_ranks_are_started_again_after_a_failure_but_not_after_a_mistake(
+def test_ranks_restart_after_a_failure_but_not_after_a_mistake(
     program, tmp_path, capsys, monkeypatch, failing, status, starts, said
 ):
     monkeypatch.setattr("core.training.launch.ranks.GRACE_S", 20.0)
@@ -161,7 +161,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launched: Callable[..., Laun
 
 
 @linux
-def test_no_rank_outlives_a_launcher_that_ends_while_it_starts_them(launched: Callable[..., Launched]):
+def test_no_rank_outlives_a_launcher_that_ends_while_starting(launched: Callable[..., Launched]):
     draw = random.Random(1)
     for number in (signal.SIGKILL, signal.SIGTERM) * 3:
         run = launched(STAYS, ranks=8)

@@ -27,7 +27,7 @@ class Disk:
         self.written.append(name)
 
 
-def test_one_warning_for_all_that_waits_and_one_line_when_it_is_written():
+def test_waiting_lines_warn_once_and_are_reported_when_written():
     disk, said = Disk(), list[str]()
     files = OptionalFiles(said.append)
     files.write(Path("a"), lambda: disk.write("a"))
@@ -48,7 +48,7 @@ def test_one_warning_for_all_that_waits_and_one_line_when_it_is_written():
     assert len(said) == 3
 
 
-def test_a_line_of_the_log_that_a_full_disk_cut_short_is_written_whole_later(tmp_path, monkeypatch, capsys):
+def test_a_log_line_cut_by_a_full_disk_is_written_whole_later(tmp_path, monkeypatch, capsys):
     config = small_config(log_interval=1, train_iters=6)
     opened = Path.open
 

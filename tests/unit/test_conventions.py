@@ -1,0 +1,45 @@
+"""How tests are named and where they are."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import core
+
+CORE = Path(core.__file__).parent
+TESTS = Path(__file__).parents[1]
+LONGEST_NAME = 60
+LONGER = {
+    "test_a_loss_scale_that_adapts_is_read_before_the_first_backward",
+    "test_a_setting_is_written_where_it_is_planned_and_nowhere_else",
+}
+"""Names that are still longer."""
+TESTED_WITH_OTHERS = {"models/common/language_module", "pipeline_parallel"}
+"""By `models/gpt/test_gpt_model.py`, and by `test_megatron_names.py`."""
+
+
+def _names() -> Iterator[str]:
+    for file in TESTS.rglob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                yield node.name
+
+
+def test_names_of_tests_are_short():
+    names = set(_names())
+    assert len(names) > 1000, "the tests were not found"
+    assert {name for name in names if len(name) > LONGEST_NAME} <= LONGER
+
+
+def test_every_package_has_a_folder_or_a_file_of_tests():
+    packages = {file.parent.relative_to(CORE) for file in CORE.rglob("__init__.py")} - {Path()}
+    unit = TESTS / "unit"
+    untested = {
+        package.as_posix()
+        for package in packages
+        if not (unit / package).is_dir() and not (unit / package.parent / f"test_{package.name}.py").is_file()
+    }
+    assert len(packages) > 30, "the packages were not found"
+    assert untested == TESTED_WITH_OTHERS
