@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ...comm import collectives, gloo
-from ...comm.call import recorded_collective
 from ...comm.collectives import What
 from ...comm.lane import Handle, comm_lane
 from ...comm.sums import SumOrder
@@ -125,21 +124,21 @@ class DirectReduceScatter(_Allocation, ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        what = recorded_collective() or "gradients"
-        reduce = partial(_reduce, output_tensor, input_tensor, group, what, op, self._order)
-        self._reductions.run(reduce, input_tensor.device)
+        self.reduce(output_tensor, input_tensor, group, op, what="gradients")
         return None
 
-
-def _reduce(
-    output: torch.Tensor,
-    input_: torch.Tensor,
-    group: dist.ProcessGroup,
-    what: What,
-    op: dist.ReduceOp.RedOpType,
-    order: SumOrder | None,
-) -> None:
-    collectives.reduce_scatter(output, input_, group, what=what, op=op, order=order)
+    def reduce(
+        self,
+        output: torch.Tensor,
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        *,
+        what: What,
+    ) -> None:
+        """Reduces as `__call__`, under a name or a record that has begun."""
+        reduce = partial(collectives.reduce_scatter, output, input_, group, what=what, op=op, order=self._order)
+        self._reductions.run(reduce, input_.device)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ...comm.call import Collective
 from ...comm.record import recorded
+from .direct_collectives import DirectAllGather, DirectReduceScatter
 from .torch_private import communication_of
 
 
@@ -35,10 +36,11 @@ def record_fsdp_collectives(root: nn.Module) -> None:
         unit = f"unit {name}" if name else "the root unit"
         gather, reduce = communication
         if not isinstance(gather, _Recorded):
-            with_record = _RecordedGatherOfEach if hasattr(gather, "gather_each") else _RecordedAllGather
-            module.set_custom_all_gather(_recorder(with_record, gather, unit))
+            gather_kind = _RecordedGatherOfEach if isinstance(gather, DirectAllGather) else _RecordedAllGather
+            module.set_custom_all_gather(_recorder(gather_kind, gather, unit))
         if not isinstance(reduce, _Recorded):
-            module.set_custom_reduce_scatter(_recorder(_RecordedReduceScatter, reduce, unit))
+            reduce_kind = _RecordedDirectReduce if isinstance(reduce, DirectReduceScatter) else _RecordedReduceScatter
+            module.set_custom_reduce_scatter(_recorder(reduce_kind, reduce, unit))
 
 
 def _recorder(kind: type[_Recorded], inner: Any, unit: str) -> Any:
@@ -103,6 +105,21 @@ class _RecordedReduceScatter(_Recorded, ReduceScatter):
                 output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
             )
         return work if work is None else _RecordedWork(work, call)
+
+
+class _RecordedDirectReduce(_RecordedReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        # The reduction enters the record itself, on this thread or on the lane's, and may end after this returns.
+        call = recorded("reduce-scatter", f"the gradients of {self._unit}", input_tensor, group)
+        self._inner.reduce(output_tensor, input_tensor, group, op, what=call)
+        return None
 
 
 class _RecordedWork(dist.Work):
