@@ -1,10 +1,11 @@
 """Imports modules in a process that has torch, numpy and what these need, and nothing else that is installed.
 
-    python -I -W error _import_alone.py FOLDER[:FOLDER...] MODULE...
+    python -I -W error _import_alone.py (together | alone) FOLDER[:FOLDER...] MODULE...
 
-Prints a JSON line ``[module, traceback or ""]`` for each. Each is imported in a fork of its own, so that what one
-module imported cannot help the next; Python imports the packages above it first, and so do the forks. What these have
-imported already needs no fork. The folders are searched before the installed packages.
+Prints a JSON line ``[module, traceback or ""]`` for each. ``together`` imports one after the other. ``alone`` imports
+each in a fork of its own, so that what one module imported cannot help the next; Python imports the packages above it
+first, and so do the forks. What these have imported already needs no fork. The folders are searched before the
+installed packages.
 """
 
 from __future__ import annotations
@@ -59,6 +60,14 @@ class _Hiding:
         return None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, path, target)
 
 
+def _problem_of(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except BaseException:
+        return traceback.format_exc()
+    return ""
+
+
 def _import_in_forks(module: str, below: dict[str, list[str]]) -> None:
     """Prints the lines of a module and of those below it; these are forked where the package has been imported."""
     if module in sys.modules:
@@ -71,12 +80,7 @@ def _import_in_forks(module: str, below: dict[str, list[str]]) -> None:
         warnings.simplefilter("ignore")  # newer Pythons warn of a fork with threads
         child = os.fork()
     if child == 0:
-        try:
-            importlib.import_module(module)
-            problem = ""
-        except BaseException:
-            problem = traceback.format_exc()
-        os.write(theirs, problem[-4000:].encode())  # less than a pipe holds
+        os.write(theirs, _problem_of(module)[-4000:].encode())  # less than a pipe holds
         os.close(theirs)
         for other in below.get(module, ()):
             _import_in_forks(other, below)
@@ -88,10 +92,14 @@ def _import_in_forks(module: str, below: dict[str, list[str]]) -> None:
     print(json.dumps([module, problem or (f"ended with status {status}" if status else "")]), flush=True)
 
 
-def main(folders: str, modules: list[str]) -> None:
+def main(way: str, folders: str, modules: list[str]) -> None:
     hidden = _hidden_packages()
     sys.meta_path[:] = [_Hiding(finder, hidden) for finder in sys.meta_path]
     sys.path[:0] = folders.split(os.pathsep)
+    if way == "together":
+        for module in modules:
+            print(json.dumps([module, _problem_of(module)]))
+        return
     for shared in ("numpy", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"):
         importlib.import_module(shared)  # what most modules need of torch, once for all
     below: dict[str, list[str]] = {}
@@ -102,4 +110,4 @@ def main(folders: str, modules: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -37,8 +37,11 @@ PLANTED = {
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong with each module; empty where nothing did."""
-    folder = tmp_path_factory.mktemp("planted")
+    return _problems("together", tmp_path_factory.mktemp("planted"))
+
+
+def _problems(way: str, folder: Path) -> dict[str, str]:
+    """Returns what went wrong with each module; empty where nothing did."""
     for name, text in PLANTED.items():
         (folder / f"{name}.py").write_text(text)
     program = ROOT / "tests" / "unit" / "_import_alone.py"
@@ -49,6 +52,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "-W",
             "error",
             program,
+            way,
             f"{ROOT}{os.pathsep}{folder}",
             *MODULES,
             *NEED_EXTRAS,
@@ -77,3 +81,9 @@ def test_other_packages_and_warnings_would_show(problems: dict[str, str]) -> Non
     assert "No module named 'pytest'" in problems["uses_an_extra"]
     assert "UserWarning: a planted warning" in problems["warns"]
     assert problems["asks_politely"] == ""
+
+
+@pytest.mark.long  # no module's import depends on another one's as long as the import contracts have no circle
+def test_each_module_imports_alone(tmp_path: Path) -> None:
+    found = _problems("alone", tmp_path)
+    assert [module for module in MODULES if found[module]] == []
