@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .errors import ConfigError, ParallelConfigError
 from .foreign_arguments import refuse
+from .ranges import check_positive
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ def reconfigure_num_microbatches_calculator(
         "micro_batch_size": micro_batch_size,
         "data_parallel_size": data_parallel_size,
     }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError(f"{caller}: {name} is {size}; it takes a positive number")
+    check_positive(sizes, caller=caller)
     together = micro_batch_size * data_parallel_size
     running = global_batch_size // together * together
     if running != global_batch_size and not decrease_batch_size_if_needed:

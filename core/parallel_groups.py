@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .device import device_type
 from .errors import ParallelConfigError, ParallelStateError
+from .ranges import check_positive
 from .rank_generator import parse_order, rank_groups
 
 # Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance
@@ -74,9 +75,7 @@ class ParallelSizes:
             "expert_tensor_parallel_size": self.expert_tensor,
             "num_distributed_optimizer_instances": self.optimizer_instances,
         }
-        for name, size in (named | others).items():
-            if size < 1:
-                raise ParallelConfigError(f"{name} is {size}; it takes a positive number")
+        check_positive(named | others, ParallelConfigError)
         model_size = prod(named.values())
         if self.world % model_size:
             product = " x ".join(f"{name} {size}" for name, size in named.items())

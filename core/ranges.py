@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from .errors import ConfigError, ShardstackError
 
@@ -38,3 +38,10 @@ def check_range(
     """Raises `error` for the first attribute of `settings` that is out of range: see :func:`out_of_range`."""
     for problem in out_of_range(settings, *names, takes=takes, **bounds):
         raise error(problem)
+
+
+def check_positive(sizes: Mapping[str, int], error: type[ShardstackError] = ConfigError, caller: str = "") -> None:
+    """Raises `error` for the first of named sizes that is below one; the message begins with `caller`, if given."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise error(f"{f'{caller}: ' if caller else ''}{name} is {size}; it takes a positive number")

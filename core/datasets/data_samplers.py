@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..device import device_type
 from ..errors import ConfigError, DataError, ParallelConfigError
 from ..micro_batch_tree import MicroBatchTree
+from ..ranges import check_positive
 
 
 def num_microbatches(global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> int:
@@ -34,9 +35,7 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
         "micro_batch_size": micro_batch_size,
         "data_parallel_size": data_parallel_size,
     }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ParallelConfigError(f"{name} is {size}; it takes a positive number")
+    check_positive(sizes, ParallelConfigError)
     unit = micro_batch_size * data_parallel_size
     if global_batch_size % unit:
         below = global_batch_size // unit * unit

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ..errors import GradSyncError, ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..ranges import check_range
 from ..warn import warn_once
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -147,15 +148,9 @@ class DistributedDataParallelConfig:
                 f"data_parallel_sharding_strategy is {self.data_parallel_sharding_strategy!r}; "
                 f"it takes one of {', '.join(SHARDING_STRATEGIES)}"
             )
-        if self.num_distributed_optimizer_instances < 1:
-            raise ParallelConfigError(
-                f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances}; "
-                "it takes a positive number that divides the data-parallel size"
-            )
-        for name in ("bucket_size", "num_buckets"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ParallelConfigError(f"{name} is {value}; it takes a positive number")
+        divisor = "a positive number that divides the data-parallel size"
+        check_range(self, "num_distributed_optimizer_instances", least=1, takes=divisor, error=ParallelConfigError)
+        check_range(self, "bucket_size", "num_buckets", least=1, error=ParallelConfigError)
         self._reject_contradictions()
         self._check_units()
 

@@ -9,6 +9,7 @@ from typing import Literal
 from ..dtypes import Dtype, as_dtype
 from ..errors import ParallelConfigError
 from ..foreign_arguments import ForeignFields, takes_foreign_fields
+from ..ranges import check_range
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 
 
@@ -146,9 +147,8 @@ class FullyShardedDataParallelConfig(DistributedDataParallelConfig):
                     f"{field} is {getattr(self, field)!r} in a {type(self).__name__}, which shards parameters, "
                     "gradients and optimizer state; drop it, or use a DistributedDataParallelConfig"
                 )
-        for field in ("forward_prefetch", "backward_prefetch"):
-            if getattr(self, field) < 0:
-                raise ParallelConfigError(f"{field} is {getattr(self, field)}; it takes 0 (off) or a positive number")
+        names, takes = ("forward_prefetch", "backward_prefetch"), "0 (off) or a positive number"
+        check_range(self, *names, least=0, takes=takes, error=ParallelConfigError)
         parse_overrides(self.reshard_overrides)
         parse_cut(self.shard_cut, "shard_cut")
         parse_cut_overrides(self.shard_cut_overrides)

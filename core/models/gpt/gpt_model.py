@@ -10,6 +10,7 @@ from ... import parallel_state
 from ...errors import ConfigError, DataError, ParallelConfigError
 from ...foreign_arguments import refuse
 from ...process_groups_config import ProcessGroupCollection
+from ...ranges import check_positive
 from ...tensor_parallel.initialization import deferred_initialization, draw_init_seed, initialize_parameters
 from ...tensor_parallel.layers import ColumnParallelLinear
 from ...tensor_parallel.mappings import gather_from_tensor_model_parallel_region
@@ -102,9 +103,7 @@ class GPTModel(LanguageModule):
         )
         config.check_sizes_given()
         check_degrees(config)
-        for name, size in (("vocab_size", vocab_size), ("max_sequence_length", max_sequence_length)):
-            if size < 1:
-                raise ConfigError(f"{name} is {size}; it takes a positive number")
+        check_positive({"vocab_size": vocab_size, "max_sequence_length": max_sequence_length})
         if position_embedding_type not in get_args(PositionEmbeddingType):
             raise ConfigError(
                 f'position_embedding_type is {position_embedding_type!r}; it takes "rope" or "learned_absolute"'
