@@ -31,7 +31,11 @@ from tests.unit._spawn import run_distributed
 from tests.unit.adapters.accelerate._trainers import fresh_accelerate, pad, samples, tiny, trainer_of
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-RUN_ELSEWHERE = {"coming-from-megatron-lm": "test_megatron_script.py", "torchtitan": "test_torchtitan.py"}
+RUN_ELSEWHERE = {
+    "README": "test_readme.py",
+    "coming-from-megatron-lm": "test_megatron_script.py",
+    "torchtitan": "test_torchtitan.py",
+}
 
 
 Context = dict[str, Any]

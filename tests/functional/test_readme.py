@@ -1,15 +1,21 @@
-"""The program in README.md runs as it is printed there."""
+"""The lines of Python in README.md are those of examples/minimal.py, which runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.functional._program import REPOSITORY, programs_in, run_scripts
+from tests.functional._program import REPOSITORY, programs_in, run_program
+
+EXAMPLE = REPOSITORY / "examples" / "minimal.py"
 
 
-def test_the_readmes_program_runs(tmp_path: Path) -> None:
-    programs = programs_in(REPOSITORY / "README.md")
-    assert len(programs) == 1
-    ended = run_scripts(programs, tmp_path)
+def test_the_readmes_lines_are_those_of_the_example() -> None:
+    (lines,) = programs_in(REPOSITORY / "README.md")
+    assert lines in EXAMPLE.read_text() and len(lines.splitlines()) <= 12
+
+
+def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    ended = run_program(EXAMPLE, folder=tmp_path, ranks=2)
     assert ended.status == 0, ended.err
-    assert [line.split(":")[0] for line in ended.out.splitlines()] == ["step 0", "step 1", "step 2"]
+    steps = [line.split(":")[0] for line in ended.out.splitlines()]
+    assert sorted(steps) == sorted(2 * ["step 0", "step 1", "step 2"])

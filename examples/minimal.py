@@ -1,0 +1,40 @@
+"""Trains a small GPT for three steps under PyTorch FSDP2.
+
+    python -m core.training.launch --nproc-per-node 2 examples/minimal.py
+
+`wrap_model` with another config is the same training under another wrapper, with the same numbers.
+"""
+
+from contextlib import nullcontext
+
+import torch
+
+import core.device
+from core import parallel_state
+from core.distributed import TorchFullyShardedDataParallelConfig, finalize_model_grads, wrap_model
+from core.models.gpt import GPTModel
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.transformer.transformer_config import TransformerConfig
+
+core.device.init_process_group()  # one rank, or as many as a launcher started
+parallel_state.initialize_model_parallel()
+device = core.device.current_device()
+
+config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
+gpt = GPTModel(config, None, vocab_size=256, max_sequence_length=32, share_embeddings_and_output_weights=True)
+gpt.to(device)
+data = [[torch.randint(0, 256, (4, 33), device=device) for _ in range(2)] for _ in range(3)]
+
+model = wrap_model(gpt, config, TorchFullyShardedDataParallelConfig())  # or DistributedDataParallelConfig()
+optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
+for step, micro_batches in enumerate(data):
+    model.zero_grad_buffer()
+    for i, text in enumerate(micro_batches):
+        with model.no_sync() if i < len(micro_batches) - 1 else nullcontext():
+            loss = model(text[:, :-1], labels=text[:, 1:]).mean() / len(micro_batches)
+            loss.backward()
+    finalize_model_grads([model])
+    updated, grad_norm, _ = optimizer.step()
+    print(f"step {step}: loss {loss.item() * len(micro_batches):.3f}, gradient norm {grad_norm:.3f}")
+
+torch.distributed.destroy_process_group()
