@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ...tensor_parallel.random import recompute
 from ...transformer import document_attention, piecewise_attention
 from ..plan.values import UnitTransform
-from .memory_budget import compiled
+from .compilation import compiled
 
 SAVED_OPERATIONS: tuple[str, ...] = (
     "mm",

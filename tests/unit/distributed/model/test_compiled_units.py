@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
 from core.distributed import finalize_model_grads, wrap_model
-from core.distributed.model import memory_budget
+from core.distributed.model import compilation
 from core.errors import ParallelConfigError
 from tests.functional._runs import FFN, HIDDEN, SEQUENCE, build_gpt, ddp_config, micro_batches
 from tests.unit._quick import quick
@@ -92,7 +92,7 @@ def _bytes_and_gradients(wrapper: str, budget: float | None) -> tuple[int, dict[
 def _saves_less_for_less(wrapper: str, budgets: list[float]) -> list[int]:
     _, expected = _bytes_and_gradients(wrapper, None)
     sizes = []
-    with mock.patch.object(memory_budget, "COMPILER", "aot_eager_decomp_partition"):
+    with mock.patch.object(compilation, "COMPILER", "aot_eager_decomp_partition"):
         for budget in budgets:
             size, found = _bytes_and_gradients(wrapper, budget)
             # Sums over 26 tokens, over the width of a layer, and of norms, in another order.
@@ -155,3 +155,22 @@ def test_a_unit_with_dropout_is_refused(dropout: str) -> None:
 def test_a_budget_that_cannot_be_kept_is_refused(wrapper: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ParallelConfigError, match=f"activation_memory_budget {re.escape(message)}"):
         ddp_config(wrapper, **fields)
+
+
+def test_a_missing_compiler_is_one_line_with_what_to_do() -> None:
+    from torch._inductor import exc
+
+    assert compilation._WHAT_IS_MISSING.keys() <= vars(exc).keys()
+
+    def compile_nothing(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
+        raise exc.InvalidCxxCompiler
+
+    with mock.patch.object(compilation, "COMPILER", compile_nothing):
+        for budget in (None, 1.0):
+            torch._dynamo.reset()
+            forward = compilation.compiled(torch.nn.Linear(2, 2), budget)
+            with (
+                mock.patch.object(torch._dynamo, "lookup_backend", lambda backend: backend),
+                pytest.raises(ParallelConfigError, match=r"^compile_units cannot compile here \(No working C.*CXX"),
+            ):
+                forward(torch.ones(1, 2))

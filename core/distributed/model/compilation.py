@@ -1,4 +1,4 @@
-"""Compiles with a budget for what is saved for backward."""
+"""Compiles the forward of units, and explains what torch cannot compile."""
 
 from __future__ import annotations
 
@@ -23,22 +23,40 @@ def compiled(forward: Callable[..., Any], memory_budget: float | None) -> Callab
             The rest is computed again, what costs least first. None: torch's setting of the process.
 
     Raises (at the first call of what is returned):
-        ParallelConfigError: the budget is below 1, and the forward draws random numbers.
+        ParallelConfigError: torch has no compiler for this device here; or the budget is below 1, and the forward
+            draws random numbers.
     """
-    if memory_budget is None:
-        return torch.compile(forward, backend=COMPILER)
-    within_budget = torch.compile(forward, backend=_compiler(float(memory_budget)))
+    backend = COMPILER if memory_budget is None else _compiler(float(memory_budget))
+    compiled_forward = torch.compile(forward, backend=backend)
 
     @functools.wraps(forward)
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
-            return within_budget(*args, **kwargs)
+            return compiled_forward(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, ShardstackError):
-                raise error.inner_exception from None
+            _explain(error.inner_exception)
             raise
 
     return explained
+
+
+_WHAT_IS_MISSING = {
+    "InvalidCxxCompiler": "install a C++ compiler (g++), or name one in CXX",
+    "TritonMissing": "install triton, which torch's packages for CUDA bring along",
+    "GPUTooOldForTriton": "compile for a newer GPU",
+}
+"""What to do about errors of torch's compiler, by the names of their types: importing these takes a second."""
+
+
+def _explain(error: Exception) -> None:
+    if isinstance(error, ShardstackError):
+        raise error from None
+    remedy = _WHAT_IS_MISSING.get(type(error).__name__)
+    if remedy is not None:
+        said = str(error).splitlines()[0]
+        raise ParallelConfigError(
+            f"compile_units cannot compile here ({said}); {remedy}, or drop compile_units"
+        ) from None
 
 
 @functools.cache
