@@ -117,7 +117,8 @@ def _equals_the_plain_form(
     for name in NAMES:
         # A GPU's products of parts and of the whole may round single logits differently.
         exact = dtype is torch.float32 or (name == "loss" and device == "cpu")
-        _close(found[name], expected[name], 1e-5 if exact else 2**-7, name)
+        rounded = 2**-7 if device == "cpu" else 2**-6
+        _close(found[name], expected[name], 1e-5 if exact else rounded, name)
 
 
 @pytest.mark.parametrize("adapts", [False, True], ids=["", "low rank"])
