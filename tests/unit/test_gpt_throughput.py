@@ -138,7 +138,7 @@ def test_a_range_that_is_marked_on_a_gpu_is_no_work(name, says_kind):
     }
 
 
-def test_a_collective_of_gloo_is_work_though_torch_marks_it_as_a_range():
+def test_a_collective_of_gloo_is_a_range_and_work():
     picture = _load("_step_picture")
     events = [
         _Event("step", 0, 100, "user_annotation"),

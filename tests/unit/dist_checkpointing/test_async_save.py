@@ -97,7 +97,7 @@ def _environment_of_the_group(root: str) -> str | None:
     return found
 
 
-def test_in_a_group_of_another_maker_its_gloo_connects_when_needed(tmp_path, monkeypatch):
+def test_in_a_group_of_others_its_gloo_connects_when_needed(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
     assert run_distributed(_environment_of_the_group, 2, str(tmp_path)) == ["1", "1"]
 

@@ -138,6 +138,7 @@ class _NoReadsAbove(TorchFunctionMode):
         given = _tensors((args, kwargs))
         if given and given[0] not in self._host:
             assert name not in READING_METHODS, f"Tensor.{name} waits for the device"
+            assert name != "new_tensor", "Tensor.new_tensor of numbers waits for the device: use new_full"
             if name == "to":
                 goes_to_host = any(self._host.is_named_by(one) for one in (*args[1:], *kwargs.values()))
                 assert not goes_to_host, "Tensor.to() the host waits for the device"

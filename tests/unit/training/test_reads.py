@@ -36,6 +36,7 @@ WAIT: dict[str, Callable[[Tensor], Any]] = {
     "copy from host": lambda x: x.copy_(torch.ones(3)),
     "move from host": lambda x: torch.ones(3).to(x.device),
     "tensor of numbers": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "new tensor of numbers": lambda x: x.new_tensor([1.0, 2.0]),
     "both memories": lambda x: x + torch.ones(3),
     "mask": lambda x: x[x > 0],
     "mask in bytes": lambda x: x[(x > 0).byte()],
