@@ -62,11 +62,12 @@ test-long: $(TESTED)
 	$(PYTEST) -m 'long and not gpu' $(ARGS)
 
 # What needs a GPU, the functional cases among it, on the GPUs of this machine, with $(PYTHON) as it is found: nothing is
-# installed, and what is missing is an error that names it. Six processes take it in less than ten minutes on one GPU.
+# installed, and what is missing is an error that names it. Only files with such tests are collected: others import more.
+# Six processes take it in less than ten minutes on one GPU.
 GPU_JOBS ?= 6
 test-gpu:
-	$(PYTHON) -m tests.gpu_machine
-	$(PYTHON) -m pytest -n $(GPU_JOBS) --dist worksteal -m gpu tests $(ARGS)
+	files=$$($(PYTHON) -m tests.gpu_machine) && \
+	    $(PYTHON) -m pytest -n $(GPU_JOBS) --dist worksteal -m gpu $$files $(ARGS)
 
 # Kills, signals, full disks and damage at random moments, for so many minutes or HOURS; prints a report.
 MINUTES ?= 10

@@ -144,8 +144,18 @@ def _spans(events: Iterable[Any], name: str) -> list[Interval]:
 
 
 def _is_annotation(event: Any) -> bool:
-    """Whether it is a marked range, and no work: torch's optimizers and profiler mark theirs."""
-    return event.name().startswith(("Optimizer.", "ProfilerStep", "## "))
+    """Returns whether it is a range that somebody marked, and no work.
+
+    A GPU's timeline repeats the ranges of the host (FSDP2's, torch's optimizers' and profiler's, NCCL's ``nccl:`` with
+    its kernels inside), from the first kernel queued in one to the last: they cover gaps. On a CPU gloo's collectives
+    are such ranges and nothing else.
+    """
+    if event.name().startswith(("Optimizer.", "ProfilerStep", "## ", "FSDP::")):
+        return True
+    if event.device_type() == torch.autograd.DeviceType.CPU:
+        return False
+    kind = event.activity_type() if hasattr(event, "activity_type") else ""  # torch 2.11 has only the other method
+    return event.is_user_annotation() or kind == "gpu_user_annotation"
 
 
 def _self_times(work: list[Work]) -> Iterable[tuple[str, int]]:

@@ -21,6 +21,7 @@ from .rounds import store_of_round
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_GLOO_LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
 _CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")  # https://docs.nvidia.com/cuda/cublas, "Results reproducibility"
 
 
@@ -67,9 +68,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
     kind = device_type()
     if kind == "cuda":
         torch.cuda.set_device(_local_rank())
-        # Next to NCCL gloo carries little: let it connect two ranks when they first talk. All to all at once is a
-        # socket for each other rank and group, beyond the usual limit of 1,024 open files at a thousand ranks.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        connect_gloo_when_needed()
     timeout = timedelta(minutes=timeout_minutes)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" and carries_host_tensors else _BACKENDS[kind]
     if "RANK" not in os.environ:
@@ -81,6 +80,17 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
         dist.init_process_group(backend, store=of_round, rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def connect_gloo_when_needed() -> None:
+    """Lets the gloo groups that are made from now on connect two ranks when they first talk, unless the environment
+    says otherwise; on CPU, where gloo carries everything, does nothing.
+
+    Next to NCCL gloo carries little. All to all at once is a socket for each other rank and group, beyond the usual
+    limit of 1,024 open files at a thousand ranks.
+    """
+    if device_type() == "cuda":
+        os.environ.setdefault(_GLOO_LAZY_INIT, "1")
 
 
 def _local_rank() -> int:

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SHARDSTACK_DEVICE", "cpu")
@@ -24,6 +25,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the golden values of tests/functional/cases again, and say what changed",
     )
+
+
+_GPU_FILES = pytest.StashKey[set[Path]]()  # set once the tests are collected
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` drops tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[_GPU_FILES] = {item.path for item in items if item.get_closest_marker("gpu")}
+
+
+@pytest.fixture
+def files_with_gpu_tests(request: pytest.FixtureRequest) -> set[Path]:
+    """The files of collected tests that have the mark `gpu`, of those too that `-m` drops."""
+    return request.config.stash[_GPU_FILES]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,13 +1,21 @@
-"""What the tests for GPUs need of a machine: `make test-gpu` asks first, so that they cannot pass by being skipped."""
+"""The files with tests for GPUs, and what these need of a machine.
+
+`make test-gpu` asks first, so that they cannot pass by being skipped, and collects no other file: packages that others
+import may be missing on such a machine.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 EXAMPLE = ("yaml", "cyclopts", "docstring_parser", "tqdm", "tokenizers", "matplotlib")
 """What the GPT example needs in addition to torch, and what reads the case files."""
@@ -20,6 +28,15 @@ PACKAGES = {
     "docstring_parser": "docstring-parser",
 }
 """Names of packages that differ from those of their modules."""
+
+
+_MARKED = re.compile(r"\bmark\.gpu\b|\bON_GPU\b")  # the mark itself, or the list of marks of tests/unit/_on_gpu.py
+
+
+def gpu_files() -> list[str]:
+    """Returns the files with tests that have the mark `gpu`, as paths from the root of the repository."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if _MARKED.search(file.read_text(encoding="utf-8"))]
 
 
 def missing_packages(modules: tuple[str, ...] = EXAMPLE) -> list[str]:
@@ -46,7 +63,13 @@ def _gpus_of_the_driver() -> str:
     return subprocess.run([command, "-L"], capture_output=True, text=True, timeout=60).stdout.partition("(")[0].strip()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the files to collect, or ends with the reason why the tests cannot run."""
     reason = reason_against()
     if reason is not None:
         sys.exit(f"error: {reason}")
+    print(*gpu_files())
+
+
+if __name__ == "__main__":
+    main()

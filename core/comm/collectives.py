@@ -103,8 +103,8 @@ def all_reduce(
         or (fp32_accumulation and tensor.dtype in _LOW_PRECISION)
     )
     with _recorded("all-reduce", what, tensor, group):
-        if _is_alone(group) or not in_two_steps:
-            if not _is_alone(group):
+        if is_alone(group) or not in_two_steps:
+            if not is_alone(group):
                 dist.all_reduce(tensor, op, group=group)
             store(tensor, tensor, scale, accumulate=False)
             return
@@ -118,7 +118,8 @@ def all_reduce(
             _add_on_every_rank(tensor[num_shared:], group, op, scale, fp32_accumulation, order)
 
 
-def _is_alone(group: ProcessGroup) -> bool:
+def is_alone(group: ProcessGroup) -> bool:
+    """Returns whether collectives of a group call no backend, because it has one rank."""
     return group.size() == 1 and SKIPS_GROUPS_OF_ONE
 
 
@@ -162,7 +163,7 @@ def _reduce_scatter(
     in_fp32 = fp32_accumulation and input_.dtype in _LOW_PRECISION
     if not len(input_):
         return
-    if _is_alone(group):
+    if is_alone(group):
         store(output, input_, scale, accumulate)
     elif _exchanges_directly(group, input_):
         scale = scale / size if op == ReduceOp.AVG else scale

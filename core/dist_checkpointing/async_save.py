@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .. import device
 from ..comm.by_backend import all_reduce_by_backend
 from .format.folders import Retention
 from .format.staging import HostStaging
@@ -31,7 +32,7 @@ class AsyncSaver:
     """
 
     def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None  # the first `save` makes it: each rank connects to each
+        self._group: dist.ProcessGroup | None = None  # the first `save` makes it
         self._staging = HostStaging()  # owns the copies that the thread writes; reused by the next `save`
         self._thread: threading.Thread | None = None  # `save` starts it, `wait` joins and clears it
         self._error: BaseException | None = None  # set by the thread, raised and cleared by `wait`
@@ -53,6 +54,7 @@ class AsyncSaver:
         """
         self.wait()
         if self._group is None and dist.is_available() and dist.is_initialized():
+            device.connect_gloo_when_needed()  # the maker of the default group may not have asked for it
             self._group = dist.new_group(backend="gloo", timeout=_GROUP_LIMIT)
         state = dict(state)  # the caller may change the mapping as soon as this returns, as it may the values
         self._staging.begin(state, self._agree)

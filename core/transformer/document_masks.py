@@ -137,7 +137,8 @@ def visible_keys(document_starts: torch.Tensor | None, positions: torch.Tensor, 
     visible = keys <= positions[:, None]
     if document_starts is None:
         return visible[None, None]
-    return (visible & (keys >= document_starts.to(positions.device)[..., None])).unsqueeze(1)
+    starts = document_starts.to(positions.device, non_blocking=True)
+    return (visible & (keys >= starts[..., None])).unsqueeze(1)
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -115,6 +116,27 @@ def test_a_rank_with_a_gpu_claims_the_one_of_its_local_rank(monkeypatch: pytest.
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append((args, kwargs)))
     device.init_process_group(timeout_minutes=4)
     assert calls == [1, (("nccl",), {"timeout": timedelta(minutes=4)})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)], ids=str
+)
+def test_next_to_nccl_gloo_connects_ranks_when_they_first_talk(
+    kind: str, before: str | None, after: str | None
+) -> None:
+    with (
+        mock.patch.dict(os.environ, SHARDSTACK_DEVICE=kind),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(dist, "init_process_group") as joined,
+    ):
+        os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+        if before is not None:
+            os.environ["TORCH_GLOO_LAZY_INIT"] = before
+        seen: list[str | None] = []
+        joined.side_effect = lambda *args, **kwargs: seen.append(os.environ.get("TORCH_GLOO_LAZY_INIT"))
+        device.init_process_group()
+    assert seen == [after]
 
 
 def test_ranks_on_several_gpus_need_their_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,72 @@ def test_every_moment_of_a_step_is_in_one_part():
     }
     assert sum(times.shares().values()) == pytest.approx(1.0)
     assert dict(times.largest) == {"ncclAllReduce": 25, "gemm": 24, "adam": 20, "inside": 6}
+
+
+class _Event:
+    """An event of the profiler, as torch 2.13 has it; torch 2.11 does not say its kind."""
+
+    def __init__(self, name: str, start: int, end: int, kind: str = "kernel", says_kind: bool = True) -> None:
+        self._name, self._start, self._end, self._kind = name, start, end, kind
+        if says_kind:
+            self.activity_type = lambda: kind
+
+    def name(self) -> str:
+        return self._name
+
+    def start_ns(self) -> int:
+        return self._start
+
+    def duration_ns(self) -> int:
+        return self._end - self._start
+
+    def is_user_annotation(self) -> bool:
+        return self._kind.endswith("user_annotation")
+
+    def device_type(self) -> torch.autograd.DeviceType:
+        types = torch.autograd.DeviceType
+        return types.CUDA if self._kind in ("kernel", "gpu_user_annotation") else types.CPU
+
+
+@pytest.mark.parametrize("name", ["mine", "FSDP::all_gather (layers.0)", "nccl:all_reduce", "Optimizer.step#AdamW"])
+@pytest.mark.parametrize("says_kind", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_a_range_that_is_marked_on_a_gpu_is_no_work(name, says_kind):
+    picture = _load("_step_picture")
+    events = [
+        _Event("step", 0, 100, "user_annotation"),
+        _Event("update", 70, 80, "user_annotation"),
+        _Event("aten::mm", 0, 90, "cpu_op"),
+        _Event("step", 5, 95, "gpu_user_annotation", says_kind),
+        _Event("update", 75, 95, "gpu_user_annotation", says_kind),
+        _Event(name, 8, 92, "gpu_user_annotation", says_kind),
+        _Event("gemm", 10, 30),
+        _Event("ncclDevKernel_AllReduce", 40, 50),
+        _Event("adam", 80, 90),
+    ]
+    times = picture.from_profile(_profile_of(events), "step", "update")
+    assert times.intervals == {
+        "optimizer": [(80, 90)],
+        "compute": [(10, 30)],
+        "exposed communication": [(40, 50)],
+        "host gaps": [(0, 10), (30, 40), (50, 80), (90, 100)],
+    }
+
+
+def test_a_collective_of_gloo_is_a_range_and_work():
+    picture = _load("_step_picture")
+    events = [
+        _Event("step", 0, 100, "user_annotation"),
+        _Event("update", 70, 80, "user_annotation"),
+        _Event("aten::mm", 10, 30, "cpu_op"),
+        _Event("FSDP::all_gather", 0, 60, "user_annotation"),
+        _Event("gloo:all_reduce", 40, 50, "user_annotation"),
+    ]
+    times = picture.from_profile(_profile_of(events), "step", "update")
+    assert times.intervals["compute"] == [(10, 30)] and times.intervals["exposed communication"] == [(40, 50)]
+
+
+def _profile_of(events: list[_Event]) -> Any:
+    return SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
 
 
 def _runs(folder: str) -> None:

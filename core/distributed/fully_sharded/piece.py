@@ -33,10 +33,10 @@ class Piece:
 
     def gather(self, into: Tensor, group: ProcessGroup, what: str) -> None:
         """Writes the shards of all ranks into `into` `[numel]`, cast to its dtype."""
-        own = self.shard
-        if (own.dtype, own.device) != (into.dtype, into.device) or group.size() == 1:
+        own, is_alone = self.shard, collectives.is_alone(group)
+        if (own.dtype, own.device) != (into.dtype, into.device) or is_alone:
             own = into.chunk(group.size())[group.rank()].copy_(own, non_blocking=True)  # a cast takes no memory there
-        if group.size() > 1:
+        if not is_alone:
             collectives.all_gather(into, own, group, what=what)
 
     def own_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from core.comm.by_backend import all_reduce_by_backend
 from core.comm.host_read import HostRead
 from core.comm.record import NUM_CALLS_KEPT, record_of
 from core.errors import OutOfStepError
+from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._ranks import fake_world
 from tests.unit._spawn import reach, run_distributed, wait_for
 
@@ -124,3 +126,45 @@ def test_without_a_late_collective_the_host_waits_on() -> None:
         looks = iter(range(50))
         with mock.patch.object(event, "query", lambda: next(looks, None) is None):
             host_read.wait_for(event)
+
+
+def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive: Callable[[], Any]) -> str:
+    """Returns what is said of a collective behind work that takes longer than the backend's limit, and ends."""
+    record = record_of()
+    dist.all_reduce(numbers)  # the first makes the backend's connections
+    record.limit_s = 1.0
+    delay()
+    with record.collective("all-reduce", "the loss", numbers.nbytes, on_device=True) as call:
+        dist.all_reduce(numbers)
+    behind = device.record_event()
+    assert not call.is_over and record.first_unfinished() is call
+    late = (OutOfStepError, dist.DistBackendError)
+    with mock.patch.object(host_read, "_LOOKS_FOR_LATE_S", 0.1), pytest.raises(late) as caught:
+        host_read.wait_for(behind)
+    assert record.first_unfinished() is None  # nothing is said twice
+    arrive()
+    assert call.is_over
+    host_read.wait_for(behind)
+    assert HostRead(numbers).wait() == [1.0, 2.0]
+    return str(caught.value)
+
+
+def _late_by_an_event_of_ours() -> str:
+    event = _Event()
+    with mock.patch.object(device, "record_event", lambda: event):
+        return _late_and_then_over(torch.tensor([1.0, 2.0]), lambda: None, lambda: setattr(event, "done", True))
+
+
+def test_a_collective_behind_long_work_is_named_and_may_end() -> None:
+    (message,) = run_distributed(_late_by_an_event_of_ours, 1)
+    assert "timed out waiting 900ms for the device to end all-reduce 1" in message
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_collective_behind_long_work_of_a_gpu_is_named() -> None:
+    cycles = int(4e9 * 2)  # four seconds, at two GHz
+    with one_rank_on_a_gpu():
+        numbers = torch.tensor([1.0, 2.0], device=device.current_device())
+        message = _late_and_then_over(numbers, lambda: torch.cuda._sleep(cycles), torch.cuda.synchronize)
+    assert "timed out waiting 900ms for the device to end all-reduce 1" in message

@@ -6,11 +6,16 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+from core.comm import lane as lane_module
 from core.comm.lane import comm_lane
 
 CPU = torch.device("cpu")
@@ -54,6 +59,46 @@ def test_an_immediate_call_keeps_its_place_behind_the_lane():
     lane.run(lambda: done.append("second"))
     assert done == ["first", "second"]
     assert comm_lane(torch.device("cpu")) is comm_lane(CPU, 0) is lane
+
+
+class _Cuda:
+    """What `torch.cuda` is asked for by a lane; the log says on which stream it happens."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._current = "main"
+
+    def Stream(self, device: torch.device, priority: int = 0) -> SimpleNamespace:
+        self.log.append(f"a stream on {device} with priority {priority}")
+        return SimpleNamespace(name="lane", wait_stream=lambda other: self.log.append(f"lane waits for {other.name}"))
+
+    def current_stream(self) -> SimpleNamespace:
+        wait_event = lambda event: self.log.append(f"{self._current} waits for the event")  # noqa: E731
+        return SimpleNamespace(name=self._current, wait_event=wait_event)
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        self._current = stream.name
+        yield
+        self._current = "main"
+
+    def Event(self) -> SimpleNamespace:
+        return SimpleNamespace(record=lambda: self.log.append(f"event on {self._current}"))
+
+
+def test_a_gpus_lane_is_a_stream_before_computation():
+    cuda = _Cuda()
+    with mock.patch.object(lane_module.torch, "cuda", cuda):
+        lane = lane_module._StreamLane(torch.device("cuda", 1))
+        handle = lane.submit(lambda: cuda.log.append(f"task on {cuda.current_stream().name}"))
+        handle.wait()
+    assert cuda.log == [
+        "a stream on cuda:1 with priority -1",
+        "lane waits for main",
+        "task on lane",
+        "event on lane",
+        "main waits for the event",
+    ]
 
 
 def _ends_with_products_in_the_lane(count: int, before: str = "") -> tuple[int, str]:

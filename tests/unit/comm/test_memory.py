@@ -7,12 +7,16 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from core.comm import memory
+from core.comm import collectives, memory
+from core.device import current_device
 from core.host_memory import passing_memory
 from core.warn import warn_once
+from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
+from tests.unit._rounding import assert_same
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, build, gradients, loss_of, oracle, toy
 
@@ -76,3 +80,64 @@ def test_a_backend_that_cannot_is_named():
     for kind in ("zero3", "fsdp2"):
         (said,) = run_distributed(_warns, 1, kind)[0]
         assert "nccl_ub is set, but the backend of these ranks on cpu cannot register memory" in said
+
+
+def _gradients_of_one_rank(registers: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """Gradients that went through slots and the backend, and whether it allocated the memory, of each use."""
+    by_the_backend: list[bool] = []
+
+    def noted(*args: Any, **options: Any) -> memory.Allocate:
+        found = memory.allocator(*args, **options)
+        by_the_backend.append(found is not passing_memory)
+        return found
+
+    with (
+        mock.patch("core.distributed.fully_sharded_data_parallel.allocator", noted),
+        mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", False),
+    ):
+        model = build("zero3", toy().to(current_device()), param_dtype=torch.bfloat16, nccl_ub=registers)
+        for index, tokens in enumerate(batches(0)):
+            with nullcontext() if index == 2 else model.no_sync():
+                loss_of(model, tokens.to(current_device())).backward()
+        model.finish_grad_sync()
+        return gradients(model), by_the_backend
+
+
+def _the_backends_memory_changes_no_number() -> bool:
+    """Returns whether the backend allocated."""
+    warn_once.cache_clear()
+    expected, usual = _gradients_of_one_rank(registers=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found, by_the_backend = _gradients_of_one_rank(registers=True)
+    assert_same(found, expected)
+    can = memory.can_register(dist.group.WORLD, current_device())
+    assert not any(usual) and by_the_backend == [can] * len(usual) and len(usual) >= 2
+    assert can != any("cannot register memory" in str(warning.message) for warning in caught)
+    return can
+
+
+def test_one_rank_under_gloo_has_the_usual_memory() -> None:
+    assert run_distributed(_the_backends_memory_changes_no_number, 1) == [False]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_of_nccl_changes_no_number() -> None:
+    with one_rank_on_a_gpu():
+        _the_backends_memory_changes_no_number()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_nccl_sends_from_and_to_its_own_memory() -> None:
+    with one_rank_on_a_gpu():
+        group, here = dist.group.WORLD, current_device()
+        allocate = memory.allocator(group, here, registers=True)
+        whole, part = (allocate(1 << 20, torch.bfloat16, here) for _ in range(2))
+        assert (whole.shape, whole.dtype, whole.device) == ((1 << 20,), torch.bfloat16, here)
+        part.copy_(torch.arange(1 << 20, device=here).remainder(256))
+        with mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", False):
+            collectives.all_gather(whole, part, group, what="the parameters")
+            collectives.all_reduce(whole, group, what="the gradients")
+        assert torch.equal(whole, part)

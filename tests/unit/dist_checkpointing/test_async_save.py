@@ -1,14 +1,18 @@
 """A checkpoint written while training goes on holds the state at the call, or an error says why not."""
 
+import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from core import device
 from core.dist_checkpointing import AsyncSaver, Retention, latest_checkpoint, load, model_state_dict, save
 from core.dist_checkpointing.format import writer
 from core.dist_checkpointing.format.staging import HostStaging
@@ -75,6 +79,27 @@ def test_one_process_without_a_group_saves_asynchronously_too(tmp_path):
     saver.wait()
     load({"w": w}, tmp_path / "it")
     assert w.tolist() == [1.0] * 3
+
+
+def _environment_of_the_group(root: str) -> str | None:
+    seen: list[str | None] = []
+    make = dist.new_group
+
+    def noted(**options: Any) -> dist.ProcessGroup:
+        seen.append(os.environ.get("TORCH_GLOO_LAZY_INIT"))
+        return make(**options)
+
+    saver = AsyncSaver()
+    with mock.patch.object(device, "device_type", lambda: "cuda"), mock.patch.object(dist, "new_group", noted):
+        saver.save({"w": torch.ones(3)}, f"{root}/it", metadata={})
+        saver.wait()
+    (found,) = seen
+    return found
+
+
+def test_in_a_group_of_others_its_gloo_connects_when_needed(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    assert run_distributed(_environment_of_the_group, 2, str(tmp_path)) == ["1", "1"]
 
 
 def test_one_is_written_at_a_time(tmp_path):

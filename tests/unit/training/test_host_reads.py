@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from core import parallel_state
-from core.comm import host_read
 from core.comm.record import record_of
 from core.device import current_device
 from core.distributed import wrap_model
 from core.errors import OptimizerError
-from core.optimizer import clip_grads, get_megatron_optimizer
-from core.tensor_parallel import cross_entropy, vocab_embedding
+from core.models.gpt import GPTModel
+from core.optimizer import get_megatron_optimizer
+from core.tensor_parallel import model_parallel_manual_seed
+from core.training.config import PretrainConfig
+from core.training.device_batches import Batch
 from core.training.running_step import RunningStep, StepResult
 from core.training.state import build_scheduler
 from core.training.train_step import train_step
@@ -33,61 +30,8 @@ from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
+from tests.unit.training._reads import Reads, watched
 from tests.unit.training.test_train_step import batches, model_of
-
-READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique_consecutive", "_unique2", "masked_select")
-"""Operations of `torch.ops.aten` whose results the host waits for."""
-
-READING_METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
-
-
-class _NoReadsBelow(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
-        assert name not in READS, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-class _NoReadsAbove(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        assert not (name in READING_METHODS and isinstance(args[0], Tensor)), f"Tensor.{name} waits for the device"
-        assert not (name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values())), "Tensor.to('cpu')"
-        return func(*args, **(kwargs or {}))
-
-
-class _Reads:
-    """What the one function that may read has read: how often, and how many micro-batches had begun by then."""
-
-    def __init__(self) -> None:
-        self.at: list[int] = []
-        self.forwards = 0
-
-    def note_forward(self, *unused: Any) -> None:
-        self.forwards += 1
-
-    def __call__(self, numbers: Tensor) -> list[float]:
-        self.at.append(self.forwards)
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return [float(number) for number in numbers.tolist()]
-
-
-@contextmanager
-def _watched() -> Iterator[_Reads]:
-    """Fails on every read but those through `core.comm.host_read`, which it counts; nothing is known in advance."""
-    reads = _Reads()
-    with (
-        mock.patch.object(host_read, "_to_list", reads),
-        mock.patch.object(clip_grads, "known_on_host", lambda value: None),
-        # What looks at ids on the CPU alone, and at which rows of a table are in use.
-        mock.patch.object(vocab_embedding, "check_ids"),
-        mock.patch.object(cross_entropy, "check_ids"),
-        mock.patch.object(vocab_embedding, "embedding", lambda ids, weight, adds_rows: F.embedding(ids, weight)),
-        _NoReadsBelow(),
-        _NoReadsAbove(),
-    ):
-        yield reads
-
 
 WRAPPERS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -98,35 +42,87 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 
 
+FEATURES = {
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "linear",
+    "cross_entropy_fusion_vocab_chunk_size": 10,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+}
+"""The loss in parts, and dropout; they go with packed documents."""
+
 NUM_STEPS = 4
 
-Watch = Callable[[], AbstractContextManager["_Reads"]]
+Watch = Callable[[list[Tensor]], AbstractContextManager[Reads]]
+
+
+def _model_of(config: PretrainConfig) -> GPTModel:
+    torch.manual_seed(3)
+    return GPTModel(
+        config.model,
+        vocab_size=_vocab_size(config),
+        max_sequence_length=config.data.seq_length,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
+
+
+def _vocab_size(config: PretrainConfig) -> int:
+    return 4 * config.data.seq_length
+
+
+def _batches(config: PretrainConfig, count: int, packed: bool) -> list[Batch]:
+    """Micro-batches whose numbers of tokens that count differ; with documents that begin elsewhere in each row."""
+    rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(10 + rank)
+    size, length = config.data.micro_batch_size, config.data.seq_length
+    made = []
+    for i in range(count):
+        tokens = torch.randint(0, _vocab_size(config), (size, length + 1), generator=generator)
+        mask = torch.ones(size, length)
+        mask[0, : 2 + i + 3 * rank] = 0.0
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask}
+        batch["position_ids"] = torch.arange(length).expand(size, length)
+        batch = {name: tensor.contiguous().to(current_device()) for name, tensor in batch.items()}
+        if packed:
+            places = torch.arange(length).expand(size, length)
+            cut = torch.randint(1, length, (size, 1), generator=generator)
+            batch["document_starts"] = torch.where(places >= cut, cut, 0)
+        made.append(batch)
+    return made
 
 
 def _steps(
-    changes: dict[str, Any], watch: Watch | None = _watched
+    changes: dict[str, Any], watch: Watch | None = watched, packed: bool = False, unwatched: int = 0
 ) -> tuple[list[int], list[StepResult], list[Tensor]]:
     """Makes steps of two micro-batches, the third of which the device has to skip.
 
     Args:
-        watch: a context that fails on reads; None waits for each step.
+        watch: given tensors in the host's memory, a context that fails on reads; None waits for each step.
+        packed: pack documents into the batches.
+        unwatched: steps before the watch begins.
     """
-    config = small_config(**{**changes, "lr_warmup_iters": 2}, global_batch_size=4 * dist.get_world_size())
-    parallel_state.initialize_model_parallel()
-    model = model_of(config).to(current_device())
+    degrees = {name: changes.get(name, 1) for name in ("tensor_model_parallel_size", "context_parallel_size")}
+    parallel_state.initialize_model_parallel(**degrees)
+    model_parallel_manual_seed(5)
+    replicas = parallel_state.get_data_parallel_world_size()
+    config = small_config(**{**changes, "lr_warmup_iters": 2}, global_batch_size=4 * replicas)
+    model = _model_of(config).to(current_device())
     if (config.model.bf16 or config.model.fp16) and not config.use_torch_fsdp2:
         model = Float16Module(config.model, model)
     model = wrap_model(model, config.model, config.ddp)
     adam = get_megatron_optimizer(config.optimizer, [model])
     scheduler = build_scheduler(config, adam)
-    rank = parallel_state.get_data_parallel_rank()
-    data = [{name: t.to(current_device()) for name, t in batch.items()} for batch in batches(rank, 2 * NUM_STEPS)]
+    data = _batches(config, 2 * NUM_STEPS, packed)
     data[4]["loss_mask"][:] = torch.inf
 
     running: list[RunningStep] = []
-    with nullcontext(_Reads()) if watch is None else watch() as reads:
-        model.register_forward_hook(reads.note_forward)
+    with ExitStack() as stack:
+        reads = Reads()
         for step in range(NUM_STEPS):
+            if watch is not None and step == unwatched:
+                reads = stack.enter_context(watch([batch["document_starts"] for batch in data if packed]))
+                model.register_forward_hook(reads.note_forward)
             running.append(train_step(model, adam, scheduler, iter(data[2 * step : 2 * step + 2]), 2))
             if watch is None:
                 running[-1].result()
@@ -152,7 +148,7 @@ PRECISIONS = ({}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0})
 )
 def test_steps_without_a_wait_have_the_same_bits(wrapper: str, precision: dict[str, Any]) -> None:
     changes = WRAPPERS[wrapper] | precision
-    late, at_once = (run_distributed(_steps, 2, changes, watch) for watch in (_watched, None))
+    late, at_once = (run_distributed(_steps, 2, changes, watch) for watch in (watched, None))
     for (_, results, weights), (_, expected, expected_weights) in zip(late, at_once, strict=True):
         assert math.isnan(results[2].loss) and math.isnan(expected[2].loss)
         assert [r for r in results if r.updated] == [r for r in expected if r.updated]
@@ -171,6 +167,22 @@ def test_steps_without_a_wait_have_the_same_bits(wrapper: str, precision: dict[s
 def test_the_host_reads_once_a_step_and_a_step_late(wrapper: str, mode: dict[str, Any]) -> None:
     for at, _, _ in run_distributed(_steps, 2, WRAPPERS[wrapper] | mode):
         # The first is of the second step: each before its update, when its two micro-batches are queued.
+        assert at == [4, 6, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_dropout": 0.0},  # with a fused kernel
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"context_parallel_size": 2, "attention_dropout": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_features_of_a_model_read_nothing(wrapper: str, changes: dict[str, Any]) -> None:
+    for at, _, _ in run_distributed(_steps, 2, WRAPPERS[wrapper] | FEATURES | changes, watched, True):
         assert at == [4, 6, 8, 8]
 
 
@@ -226,31 +238,69 @@ def test_a_write_while_a_step_runs_raises_a_step_late() -> None:
 
 
 @contextmanager
-def _watched_by_cuda() -> Iterator[_Reads]:
+def _watched_by_cuda(host_tensors: list[Tensor]) -> Iterator[Reads]:
     """Fails on every call that makes the host wait for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
-        yield _Reads()
+        yield Reads()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+REAL_SIZE = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 2048, "lr": 1e-4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "initial_loss_scale": 256.0},
+    "reproducible": {"reproducible_across_ranks": True},
+    "features": FEATURES | {"bf16": True, "packed": True},
+    "features in fp32": FEATURES | {"packed": True},
+    "compiled": FEATURES | {"bf16": True, "packed": True, "attention_dropout": 0.0, "compile_units": True},
+    "real size": REAL_SIZE | {"bf16": True},
+    "real size, features": FEATURES
+    | REAL_SIZE
+    | {"bf16": True, "packed": True, "cross_entropy_fusion_vocab_chunk_size": None},
+}
+"""Settings of a run; `packed` as `_steps` takes it."""
+
+
+def _compare_with_waiting(watch: Watch, wrapper: str, changes: dict[str, Any]) -> None:
+    """Fails unless steps under a watch are those that are waited for; each in a group of its own."""
+    changes = WRAPPERS[wrapper] | changes
+    packed = changes.pop("packed", False)
+    unwatched = 2 if "compile_units" in changes else 0  # the compiler may wait for the GPU
+    found = []
+    for one in (watch, None):
+        torch._dynamo.reset()
+        with one_rank_on_a_gpu() if watch is _watched_by_cuda else nullcontext():
+            _, results, weights = _steps(changes, one, packed, unwatched)
+            found.append(([r for r in results if r.updated], weights))
+            parallel_state.destroy_model_parallel()
+    (results, weights), (expected, expected_weights) = found
+    if "seq_length" in changes:  # beyond one block of queries kernels add in any order
+        assert [r.loss for r in results] == pytest.approx([r.loss for r in expected], rel=1e-2)
+        return
+    assert results == expected and all(map(torch.equal, weights, expected_weights))
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(
-    "precision",
-    [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 256.0}, {"reproducible_across_ranks": True}],
-    ids=str,
+    ("wrapper", "settings"),
+    [
+        (w, s)
+        for w, s in product(WRAPPERS, SETTINGS)
+        if w not in ("zero1", "zero2") or s not in ("compiled", "real size")
+    ],
 )
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_no_call_of_a_step_waits_for_the_gpu(wrapper: str, precision: dict[str, Any]) -> None:
-    changes = WRAPPERS[wrapper] | precision
-    with one_rank_on_a_gpu():
-        _, results, weights = _steps(changes, _watched_by_cuda)
-    with one_rank_on_a_gpu():
-        _, expected, expected_weights = _steps(changes, None)
-    assert [r for r in results if r.updated] == [r for r in expected if r.updated]
-    assert all(map(torch.equal, weights, expected_weights))
+def test_no_call_of_a_step_waits_for_the_gpu(wrapper: str, settings: str) -> None:
+    _compare_with_waiting(_watched_by_cuda, wrapper, SETTINGS[settings])
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("settings", ["features", "features in fp32"])
+def test_steps_of_one_rank_without_a_wait_have_the_same_bits(wrapper: str, settings: str) -> None:
+    run_distributed(_compare_with_waiting, 1, watched, wrapper, SETTINGS[settings])
 
 
 def _calls_of_a_step() -> list[tuple[str, str]]:

@@ -21,12 +21,13 @@ from core.distributed import (
 from core.errors import ConfigError, ParallelConfigError
 from core.models.gpt import GPTModel
 from core.tensor_parallel.random import get_rng_tracker
+from core.training.arguments import parse_arguments
 from core.training.initialize import check_model_fits, initialize
 from core.training.launch.environment import environment_threads
 from core.transformer.dropout import hidden_dropout
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import full
-from tests.unit.training._configs import small_config
+from tests.unit.training._configs import SMALL, small_config
 
 
 def _initialized(tensor_parallel: int) -> tuple[int, int, float, float]:
@@ -43,6 +44,19 @@ def test_groups_and_seeds_follow_the_settings():
     assert [ranks[:2] for ranks in cut] == [(2, 1), (2, 1)]
     assert len({ranks[2] for ranks in cut}) == 1  # what tensor-parallel ranks hold whole
     assert len({ranks[3] for ranks in cut}) == 2  # what they hold in part
+
+
+def _precision_of_products(precision: str | None) -> str:
+    flags = [] if precision is None else ["--fp32-matmul-precision", precision]
+    required = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    torch.set_float32_matmul_precision("medium" if precision != "medium" else "high")
+    initialize(parse_arguments([*required, *flags]))
+    return torch.get_float32_matmul_precision()
+
+
+@pytest.mark.parametrize("precision", [None, "highest", "high", "medium"])
+def test_the_precision_of_products_in_fp32_is_torchs(precision: str | None) -> None:
+    assert run_distributed(_precision_of_products, 1, precision) == [precision or "highest"]
 
 
 def _first_mask_and_weights(is_random: bool, uses_fsdp2: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from core.comm import lane
+from core.device import current_device
 from core.distributed import finalize_model_grads
 from core.errors import ConfigError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -22,6 +23,7 @@ from core.training import memory_profile
 from core.training.loop import train
 from core.training.memory_profile import measure_step
 from core.training.memory_timeline import CATEGORIES, MemoryTimeline
+from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build
 from tests.unit.training._configs import small_config
@@ -40,7 +42,8 @@ class Layer(nn.Module):
 
 
 def _model(kind: str) -> Any:
-    model = build(kind, nn.Sequential(*(Layer() for _ in range(LAYERS))), unit_classes=(Layer,))
+    module = nn.Sequential(*(Layer() for _ in range(LAYERS))).to(current_device())
+    model = build(kind, module, unit_classes=(Layer,))
     return model, get_megatron_optimizer(OptimizerConfig(lr=1e-4), [model])
 
 
@@ -48,7 +51,7 @@ def _step(model: Any, optimizer: Any, num_microbatches: int = 2) -> None:
     model.zero_grad_buffer()
     for index in range(num_microbatches):
         with model.no_sync() if index < num_microbatches - 1 else nullcontext():
-            model(torch.ones(ROWS, WIDTH)).square().mean().backward()
+            model(torch.ones(ROWS, WIDTH, device=current_device())).square().mean().backward()
     finalize_model_grads([model])
     optimizer.step()
 
@@ -130,6 +133,32 @@ def test_the_peak_is_that_of_another_measure(kind):
     seen, measured = run_distributed(_compares_with_a_tracker, 2, kind)[0]
     # Threads of process groups free gradients that were sent, which the profiler then believes to live longer.
     assert 0 <= measured - seen <= (0 if kind == "ddp" else LAYERS * WEIGHT), (seen, measured)
+
+
+def _measures_and_asks_the_allocator(kind: str) -> tuple[MemoryTimeline, int]:
+    model, optimizer = _model(kind)
+    for _ in range(2):
+        _step(model, optimizer)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
+    return timeline, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kind", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_a_gpus_peak_is_that_of_its_allocator(kind):
+    with one_rank_on_a_gpu():
+        timeline, seen = _measures_and_asks_the_allocator(kind)
+    whole = LAYERS * WEIGHT
+    assert timeline.device == "cuda"
+    assert abs(timeline.peak_bytes - seen) <= whole, (timeline.peak_bytes, seen)
+    assert _most(timeline, "parameters") == whole
+    assert 2 * whole <= _most(timeline, "optimizer state") < 2 * whole + 2**16  # and step counts
+    assert whole <= _most(timeline, "gradients") <= 3 * whole
+    assert _most(timeline, "activations and other") >= LAYERS * ACTIVATION
+    assert list(timeline.times_s) == sorted(timeline.times_s)
 
 
 def _refuses_to_write_nowhere() -> None:

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from core import parallel_state
+from core.device import current_device
 from core.distributed import finalize_model_grads, wrap_model
 from core.transformer import dot_product_attention, own_chunks
 from core.transformer.document_masks import PackedDocuments
 from tests.functional._runs import FFN, HIDDEN, build_gpt, ddp_config, micro_batches
+from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
@@ -43,13 +45,14 @@ def _document_starts(layout: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def _gradients(wrapper: str, ranks: int, fields: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+def _gradients(wrapper: str, ranks: int, fields: dict[str, Any], dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     """Returns gradients of a step with each layout; `ranks` share a sequence."""
-    module = build_gpt(True, context_parallel_size=ranks)
+    here = current_device()
+    module = build_gpt(True, context_parallel_size=ranks).to(here, dtype)
     group = dist.group.WORLD if ranks == 1 else None
     model = wrap_model(module, module.config, ddp_config(wrapper, **fields), process_group=group)
     replica = dist.get_rank() if ranks == 1 else 0
-    tokens, labels = (own_chunks(tensor) for tensor in micro_batches(0, replica, length=LENGTH)[0])
+    tokens, labels = (own_chunks(tensor.to(here)) for tensor in micro_batches(0, replica, length=LENGTH)[0])
     found = []
     for layout in LAYOUTS:
         model.zero_grad_buffer()
@@ -61,7 +64,9 @@ def _gradients(wrapper: str, ranks: int, fields: dict[str, Any]) -> list[dict[st
     return found
 
 
-def _graphs(wrapper: str, way: str, compiler: str = "aot_eager") -> tuple[int, dict[str, int]]:
+def _graphs(
+    wrapper: str, way: str, compiler: str = "aot_eager", dtype: torch.dtype = torch.float32
+) -> tuple[int, dict[str, int]]:
     ranks = 2 if way == "context parallel" else 1
     parallel_state.initialize_model_parallel(context_parallel_size=ranks)
     recomputed = {"activation_checkpointing": way.partition(" ")[0]} if way.endswith("recomputed") else {}
@@ -71,9 +76,9 @@ def _graphs(wrapper: str, way: str, compiler: str = "aot_eager") -> tuple[int, d
         elif way == "kernel of CUDA":
             patch.setattr(dot_product_attention, "has_kernel_for_documents", lambda query: True)
             flash_attention_by_hand(patch)
-        expected = _gradients(wrapper, ranks, {})
+        expected = _gradients(wrapper, ranks, {}, dtype)
         with counted_graphs(compiler) as graphs:
-            found = _gradients(wrapper, ranks, {"compile_units": True, **recomputed})
+            found = _gradients(wrapper, ranks, {"compile_units": True, **recomputed}, dtype)
     for ours, theirs in zip(found, expected, strict=True):
         # Sums over the tokens, over the width of a layer, and of norms, in another order.
         assert_same_sums(ours, theirs, additions=2 * LENGTH + HIDDEN + FFN)
@@ -103,3 +108,15 @@ def test_torchs_compiler_takes_them_too(way: str) -> None:
     for graphs, breaks in run_distributed(_graphs, 2, "fsdp2", way, "inductor"):
         assert not breaks
         assert graphs == 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # in fp32 there is no kernel for all documents
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_gpus_kernels_share_one_graph(wrapper: str, dtype: torch.dtype, compiler: str) -> None:
+    with one_rank_on_a_gpu():
+        graphs, breaks = _graphs(wrapper, "the GPU's own kernel", compiler, dtype)
+    assert not breaks
+    assert graphs == 1

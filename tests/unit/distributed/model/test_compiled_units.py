@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
+from core.device import current_device
 from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.model import compilation
 from core.errors import ParallelConfigError
 from tests.functional._runs import FFN, HIDDEN, SEQUENCE, build_gpt, ddp_config, micro_batches
+from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
@@ -29,13 +31,14 @@ LAYERS = 10
 WRAPPERS = ("ddp", "zero1, overlapped", "zero2, overlapped", "zero3", "fsdp2")
 
 
-def _train(wrapper: str, tied: bool, fields: dict[str, Any]) -> None:
-    module = build_gpt(tied, num_layers=LAYERS)
+def _train(wrapper: str, tied: bool, fields: dict[str, Any], dtype: torch.dtype) -> None:
+    here = current_device()
+    module = build_gpt(tied, num_layers=LAYERS).to(here, dtype)
     model = wrap_model(module, module.config, ddp_config(wrapper, **fields), process_group=dist.group.WORLD)
     model.train()
     for step in range(2):
         model.zero_grad_buffer()
-        *first, last = micro_batches(step, dist.get_rank())[:2]
+        *first, last = ([t.to(here) for t in batch] for batch in micro_batches(step, dist.get_rank())[:2])
         for tokens, labels in first:
             with model.no_sync():
                 model(tokens, labels=labels).mean().backward()
@@ -43,9 +46,15 @@ def _train(wrapper: str, tied: bool, fields: dict[str, Any]) -> None:
         finalize_model_grads([model])
 
 
-def _graphs(wrapper: str, tied: bool, fields: dict[str, Any]) -> tuple[list[int], dict[str, int], dict[str, int]]:
-    with counted_graphs("aot_eager") as found:
-        _train(wrapper, tied, {"compile_units": True, **fields})
+def _graphs(
+    wrapper: str,
+    tied: bool,
+    fields: dict[str, Any],
+    compiler: str = "aot_eager",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[int], dict[str, int], dict[str, int]]:
+    with counted_graphs(compiler) as found:
+        _train(wrapper, tied, {"compile_units": True, **fields}, dtype)
     return found, dict(counters["graph_break"]), dict(counters["frames"])
 
 
@@ -61,6 +70,21 @@ def test_all_layers_share_one_graph_without_breaks(wrapper: str, tied: bool, rec
         assert not breaks
         assert len(graphs) == 1, (graphs, frames)
         assert frames == {"total": 1, "ok": 1}
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("compiler", "recomputes"), [("aot_eager", "none"), ("inductor", "none"), ("inductor", "full")]
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_on_a_gpu_all_layers_share_one_graph_too(wrapper: str, compiler: str, recomputes: str) -> None:
+    fields = {"activation_checkpointing": recomputes}
+    with one_rank_on_a_gpu():
+        graphs, breaks, frames = _graphs(wrapper, True, fields, compiler, torch.bfloat16)
+    assert not breaks
+    assert len(graphs) == 1, (graphs, frames)
+    assert frames == {"total": 1, "ok": 1}
 
 
 def _bytes_and_gradients(wrapper: str, budget: float | None) -> tuple[int, dict[str, torch.Tensor]]:
