@@ -113,7 +113,7 @@ class DistributedDataParallel(_FlatDataParallel):
             start_equal(module, self.process_group)  # replicas that start different would stay different
         # Own all memory of gradients, and of parameters where something is sharded; for as long as the wrapper exists.
         self._grad_buffers = self._build_buffers(model)
-        self._take_buckets([self._grad_buffers[index].buckets[number] for index, number in plan.leaves])
+        self._take_buckets([self._grad_buffers[index].buckets[number] for index, number in plan.reduction_order])
         # Handles, while forwards wait for parameters: from `enable_forward_pre_hook` to `disable_forward_pre_hook`.
         self._pre_hooks: list[Any] = []
         if plan.overlaps_params:

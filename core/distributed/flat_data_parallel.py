@@ -76,7 +76,7 @@ class _FlatDataParallel(_BaseDataParallel):
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
         # ``[start, end)``, in its bucket's shard, of what this rank keeps of each gradient.
         self._place_in_shard: dict[nn.Parameter, tuple[int, int]] = {}
-        for (index, number), bucket in zip(self.plan.leaves, buckets, strict=True):
+        for (index, number), bucket in zip(self.plan.reduction_order, buckets, strict=True):
             places = self.plan.buffers[index].buckets[number].places_in_shard(self.plan.updated_part)
             self._place_in_shard.update(zip(bucket.params, places, strict=True))
         self._placement = ParamPlacement(

@@ -142,7 +142,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
             set_pending_view(param, partial(whole_view, param))
-        self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.leaves])
+        self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.reduction_order])
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it, so that it nests.
         self._is_whole = False

@@ -11,11 +11,6 @@ import core
 CORE = Path(core.__file__).parent
 TESTS = Path(__file__).parents[1]
 LONGEST_NAME = 60
-LONGER = {
-    "test_a_loss_scale_that_adapts_is_read_before_the_first_backward",
-    "test_a_setting_is_written_where_it_is_planned_and_nowhere_else",
-}
-"""Names that are still longer."""
 TESTED_WITH_OTHERS = {"models/common/language_module", "pipeline_parallel"}
 """By `models/gpt/test_gpt_model.py`, and by `test_megatron_names.py`."""
 
@@ -30,7 +25,7 @@ def _names() -> Iterator[str]:
 def test_names_of_tests_are_short():
     names = set(_names())
     assert len(names) > 1000, "the tests were not found"
-    assert {name for name in names if len(name) > LONGEST_NAME} <= LONGER
+    assert {name for name in names if len(name) > LONGEST_NAME} == set()
 
 
 def test_every_package_has_a_folder_or_a_file_of_tests():

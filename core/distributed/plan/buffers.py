@@ -93,7 +93,7 @@ def plan_buffers(
         transforms=plan_transforms(units, ddp_config),
         frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
         buffers=tuple(buffers),
-        leaves=order_of_leaving(buffers),
+        reduction_order=order_of_leaving(buffers),
         reduces_during_backward=reduces_during_backward,
         overlaps_grads=overlaps_grads,
         overlaps_params=overlaps_params,

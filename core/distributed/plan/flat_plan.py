@@ -64,7 +64,7 @@ class FlatPlan(ShardingPlan):
     """The plan that `core.distributed.buffers` carries out."""
 
     buffers: tuple[BufferPlan, ...]
-    leaves: tuple[tuple[int, int], ...]
+    reduction_order: tuple[tuple[int, int], ...]
     """Buffer and bucket, in the order in which buckets are reduced, equal on all ranks."""
     reduces_during_backward: bool
     """Buckets leave when their gradients are complete, rather than all at the end."""

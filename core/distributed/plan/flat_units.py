@@ -116,7 +116,7 @@ def plan_flat_units(
         **gathering_plan(settings),
         transforms=plan_transforms(units[:-1], settings),
         buffers=buffers,
-        leaves=order_of_leaving(buffers),
+        reduction_order=order_of_leaving(buffers),
         reduces_during_backward=True,
         overlaps_grads=True,
         overlaps_params=settings.forward_prefetch > 0 or settings.backward_prefetch > 0,

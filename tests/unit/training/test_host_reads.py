@@ -187,7 +187,7 @@ def test_features_of_a_model_read_nothing(wrapper: str, changes: dict[str, Any])
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "fsdp2"])
-def test_a_loss_scale_that_adapts_is_read_before_the_first_backward(wrapper: str) -> None:
+def test_an_adaptive_loss_scale_is_read_before_backward(wrapper: str) -> None:
     fp16 = {"fp16": True, "initial_loss_scale": 256.0, "hysteresis": 1}
     for at, results, _ in run_distributed(_steps, 2, WRAPPERS[wrapper] | fp16):
         first = [] if wrapper == "fsdp2" else [2]  # parameters in fp16: nothing is queued, so that all is looked at

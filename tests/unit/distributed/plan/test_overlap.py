@@ -32,11 +32,11 @@ def test_on_a_gpu_all_overlaps_unless_it_is_switched_off(sharded: bool) -> None:
     for device, overlaps in (("cuda", True), ("cpu", False)):
         plan = _plan(device, **fields)
         assert (plan.overlaps_grads, plan.overlaps_params) == (overlaps, overlaps and sharded)
-        assert (len(plan.leaves) > 1) == overlaps
+        assert (len(plan.reduction_order) > 1) == overlaps
     off = _plan("cuda", **fields, overlap_grad_reduce=False, overlap_param_gather=False)
-    assert not off.overlaps_grads and not off.overlaps_params and len(off.leaves) == 1
+    assert not off.overlaps_grads and not off.overlaps_params and len(off.reduction_order) == 1
 
 
 def test_parameters_gathered_in_forward_are_in_several_buckets() -> None:
     plan = _plan("cpu", use_distributed_optimizer=True, overlap_param_gather=True)
-    assert not plan.reduces_during_backward and len(plan.leaves) > 1
+    assert not plan.reduces_during_backward and len(plan.reduction_order) > 1
