@@ -2,8 +2,9 @@
 
 With it the attentions of one query to two sets of keys combine into the attention to both (:func:`combine`), and the
 backward of each set needs only the combined output and log-sum-exp (Dao et al., 2022; Liu et al., 2023). Only this
-file chooses among torch's kernels. All tensors are `[b, n, s, d]` with any strides and a contiguous last dim; keys and
-values may have fewer heads than queries, each shared by consecutive ones.
+file and `attention_backend`, of attention without pieces, choose among torch's kernels. All tensors are `[b, n, s, d]`
+with any strides and a contiguous last dim; keys and values may have fewer heads than queries, each shared by
+consecutive ones.
 """
 
 from __future__ import annotations
