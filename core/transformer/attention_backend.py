@@ -27,7 +27,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch_compat import set_attention_order
 from ..dtypes import dtype_name
-from ..errors import ConfigError
 from ..warn import warn_once
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
@@ -67,7 +66,7 @@ def takes_pieces(backend: str) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def check_backend(
+def why_not_backend(
     backend: str,
     kind: str,
     index: int | None,
@@ -77,20 +76,20 @@ def check_backend(
     channels: int,
     drops: bool,
     masked: bool,
-) -> None:
+) -> str:
     """Chooses, at the first call with these arguments; compiled code calls it while it is compiled.
+
+    Returns why the backend cannot compute this here, and empty text if it can: in code that is being compiled an error
+    of a function that this calls would be the compiler's.
 
     Args:
         kind, index: of the device.
         heads, groups: of queries, and of keys and values as the kernel gets them.
         drops: whether attention weights are dropped.
         masked: whether there is an explicit mask.
-
-    Raises:
-        ConfigError: the backend cannot compute this here.
     """
     device = torch.device(kind) if index is None else torch.device(kind, index)
-    _choose(backend, device, dtype, (heads, groups), channels, drops, masked and backend != "auto")
+    return _choose(backend, device, dtype, (heads, groups), channels, drops, masked and backend != "auto")
 
 
 def only_backend(backend: str) -> AbstractContextManager[Any]:
@@ -107,23 +106,19 @@ def _choose(
     channels: int,
     drops: bool,
     masked: bool,
-) -> None:
+) -> str:
     asked = f"{device.type}, {dtype_name(dtype)}, heads of {channels} channels"
     asked += ", dropout" * drops + ", a mask" * masked
+    refusal = f"attention_backend is {backend!r}, which torch does not have here ({asked}%s); write 'auto'"
     if device.type != "cuda":
-        if backend == "fused" or (backend == "flash" and drops):
-            raise ConfigError(
-                f"attention_backend is {backend!r}, which torch does not have here ({asked}); write 'auto'"
-            )
-        return
+        return refusal % "" if backend == "fused" or (backend == "flash" and drops) else ""
     if backend == "auto":
         _prefer_the_fastest(device, dtype, heads, channels, drops, asked)
     elif (kernel := _KERNELS[backend]) in _CAN_USE:
         if reason := _why_not(kernel, _probe(device, dtype, heads, channels, drops, masked)):
-            raise ConfigError(
-                f"attention_backend is {backend!r}, which torch does not have here ({asked}: {reason}); write 'auto'"
-            )
+            return refusal % f": {reason}"
         _log.info("attention: %s kernel, as asked (%s)", _NAMES[kernel], asked)
+    return ""
 
 
 def _prefer_the_fastest(

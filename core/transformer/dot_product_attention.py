@@ -13,7 +13,7 @@ from ..foreign_arguments import ignore, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
-from .attention_backend import check_backend, only_backend, takes_pieces
+from .attention_backend import only_backend, takes_pieces, why_not_backend
 from .attention_kernels import has_kernel
 from .context_parallel import gather_sequence, own_positions
 from .document_attention import attend_within_documents, has_kernel_for_documents
@@ -122,7 +122,11 @@ class DotProductAttention(MegatronModule):
         if query.is_cuda or backend != "auto":
             heads, groups, channels = query.shape[1], key.shape[1], query.shape[-1]
             drops = dropout > 0.0
-            check_backend(backend, device.type, device.index, query.dtype, heads, groups, channels, drops, masked)
+            problem = why_not_backend(
+                backend, device.type, device.index, query.dtype, heads, groups, channels, drops, masked
+            )
+            if problem:
+                raise ConfigError(problem)
 
     def _in_pieces(
         self,

@@ -16,7 +16,7 @@ from torch.profiler import profile
 from core import _torch_compat
 from core.errors import ConfigError
 from core.transformer import TransformerConfig, attention_backend
-from core.transformer.attention_backend import check_backend
+from core.transformer.attention_backend import why_not_backend
 from core.transformer.document_masks import PackedDocuments
 from core.transformer.dot_product_attention import DotProductAttention
 from core.transformer.enums import AttnBackend
@@ -61,8 +61,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     attention_backend._choose.cache_clear()
 
 
-def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool = False) -> None:
-    check_backend(backend, kind, 0 if kind == "cuda" else None, torch.bfloat16, 8, 2, channels, drops, False)
+def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool = False) -> str:
+    found: str = why_not_backend(
+        backend, kind, 0 if kind == "cuda" else None, torch.bfloat16, 8, 2, channels, drops, False
+    )
+    return found
 
 
 @pytest.mark.parametrize(
@@ -110,23 +113,13 @@ def test_a_device_without_any_fused_kernel_is_named_once(gpu):
 
 @pytest.mark.parametrize(("backend", "lacking"), [("flash", FLASH), ("fused", CUDNN)])
 def test_a_kernel_that_cannot_be_had_is_an_error_of_one_line(backend, lacking, gpu):
-    _choose(backend)
+    assert not _choose(backend)
     gpu.has((9, 0), 91900, *{CUDNN, FLASH, EFFICIENT} - {lacking})
-    with pytest.raises(ConfigError) as caught:
-        _choose(backend, channels=512)
-    assert str(caught.value) == (
+    assert _choose(backend, channels=512) == (
         f"attention_backend is '{backend}', which torch does not have here (cuda, bfloat16, heads of 512 channels: "
         "it is too wide); write 'auto'"
     )
     assert not gpu.orders  # only "auto" sets the process's order
-
-
-@pytest.mark.parametrize(("backend", "drops"), [("fused", False), ("flash", True)])
-def test_a_cpu_refuses_what_it_does_not_have(backend, drops, gpu):
-    with pytest.raises(ConfigError, match=f"attention_backend is '{backend}', .* \\(cpu, .*write 'auto'"):
-        _choose(backend, "cpu", drops=drops)
-    _choose("auto", "cpu", drops=drops)
-    assert not gpu.orders
 
 
 def test_the_order_is_that_of_torch_with_what_is_given_first():
@@ -146,9 +139,8 @@ def _attention(backend: Any, **fields: Any) -> DotProductAttention:
         hidden_size=64,
         num_attention_heads=4,
         num_query_groups=2,
-        attention_dropout=0.0,
         attention_backend=backend,
-        **fields,
+        **{"attention_dropout": 0.0} | fields,
     )
     return DotProductAttention(config)
 
@@ -176,6 +168,17 @@ def test_the_asked_kernel_runs_on_a_cpu(backend, is_fused, compiles):
     assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in ran) is is_fused
     torch.testing.assert_close(found, expected)
     assert torch.equal(found, expected) or not is_fused
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("backend", "dropout"), [("fused", 0.0), ("flash", 0.1)])
+def test_a_cpu_refuses_what_it_does_not_have(backend, dropout, compiles):
+    attention = _attention(backend, attention_dropout=dropout)
+    if compiles:
+        torch._dynamo.reset()
+        attention = torch.compile(attention, backend="aot_eager")
+    with pytest.raises(ConfigError, match=rf"^attention_backend is '{backend}', .* \(cpu, .*\); write 'auto'$"):
+        attention(*_inputs())
 
 
 def test_packed_documents_take_no_other_kernel_than_flash():
