@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -148,6 +148,19 @@ def flight_recorder() -> list[dict[str, Any]]:
         if dump is not None:
             entries += json.loads(dump()).get("entries") or []
     return entries
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def called_while_compiled(function: Function) -> Function:
+    """Marks a function of constants that compiled code does not call: its result is a constant of the code.
+
+    As `torch.compiler.assume_constant_result`, which imports the compiler, and that takes longer than the rest of this
+    package. Without the mark the compiler would trace the function, and break the graph of a layer at it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def set_attention_order(order: Sequence[Any]) -> None:

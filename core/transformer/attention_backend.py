@@ -25,7 +25,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._torch_compat import set_attention_order
+from .._torch_compat import called_while_compiled, set_attention_order
 from ..dtypes import dtype_name
 from ..warn import warn_once
 
@@ -65,7 +65,7 @@ def takes_pieces(backend: str) -> bool:
     return backend in ("auto", "flash")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@called_while_compiled
 def why_not_backend(
     backend: str,
     kind: str,

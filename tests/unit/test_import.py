@@ -77,3 +77,10 @@ def test_other_packages_and_warnings_would_show(problems: dict[str, str]) -> Non
     assert "No module named 'pytest'" in problems["uses_an_extra"]
     assert "UserWarning: a planted warning" in problems["warns"]
     assert problems["asks_politely"] == ""
+
+
+def test_models_import_without_the_compiler() -> None:
+    # Importing it takes longer than the rest.
+    program = "import sys, core.models.gpt; sys.exit('torch._dynamo' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr) == (0, "")
