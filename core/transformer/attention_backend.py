@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._torch_compat import called_while_compiled, set_attention_order
 from ..dtypes import dtype_name
 from ..warn import warn_once
+from .attention_kernels import LOW_PRECISION, MOST_CHANNELS
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 """Megatron-LM's names: torch's choice; its flash kernel; cuDNN's; products and softmax one after the other; the
@@ -97,6 +98,35 @@ def only_backend(backend: str) -> AbstractContextManager[Any]:
     return nullcontext() if backend == "auto" else sdpa_kernel(_KERNELS[backend])
 
 
+@called_while_compiled
+def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype, channels: int) -> None:
+    """Warns once where a GPU attends within documents, or over ranks, by a slow way, and names the way out.
+
+    Args:
+        kind: of the device.
+        packed: whether documents are packed.
+        ranks: that share a sequence.
+        channels: of a head.
+    """
+    if kind != "cuda":
+        return
+    if dtype not in (*LOW_PRECISION, torch.float32) or channels > MOST_CHANNELS:
+        warn_once(
+            f"heads of {channels} channels in {dtype_name(dtype)} have no fused attention kernel on a GPU: its memory "
+            f"is quadratic in the length of a sequence; use bf16 or fp16, and heads of up to {MOST_CHANNELS} channels"
+        )
+    elif packed and ranks > 1:
+        warn_once(
+            f"packed documents over {ranks} context-parallel ranks take one call of the attention kernel for each "
+            "piece of a document, and one of all documents without; set context_parallel_size to 1 if sequences fit"
+        )
+    elif packed and dtype not in LOW_PRECISION:
+        warn_once(
+            f"packed documents in {dtype_name(dtype)} take one call of the attention kernel for each document, and "
+            "one of all in low precision; use bf16 or fp16"
+        )
+
+
 @cache
 def _choose(
     backend: str,
@@ -133,7 +163,7 @@ def _prefer_the_fastest(
         return
     warn_once(
         f"no fused attention kernel here ({asked}: {_why_not(order[0], probe)}): its memory is quadratic in the "
-        "length of a sequence; use bf16 or fp16, and heads of up to 256 channels"
+        f"length of a sequence; use bf16 or fp16, and heads of up to {MOST_CHANNELS} channels"
     )
 
 

@@ -23,6 +23,9 @@ _ALIGNED_CHANNELS = 8
 _ALIGNED_LOGSUMEXP = 32
 """CUDA's kernel for fp32 pads the queries of its log-sum-exp to a multiple of this."""
 
+MOST_CHANNELS = 256
+"""The widest heads that CUDA's kernels take."""
+
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -43,7 +46,7 @@ def has_kernel(query: torch.Tensor, dropout: float) -> bool:
     head."""
     if query.device.type == "cpu":
         return dropout == 0.0 and query.is_floating_point()
-    return query.is_cuda and query.dtype in (*LOW_PRECISION, torch.float32) and query.shape[-1] <= 256
+    return query.is_cuda and query.dtype in (*LOW_PRECISION, torch.float32) and query.shape[-1] <= MOST_CHANNELS
 
 
 def attend(

@@ -13,7 +13,7 @@ from ..foreign_arguments import ignore, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
-from .attention_backend import only_backend, takes_pieces, why_not_backend
+from .attention_backend import only_backend, takes_pieces, warn_of_slow_pieces, why_not_backend
 from .attention_kernels import has_kernel
 from .context_parallel import gather_sequence, own_positions
 from .document_attention import attend_within_documents, has_kernel_for_documents
@@ -148,6 +148,9 @@ class DotProductAttention(MegatronModule):
             bounds = None if documents is None or group_size(group) > 1 else documents.bounds
             if documents is not None and bounds is not None and has_kernel_for_documents(query):
                 return attend_within_documents(query, key, value, bounds, documents.counts, dropout).flatten(2)
+            warn_of_slow_pieces(
+                query.device.type, documents is not None, group_size(group), query.dtype, query.shape[-1]
+            )
             starts = None if documents is None else documents.starts
             if has_kernel(query, dropout):
                 return attend_in_pieces(query, key, value, starts, dropout, group).flatten(2)

@@ -15,11 +15,12 @@ from torch.profiler import profile
 
 from core import _torch_compat
 from core.errors import ConfigError
-from core.transformer import TransformerConfig, attention_backend
-from core.transformer.attention_backend import why_not_backend
+from core.transformer import TransformerConfig, attention_backend, dot_product_attention
+from core.transformer.attention_backend import warn_of_slow_pieces, why_not_backend
 from core.transformer.document_masks import PackedDocuments
 from core.transformer.dot_product_attention import DotProductAttention
 from core.transformer.enums import AttnBackend
+from core.warn import warn_once
 from tests.unit._on_gpu import ON_GPU
 
 CUDNN, FLASH, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
@@ -188,6 +189,40 @@ def test_packed_documents_take_no_other_kernel_than_flash():
         _attention("unfused")(*_inputs(), documents=documents)
     with pytest.raises(ConfigError, match=r"'fused' with context_parallel_size 2, .*'auto' or 'flash'"):
         _attention("fused", context_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("packed", "ranks", "dtype", "channels", "message"),
+    [
+        (True, 1, torch.float32, 128, "packed documents in float32 take one call .* each document.*use bf16"),
+        (True, 4, torch.bfloat16, 128, "packed documents over 4 context-parallel ranks .*context_parallel_size to 1"),
+        (True, 1, torch.bfloat16, 320, "heads of 320 channels in bfloat16 have no fused .*up to 256 channels"),
+        (False, 2, torch.float64, 64, "heads of 64 channels in float64 have no fused .*use bf16"),
+    ],
+)
+def test_a_slow_way_of_a_gpu_is_said_once(packed, ranks, dtype, channels, message):
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=message):
+        warn_of_slow_pieces("cuda", packed, ranks, dtype, channels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_slow_pieces("cuda", packed, ranks, dtype, channels)
+
+
+def test_the_fast_ways_are_silent():
+    warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_slow_pieces("cuda", False, 4, torch.bfloat16, 128)
+        warn_of_slow_pieces("cpu", True, 4, torch.float64, 512)
+
+
+def test_attention_asks_whether_its_way_is_slow(monkeypatch):
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dot_product_attention, "warn_of_slow_pieces", lambda *call: asked.append(call))
+    _attention("auto")(*_inputs(), documents=PackedDocuments(torch.zeros(2, 9, dtype=torch.long), 0, 1))
+    _attention("auto")(*_inputs())
+    assert asked == [("cpu", True, 1, torch.float32, 16)]
 
 
 def test_a_member_of_megatrons_enum_becomes_its_name():
