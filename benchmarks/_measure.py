@@ -280,8 +280,9 @@ def machine() -> str:
 
 def versions() -> dict[str, str | None]:
     """Returns the versions that a figure depends on, by name; None for what is not here."""
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
+    has_gpu = torch.cuda.is_available()  # without one a build for GPUs may lack their libraries
+    cudnn = torch.backends.cudnn.version() if has_gpu else None
+    nccl = torch.cuda.nccl.version() if has_gpu else None
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -66,7 +66,7 @@ def test_compiled_code_computes_what_is_written(dtype, device, compiled_on_cpu):
     for rows in (6, 9, 5):
         for columns in (64, 24):  # the last part is smaller
             _check(rows, columns, dtype, device)
-    # Once each for a width, whatever the number of tokens.
+    # Once each for a width, with any number of tokens.
     assert counters["stats"]["unique_graphs"] == 2 * 2
 
 

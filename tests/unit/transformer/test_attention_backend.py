@@ -148,7 +148,8 @@ def _attention(backend: Any, **fields: Any) -> DotProductAttention:
 
 def _inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     draw = torch.Generator().manual_seed(3)
-    sizes = ((9, 2, 4, 16), (9, 2, 2, 16), (9, 2, 2, 16))
+    length = 9 if device == "cpu" else 128
+    sizes = ((length, 2, 4, 16), (length, 2, 2, 16), (length, 2, 2, 16))
     return tuple(torch.randn(size, generator=draw).to(device, dtype).requires_grad_() for size in sizes)
 
 
