@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import multiprocessing as mp
 import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -70,6 +73,8 @@ def interleaved_seconds(
     candidates: dict[str, Callable[[], None]], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
     """Seconds of every candidate in every round, the slowest rank's; each round reverses the order of the last."""
+    from core import device
+
     for _ in range(warmup):
         for run in candidates.values():
             run()
@@ -77,10 +82,13 @@ def interleaved_seconds(
     for index in range(rounds):
         names = list(candidates)
         for name in names if index % 2 == 0 else reversed(names):
-            dist.barrier()
+            device.synchronize()
+            device.barrier()
             started = time.perf_counter()
             candidates[name]()
-            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            device.synchronize()
+            taken = time.perf_counter() - started
+            slowest = torch.tensor(taken, dtype=torch.float64, device=device.current_device())
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds[name].append(slowest.item())
     return seconds
@@ -268,3 +276,37 @@ def machine() -> str:
         platform.processor() or "unknown processor",
     )
     return f"{model}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions that a figure depends on, by name; None for what is not here."""
+    has_gpu = torch.cuda.is_available()  # without one a build for GPUs may lack their libraries
+    cudnn = torch.backends.cudnn.version() if has_gpu else None
+    nccl = torch.cuda.nccl.version() if has_gpu else None
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "nccl": None if nccl is None else ".".join(map(str, nccl)),
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """Returns the commit of this checkout, with `+` where files differ from it; None where git does not know."""
+    folder = str(Path(__file__).resolve().parent)
+    head = _output_of("git", "-C", folder, "rev-parse", "HEAD")
+    return head and head + ("+" if _output_of("git", "-C", folder, "status", "--porcelain", "-uno") else "")
+
+
+def _output_of(*command: str) -> str | None:
+    """Returns the first line that a program prints; None if it is missing, fails or prints none."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = ended.stdout.splitlines()
+    return lines[0].strip() if ended.returncode == 0 and lines else None

@@ -1,12 +1,17 @@
 """Trains a dense GPT on one GPU, or the CPU, in one process, and prints how fast, compared with the chip.
 
-    python benchmarks/gpt_throughput.py [--preset 1b] [--ladder] [--profile FOLDER] [--save]
+    python benchmarks/gpt_throughput.py [--preset 1b] [--wrapper ddp] [--ladder [ROW ...]] [--profile FOLDER]
+    python benchmarks/gpt_throughput.py --wrapper fsdp2 --against bare [--rounds 15]
 
 A step is forward, backward, clipping and AdamW in bf16 with fp32 masters, through this project's wrapper, optimizer
-and training step. For each row it prints tokens a second; model TFLOP a second, of the products that the model's
-formula needs and not of what is computed again; its percent of the datasheet and of a matrix product measured in this
-run; and peak memory. `--ladder` adds a technique a row. `--profile` writes a trace and a page of where the last row's
-step went.
+and training step; `bare` is the same model with torch's own clipping and AdamW. For each row it prints tokens a
+second; model TFLOP a second, of the products that the model's formula needs and not of what is computed again; its
+percent of the datasheet and of a matrix product measured in this run, before the first row; and peak memory.
+
+`--ladder` adds a technique a row, then other wrappers and attention kernels; with names it runs these rows alone.
+`--profile` writes a trace and a page of where the step went, of each row. `--against` runs steps of two wrappers in
+turn and prints the ratio of their times; it exits with 1 where FSDP2 takes over 1.01 times as long as `bare`. On a GPU
+a report is written to `benchmarks/results/`; `--save` and `--no-save` choose.
 """
 
 from __future__ import annotations
@@ -20,21 +25,32 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from _llama import PRESETS, Preset, Training, matrix_parameters, model_flops
-from _measure import high_water_bytes, machine, reset_high_water
+from _llama import PRESETS, WRAPPERS, Preset, Training, matrix_parameters, model_flops
+from _measure import PairedRatio, high_water_bytes, interleaved_seconds, machine, reset_high_water, versions
+from _report import check_names, judge, print_spread
 from _step_picture import as_svg, from_profile
 from torch.profiler import ProfilerActivity, profile, record_function
 
 GIB = 2**30
-DATASHEET_TFLOPS = {"H100": 989.0, "H200": 989.0}
-"""Dense bf16 of the SXM parts, without sparsity: NVIDIA's datasheets of the H100 and the H200."""
+DATASHEET_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
+"""Dense bf16 of the SXM parts, without sparsity: NVIDIA's datasheets of the H100 and the H200. Whole names: the PCIe
+and NVL parts of the same chips have less."""
+
+MATMUL_WARMUP_S = 2.0
+"""A GPU's clock falls under load: a product is timed after so long."""
+
+LIMITS = {("fsdp2", "bare"): 1.01}
+"""Of the time of a wrapper's step, compared with that of another."""
+
+STEPS_A_TURN = {"cuda": 5, "cpu": 1}
+"""With which two wrappers take turns, by the device: on a GPU the host runs ahead within a turn, as in training."""
 
 
 @dataclass(frozen=True)
@@ -59,31 +75,98 @@ LADDER = (
 """Each row has the techniques above it too, but for those that set the same."""
 
 DEFAULT = ("compiled layers", "loss in parts")
-"""The techniques of a run without a ladder."""
+"""The techniques of a run without a ladder, and of rows that compare wrappers or attention kernels."""
+
+ATTENTION = ("flash", "fused", "unfused")
+"""Values of `attention_backend`, each a row of the ladder."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement: what is trained, under what."""
+
+    name: str
+    """For `--ladder`: of the technique that it adds, or of what differs."""
+    wrapper: str
+    techniques: tuple[Technique, ...]
+
+    def __str__(self) -> str:
+        return f"{self.wrapper}: " + (" + ".join(one.name for one in self.techniques) or "plain")
+
+    def training(self, preset: Preset) -> Training:
+        """Builds the model and its optimizer."""
+        model_fields = {k: v for one in self.techniques for k, v in one.model.items()}
+        wrapper_fields = {k: v for one in self.techniques for k, v in one.wrapper.items()}
+        return Training(preset, model_fields, wrapper_fields, self.wrapper)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row."""
+    """What a row measured."""
 
+    name: str
+    wrapper: str
     techniques: list[str]
+    steps: int
+    """Timed steps."""
     seconds: float
     """Median of a step."""
     tokens_per_second: float
     tflops: float
     """Model TFLOP a second."""
     percent_of_datasheet: float | None
+    """None where there is no datasheet of this device."""
     percent_of_matmul: float
+    """Of the rate before the first row."""
     peak_gib: float
     loss: float
+    profile: dict[str, float] | None
+    """Shares of a profiled step, if one was profiled."""
+
+
+@dataclass
+class Report:
+    """What a run measured; written as JSON."""
+
+    device: str
+    preset: dict[str, Any]
+    machine: str = field(default_factory=machine)
+    versions: dict[str, str | None] = field(default_factory=versions)
+    datasheet_tflops: float | None = None
+    matmul_tflops: dict[str, float] = field(default_factory=dict)
+    """Before the first row and after the last, bf16."""
+    rows: list[Result] = field(default_factory=list)
+    not_measured: dict[str, str] = field(default_factory=dict)
+    """Why, by the name of the row."""
+    ratios: list[dict[str, Any]] = field(default_factory=list)
+    """Of the times of interleaved steps, for `--against`."""
+
+    def write(self, *of: str) -> Path:
+        """Writes it under a name of the parts `of`, and the date; returns the path."""
+        day = datetime.datetime.now(tz=datetime.timezone.utc).date()
+        name = "-".join(("gpt_throughput", *of, str(day))) + ".json"
+        path = Path(__file__).resolve().parent / "results" / name
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        return path
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """Returns the rate of a large bf16 matrix product on this device now."""
+    """Returns the rate of a large bf16 matrix product; on a GPU a sustained one, after seconds of them."""
     size = 8192 if device.type == "cuda" else 256
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = _median_seconds(lambda: left @ right, device, 20)
+    if device.type == "cuda":
+        _run_for(MATMUL_WARMUP_S, lambda: left @ right, torch.cuda.synchronize)
+    seconds = _median_seconds(lambda: left @ right, device, 50 if device.type == "cuda" else 20)
     return 2 * size**3 / seconds / 1e12
+
+
+def _run_for(seconds: float, run: Callable[[], Any], wait: Callable[[], None]) -> None:
+    """Keeps the device busy for so long, with few waits."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            run()
+        wait()
 
 
 def _median_seconds(run: Callable[[], Any], device: torch.device, count: int, warmup: int = 3) -> float:
@@ -119,23 +202,23 @@ def _reset_peak(device: torch.device) -> None:
         reset_high_water()
 
 
-def measure(preset: Preset, techniques: list[Technique], steps: int, matmul: float, folder: Path | None) -> Result:
-    """Trains `steps` steps with these techniques; with a folder profiles one more."""
+def measure(row: Row, preset: Preset, steps: int, matmul: float, folder: Path | None) -> Result:
+    """Trains `steps` steps; with a folder profiles one more."""
     from core import device
 
     here = device.current_device()
     _reset_peak(here)
-    model_fields = {k: v for one in techniques for k, v in one.model.items()}
-    wrapper_fields = {k: v for one in techniques for k, v in one.wrapper.items()}
-    training = Training(preset, model_fields, wrapper_fields)
+    training = row.training(preset)
     seconds = _median_seconds(training.step, here, steps)
     peak, loss = _peak_bytes(here), training.loss()
-    if folder is not None:
-        write_profile(training, folder)
+    shares = None if folder is None else write_profile(training, folder)
     tflops = model_flops(preset) / seconds / 1e12
-    datasheet = _datasheet(here)
+    datasheet = datasheet_tflops(_device_name(here))
     return Result(
-        techniques=[one.name for one in techniques],
+        name=row.name,
+        wrapper=row.wrapper,
+        techniques=[one.name for one in row.techniques],
+        steps=steps,
         seconds=seconds,
         tokens_per_second=preset.samples * preset.sequence / seconds,
         tflops=tflops,
@@ -143,11 +226,45 @@ def measure(preset: Preset, techniques: list[Technique], steps: int, matmul: flo
         percent_of_matmul=100 * tflops / matmul,
         peak_gib=peak / GIB,
         loss=loss,
+        profile=shares,
     )
 
 
-def write_profile(training: Training, folder: Path) -> None:
-    """Profiles one step: `trace.json` for a trace viewer, and the page `step.svg`."""
+def compare(candidate: Row, baseline: Row, preset: Preset, rounds: int, device_type: str) -> dict[str, Any]:
+    """Lets two wrappers take turns in this process; returns the ratio of their times, its interval and its limit."""
+    count = STEPS_A_TURN[device_type]
+    turns: dict[str, Callable[[], None]] = {}
+    for row in (candidate, baseline):
+        step = row.training(preset).step
+
+        def turn(step: Callable[[], None] = step) -> None:
+            for _ in range(count):
+                step()
+
+        turns[row.wrapper] = turn
+    seconds = interleaved_seconds(turns, rounds)
+    for wrapper, values in seconds.items():
+        print_spread(f"{wrapper}, turns of {count}", values, "s")
+    limit = LIMITS.get((candidate.wrapper, baseline.wrapper), float("inf"))
+    holds = judge(
+        f"time, {candidate.wrapper} / {baseline.wrapper}", seconds[candidate.wrapper], seconds[baseline.wrapper], limit
+    )
+    ratio = PairedRatio.of(seconds[candidate.wrapper], seconds[baseline.wrapper])
+    return {
+        "candidate": str(candidate),
+        "baseline": str(baseline),
+        "ratio": ratio.median,
+        "interval": ratio.interval(),
+        "rounds": rounds,
+        "steps_a_turn": count,
+        "limit": None if limit == float("inf") else limit,
+        "holds": holds or rounds < 15,
+        "seconds": seconds,
+    }
+
+
+def write_profile(training: Training, folder: Path) -> dict[str, float]:
+    """Profiles one step: `trace.json` for a trace viewer, and the page `step.svg`; returns the shares of its parts."""
     folder.mkdir(parents=True, exist_ok=True)
     update = training.optimizer.start_step
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (training.device.type == "cuda")
@@ -156,7 +273,7 @@ def write_profile(training: Training, folder: Path) -> None:
         with record_function("update"):
             return update(*args, **kwargs)
 
-    training.optimizer.start_step = marked  # type: ignore[method-assign]
+    training.optimizer.start_step = marked
     try:
         with profile(activities=activities) as profiler, record_function("training step"):
             training.step()
@@ -170,38 +287,79 @@ def write_profile(training: Training, folder: Path) -> None:
         f"One step of {training.preset.samples} x {training.preset.sequence} tokens, {_device_name(training.device)}"
     )
     (folder / "step.svg").write_text(as_svg(times, title))
-    print("  profiled step: " + ", ".join(f"{part} {share:.1%}" for part, share in times.shares().items()))
+    return times.shares()
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def _datasheet(device: torch.device) -> float | None:
-    return next((rate for name, rate in DATASHEET_TFLOPS.items() if name in _device_name(device)), None)
+def datasheet_tflops(device_name: str) -> float | None:
+    """Returns the peak of a device in its datasheet; None of one that is not in `DATASHEET_TFLOPS`."""
+    return DATASHEET_TFLOPS.get(device_name)
 
 
-def rungs(is_ladder: bool) -> list[list[Technique]]:
-    """Returns the techniques of each row."""
+def rows_of(wrapper: str, is_ladder: bool) -> list[Row]:
+    """Returns the rows of a run."""
+    usual = tuple(one for one in LADDER if one.name in DEFAULT)
     if not is_ladder:
-        return [[one for one in LADDER if one.name in DEFAULT]]
+        return [Row("default", wrapper, usual)]
     rows = []
     for index, last in enumerate(LADDER):
         kept = [one for one in LADDER[:index] if one.wrapper.keys().isdisjoint(last.wrapper)]
-        rows.append([*kept, last])
+        if wrapper == "bare" and any(one.wrapper.keys() - {"compile_units"} for one in (*kept, last)):
+            continue  # only a wrapper has it
+        rows.append(Row(last.name, wrapper, (*kept, last)))
+    rows += [Row(other, other, usual) for other in WRAPPERS if other != wrapper]
+    for kernel in ATTENTION:
+        attends = Technique(f"{kernel} attention", {"attention_backend": kernel}, {})
+        rows.append(Row(attends.name, wrapper, (*usual, attends)))
     return rows
 
 
-def main(arguments: list[str] | None = None) -> int:
+def print_result(row: Row, result: Result) -> None:
+    datasheet = result.percent_of_datasheet
+    print(
+        f"  {row}: {result.seconds:.4f} s, {result.tokens_per_second:.0f} tokens/s, {result.tflops:.3f} model "
+        f"TFLOP/s, {'' if datasheet is None else f'{datasheet:.1f} % of the datasheet, '}"
+        f"{result.percent_of_matmul:.1f} % of the matrix product, peak {result.peak_gib:.2f} GiB",
+        flush=True,
+    )
+    if result.profile is not None:
+        print("    profiled: " + ", ".join(f"{part} {share:.1%}" for part, share in result.profile.items()))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, help="default: 1b on a GPU, small on a CPU")
     parser.add_argument("--samples", type=int, help="sequences of a step instead of the preset's")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of a row")
-    parser.add_argument("--ladder", action="store_true", help="a row for each technique")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write the last row's trace.json and step.svg")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/gpt_throughput-DEVICE-DATE.json")
+    parser.add_argument("--wrapper", choices=WRAPPERS, default="ddp", help="what is around the model")
+    parser.add_argument("--against", choices=WRAPPERS, help="the wrapper to compare --wrapper with, in turns")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of --against; a limit needs 15")
+    parser.add_argument("--ladder", nargs="*", metavar="ROW", help="a row for each technique, or for those named")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write each row's trace.json and step.svg")
+    parser.add_argument(
+        "--save",
+        action=argparse.BooleanOptionalAction,
+        help="write benchmarks/results/gpt_throughput-DEVICE-PRESET-WHAT-DATE.json; on a GPU by default",
+    )
     asked = parser.parse_args(arguments)
+    if asked.against == asked.wrapper:
+        parser.error(f"--against {asked.against} is what --wrapper is; choose another")
+    if asked.against and (asked.ladder is not None or asked.profile):
+        parser.error("--against measures one comparison; drop --ladder and --profile")
+    asked.rows = rows_of(asked.wrapper, asked.ladder is not None)
+    if asked.ladder:
+        check_names(parser, asked.ladder, [row.name for row in asked.rows])
+        asked.rows = [row for row in asked.rows if row.name in asked.ladder]
+    return asked
+
+
+def main(arguments: list[str] | None = None) -> int:
+    asked = parse(arguments)
     from core import device
+    from core.errors import ConfigError
 
     device.init_process_group()
     here = device.current_device()
@@ -209,43 +367,49 @@ def main(arguments: list[str] | None = None) -> int:
     preset = PRESETS[name]
     if asked.samples:
         preset = Preset(**asdict(preset) | {"samples": asked.samples})
-    matmul = matmul_tflops(here)
-    print(f"{machine()}, {_device_name(here)}; bf16 matrix product {matmul:.3f} TFLOP/s")
+    report = Report(_device_name(here), {"name": name, **asdict(preset)})
+    report.datasheet_tflops = datasheet_tflops(report.device)
+    matmul = report.matmul_tflops["before"] = matmul_tflops(here)
+    print(f"{report.machine}, {report.device}; bf16 matrix product {matmul:.3f} TFLOP/s")
+    if report.datasheet_tflops is None:
+        print(f"no percent of a datasheet: the peak of {report.device!r} is not in DATASHEET_TFLOPS")
     print(
         f"{name}: {matrix_parameters(preset) / 1e6:.1f} M parameters in matrices, {preset.samples} x {preset.sequence}"
     )
-    rows = rungs(asked.ladder)
-    results = []
-    for techniques in rows:
-        label = " + ".join(one.name for one in techniques) or "plain"
+    status = 0
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than run the rest without the compiler
+    if asked.against:
+        (candidate,), (baseline,) = asked.rows, rows_of(asked.against, False)
         try:
-            result = measure(
-                preset, techniques, asked.steps, matmul, asked.profile if techniques is rows[-1] else None
-            )
+            report.ratios.append(compare(candidate, baseline, preset, asked.rounds, here.type))
         except torch.cuda.OutOfMemoryError:
-            print(f"  {label}: out of memory", flush=True)
+            print("out of memory, which two models share; choose a smaller --preset, or fewer --samples")
+            return 1
+        status = 0 if report.ratios[0]["holds"] else 1
+    for row in () if asked.against else asked.rows:
+        torch._dynamo.reset()  # what was compiled for other rows counts towards dynamo's limit of recompilations
+        folder = asked.profile and (asked.profile if len(asked.rows) == 1 else asked.profile / _file_name(row.name))
+        try:
+            result = measure(row, preset, asked.steps, matmul, folder)
+        except torch.cuda.OutOfMemoryError:
+            report.not_measured[row.name], status = "out of memory", 1
+        except ConfigError as error:  # the device cannot have it, and the message says which and why
+            report.not_measured[row.name] = str(error)
+        else:
+            report.rows.append(result)
+            print_result(row, result)
             continue
-        results.append(result)
-        datasheet = result.percent_of_datasheet
-        print(
-            f"  {label}: {result.seconds:.4f} s, {result.tokens_per_second:.0f} tokens/s, {result.tflops:.3f} model "
-            f"TFLOP/s, {'' if datasheet is None else f'{datasheet:.1f} % of the datasheet, '}"
-            f"{result.percent_of_matmul:.1f} % of the matrix product, peak {result.peak_gib:.2f} GiB",
-            flush=True,
-        )
-    if asked.save:
-        day = datetime.datetime.now(tz=datetime.timezone.utc).date()
-        path = Path(__file__).resolve().parent / "results" / f"gpt_throughput-{here.type}-{day}.json"
-        report = {
-            "machine": machine(),
-            "device": _device_name(here),
-            "preset": {"name": name, **asdict(preset)},
-            "matmul_tflops": matmul,
-            "rows": [asdict(result) for result in results],
-        }
-        path.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"written to {path}")
-    return 0 if len(results) == len(rows) else 1
+        print(f"  {row}: {report.not_measured[row.name]}", flush=True)
+    after = report.matmul_tflops["after"] = matmul_tflops(here)
+    print(f"bf16 matrix product after the last row {after:.3f} TFLOP/s")
+    if asked.save if asked.save is not None else here.type == "cuda":
+        what = f"{asked.wrapper}-against-{asked.against}" if asked.against else asked.wrapper
+        print(f"written to {report.write(here.type, name, what + '-ladder' * (asked.ladder is not None))}")
+    return status
+
+
+def _file_name(name: str) -> str:
+    return name.replace(" ", "-")
 
 
 if __name__ == "__main__":

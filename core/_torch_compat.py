@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -148,3 +148,29 @@ def flight_recorder() -> list[dict[str, Any]]:
         if dump is not None:
             entries += json.loads(dump()).get("entries") or []
     return entries
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def called_while_compiled(function: Function) -> Function:
+    """Marks a function of constants that compiled code does not call: its result is a constant of the code.
+
+    As `torch.compiler.assume_constant_result`, which imports the compiler, and that takes longer than the rest of this
+    package. Without the mark the compiler would trace the function, and break the graph of a layer at it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def set_attention_order(order: Sequence[Any]) -> None:
+    """Sets the order in which `scaled_dot_product_attention` tries its kernels on CUDA, in this process.
+
+    Torch's public setting is for the length of a context alone. Kernels that are not given keep their order, behind.
+
+    Args:
+        order: members of `torch.nn.attention.SDPBackend`.
+    """
+    get, set_ = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
+    first = [int(kernel) for kernel in order]
+    set_([*first, *(kernel for kernel in get() if kernel not in first)])

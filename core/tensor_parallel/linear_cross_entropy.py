@@ -6,6 +6,8 @@ data-parallel wrapper keeps it (`weight_gradients`), and is not rounded between 
 over parts is the gradient of the input, in fp32, and the log-sum-exp, which is merged as over tensor-parallel ranks.
 
 Backward computes a part's logits again, because the caller weighs tokens after the forward: one product more.
+
+On a GPU what is between the products is compiled (`fused`): a part is read twice, and its gradient written once.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from ..comm.by_backend import all_reduce_by_backend
 from .cross_entropy import IGNORE_INDEX, gather_sums_over_vocabulary
 from .first_dim import gather_first_dim, reduce_scatter_first_dim
+from .fused import Fused
 from .groups import Group, group_rank, group_size, resolve_group
 from .vocab import check_ids
 from .weight_gradients import borrow_gradient_memory, lender_of
@@ -72,8 +75,9 @@ def linear_cross_entropy(
 
 
 def _columns(tokens: int, is_cuda: bool) -> int:
-    elements = _GPU_PART_ELEMENTS if is_cuda else _PART_ELEMENTS
-    return max(_LEAST_COLUMNS, elements // max(1, tokens) // _LEAST_COLUMNS * _LEAST_COLUMNS)
+    if is_cuda:  # a power of two: code is compiled for each number of columns, and so there are few
+        return max(_LEAST_COLUMNS, 1 << max(0, (_GPU_PART_ELEMENTS // max(1, tokens)).bit_length() - 1))
+    return max(_LEAST_COLUMNS, _PART_ELEMENTS // max(1, tokens) // _LEAST_COLUMNS * _LEAST_COLUMNS)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -108,11 +112,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         mine = torch.zeros(1, 2, tokens, dtype=torch.float32, device=input_.device)
         scratch = input_.new_empty(tokens * min(columns, vocab), dtype=weight.dtype)
         for part in _parts(vocab, columns):
-            logits = _logits(pairs, part, scratch).to(_wide(weight.dtype))
-            column, here = _column(local, part)
-            mine[0, 1] += logits.gather(1, column).squeeze(1).masked_fill_(~here, 0.0)
-            largest = logits.amax(dim=1)  # [n]
-            of_parts.append(logits.sub_(largest.unsqueeze(1)).exp_().sum(dim=1).log_().add_(largest))
+            of_part, of_targets = _log_sum_exp(_logits(pairs, part, scratch), *_column(local, part))
+            mine[0, 1] += of_targets
+            of_parts.append(of_part)
         mine[0, 0] = torch.logsumexp(torch.stack(of_parts), dim=0)
         everyone = gather_sums_over_vocabulary(mine, group)  # [tp, 2, n]
         log_sum_exp = torch.logsumexp(everyone[:, 0], dim=0)  # [n]
@@ -139,10 +141,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ]
         scratch = input_.new_empty(len(target) * min(ctx.columns, vocab), dtype=dtype)
         for part in _parts(vocab, ctx.columns):
-            of_logits = _logits(pairs, part, scratch).to(_wide(dtype)).sub_(log_sum_exp.unsqueeze(1)).exp_()
-            column, here = _column(local, part)
-            of_logits.scatter_add_(1, column, -here.to(of_logits.dtype).unsqueeze(1))
-            of_logits = of_logits.mul_(scale).to(dtype)  # (softmax - target) * grad
+            of_logits = _gradient_of_logits(
+                _logits(pairs, part, scratch), *_column(local, part), log_sum_exp.unsqueeze(1), scale
+            )
             for (whole, matrix), total, gradient in zip(pairs, sums, rows, strict=True):
                 if total is not None:
                     _add_product(total, of_logits, matrix[part])
@@ -197,6 +198,36 @@ def _column(local: torch.Tensor, part: slice) -> tuple[torch.Tensor, torch.Tenso
     """Returns each token's column in a part `[n, 1]`, 0 where it has none, and whether it has one `[n]`."""
     here = (local >= part.start) & (local < part.stop)
     return (local - part.start).masked_fill_(~here, 0).unsqueeze(1), here
+
+
+@Fused
+def _log_sum_exp(logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the log-sum-exp of a part's logits and the logit of each target, 0 where the part has none; `[n]` each.
+
+    May write to the logits, `[n, c]`.
+    """
+    wide = logits.to(_wide(logits.dtype))
+    of_targets = wide.gather(1, column).squeeze(1).masked_fill_(~here, 0.0)
+    largest = wide.amax(dim=1)  # [n]
+    return wide.sub_(largest.unsqueeze(1)).exp_().sum(dim=1).log_().add_(largest), of_targets
+
+
+@Fused
+def _gradient_of_logits(
+    logits: torch.Tensor, column: torch.Tensor, here: torch.Tensor, log_sum_exp: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Returns (softmax - target) * scale of a part, `[n, c]`; may write to the logits.
+
+    Args:
+        log_sum_exp, scale: `[n, 1]`, of the whole vocabulary, and the gradient of each token's loss.
+    """
+    softmax = logits.to(_wide(logits.dtype)).sub_(log_sum_exp).exp_()
+    if torch.compiler.is_compiling():  # a comparison is fused with the rest, and a scatter is not
+        is_target = torch.arange(softmax.shape[1], device=softmax.device) == torch.where(here.unsqueeze(1), column, -1)
+        softmax = softmax - is_target.to(softmax.dtype)
+    else:
+        softmax.scatter_add_(1, column, -here.to(softmax.dtype).unsqueeze(1))
+    return softmax.mul_(scale).to(logits.dtype)
 
 
 def _memory(weight: torch.Tensor, lent: torch.Tensor | None) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 With it the attentions of one query to two sets of keys combine into the attention to both (:func:`combine`), and the
 backward of each set needs only the combined output and log-sum-exp (Dao et al., 2022; Liu et al., 2023). Only this
-file chooses among torch's kernels. All tensors are `[b, n, s, d]` with any strides and a contiguous last dim; keys and
-values may have fewer heads than queries, each shared by consecutive ones.
+file and `attention_backend`, of attention without pieces, choose among torch's kernels. All tensors are `[b, n, s, d]`
+with any strides and a contiguous last dim; keys and values may have fewer heads than queries, each shared by
+consecutive ones.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _ALIGNED_CHANNELS = 8
 
 _ALIGNED_LOGSUMEXP = 32
 """CUDA's kernel for fp32 pads the queries of its log-sum-exp to a multiple of this."""
+
+MOST_CHANNELS = 256
+"""The widest heads that CUDA's kernels take."""
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -42,7 +46,7 @@ def has_kernel(query: torch.Tensor, dropout: float) -> bool:
     head."""
     if query.device.type == "cpu":
         return dropout == 0.0 and query.is_floating_point()
-    return query.is_cuda and query.dtype in (*LOW_PRECISION, torch.float32) and query.shape[-1] <= 256
+    return query.is_cuda and query.dtype in (*LOW_PRECISION, torch.float32) and query.shape[-1] <= MOST_CHANNELS
 
 
 def attend(

@@ -13,6 +13,7 @@ from ..foreign_arguments import ignore, refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
+from .attention_backend import only_backend, takes_pieces, warn_of_slow_pieces, why_not_backend
 from .attention_kernels import has_kernel
 from .context_parallel import gather_sequence, own_positions
 from .document_attention import attend_within_documents, has_kernel_for_documents
@@ -89,7 +90,8 @@ class DotProductAttention(MegatronModule):
             `[s, b, heads * d]`.
 
         Raises:
-            ConfigError: a mask is combined with context parallelism or packed documents.
+            ConfigError: a mask is combined with context parallelism or packed documents; or the config's
+            `attention_backend` cannot compute this here.
         """
         dropout = self.dropout if self.training else 0.0
         if documents is not None or parallel_state.get_context_parallel_world_size() > 1:
@@ -105,12 +107,26 @@ class DotProductAttention(MegatronModule):
             key, value = (_expand_groups(tensor, query.shape[1]) for tensor in (key, value))
             grouped = False
         visible = None if attention_mask is None else _visible(attention_mask)
-        if dropout > 0.0:
-            with get_rng_tracker().fork():
+        self._check_backend(query, key, dropout, masked=visible is not None)
+        with only_backend(self.config.attention_backend):
+            if dropout > 0.0:
+                with get_rng_tracker().fork():
+                    context = _attend(query, key, value, visible, dropout, grouped)
+            else:
                 context = _attend(query, key, value, visible, dropout, grouped)
-        else:
-            context = _attend(query, key, value, visible, dropout, grouped)
         return context.permute(2, 0, 1, 3).flatten(2)  # [b, n, s, d] -> [s, b, n * d]
+
+    def _check_backend(self, query: torch.Tensor, key: torch.Tensor, dropout: float, *, masked: bool = False) -> None:
+        """Raises ConfigError where the config's backend has no kernel for `[b, n, s, d]`, or `[s, n, b, d]`."""
+        device, backend = query.device, self.config.attention_backend
+        if query.is_cuda or backend != "auto":
+            heads, groups, channels = query.shape[1], key.shape[1], query.shape[-1]
+            drops = dropout > 0.0
+            problem = why_not_backend(
+                backend, device.type, device.index, query.dtype, heads, groups, channels, drops, masked
+            )
+            if problem:
+                raise ConfigError(problem)
 
     def _in_pieces(
         self,
@@ -120,11 +136,21 @@ class DotProductAttention(MegatronModule):
         documents: PackedDocuments | None,
         dropout: float,
     ) -> torch.Tensor:
+        if not takes_pieces(backend := self.config.attention_backend):
+            raise ConfigError(
+                f"attention_backend is {backend!r}, which takes neither packed documents nor context parallelism; "
+                "write 'auto' or 'flash'"
+            )
         group = parallel_state.get_context_parallel_group(check_initialized=False)
+        if backend == "flash":
+            self._check_backend(query.transpose(1, 2), key.transpose(1, 2), dropout)
         with get_rng_tracker().fork() if dropout > 0.0 else nullcontext():
             bounds = None if documents is None or group_size(group) > 1 else documents.bounds
             if documents is not None and bounds is not None and has_kernel_for_documents(query):
                 return attend_within_documents(query, key, value, bounds, documents.counts, dropout).flatten(2)
+            warn_of_slow_pieces(
+                query.device.type, documents is not None, group_size(group), query.dtype, query.shape[-1]
+            )
             starts = None if documents is None else documents.starts
             if has_kernel(query, dropout):
                 return attend_in_pieces(query, key, value, starts, dropout, group).flatten(2)

@@ -58,7 +58,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 _IGNORED: dict[str, Any] = {
-    "attention_backend": None,
     "flash_attention_version": None,
     "transformer_impl": "local",
     "log_max_attention_logit": False,

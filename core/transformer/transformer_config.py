@@ -12,6 +12,7 @@ from ..model_parallel_config import ModelParallelConfig
 from ..ranges import out_of_range
 from ..tensor_parallel.initialization import Initializer
 from .activations import Activation, ActivationFunction, name_of_activation
+from .attention_backend import AttentionBackend, backend_name
 from .foreign_config_fields import FOREIGN_FIELDS
 from .initializers import Normal, scaled_init_method_normal
 
@@ -77,6 +78,11 @@ class TransformerConfig(ModelParallelConfig):
     """Probability of dropping an attention weight. torch's fused kernel for CPU has no dropout: with dropout,
     attention on CPU needs memory quadratic in the sequence length."""
 
+    attention_backend: AttentionBackend = "auto"
+    """The kernel of attention, by Megatron-LM's names. "auto": the fastest that the device has. "flash", "fused" (of
+    cuDNN) and "unfused" ("local" is the same): that one, or an error where it cannot run. A member of Megatron-LM's
+    `AttnBackend` becomes its name."""
+
     layernorm_epsilon: float = 1e-5
     """Added to the variance (LayerNorm) or to the mean square (RMSNorm)."""
 
@@ -139,6 +145,7 @@ class TransformerConfig(ModelParallelConfig):
         divides = self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads == 0
         if self.kv_channels is None and divides:
             self.kv_channels = self.hidden_size // self.num_attention_heads
+        self.attention_backend = backend_name(self.attention_backend)
         if callable(self.activation_func):
             self.activation_func = name_of_activation(self.activation_func)
         violations += self._violations()
@@ -180,9 +187,19 @@ class TransformerConfig(ModelParallelConfig):
             *out_of_range(self, "init_method_std", least=0),
         ]
         yield from map(ConfigError, problems)
-        for name, choices in (("normalization", Normalization), ("activation_func", Activation)):
+        for name, choices in (
+            ("normalization", Normalization),
+            ("activation_func", Activation),
+            ("attention_backend", AttentionBackend),
+        ):
             if not callable(getattr(self, name)) and getattr(self, name) not in get_args(choices):
                 yield ConfigError(f"{name} is {getattr(self, name)!r}; it takes one of {_listed(get_args(choices))}")
+        if self.context_parallel_size > 1 and self.attention_backend in ("fused", "unfused", "local"):
+            yield ConfigError(
+                f"attention_backend is {self.attention_backend!r} with context_parallel_size "
+                f"{self.context_parallel_size}, whose ranks combine what torch's flash kernel returns; write 'auto' "
+                "or 'flash'"
+            )
         yield from self._recompute_violations()
 
     def _size_violations(self) -> Iterator[ConfigError]:

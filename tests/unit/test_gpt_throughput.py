@@ -155,29 +155,117 @@ def _profile_of(events: list[_Event]) -> Any:
     return SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
 
 
-def _runs(folder: str) -> None:
+def _losses(wrapper: str, model_fields: dict[str, Any]) -> list[float]:
+    llama = _load("_llama")
+    training = llama.Training(llama.PRESETS["small"], model_fields, {}, wrapper)
+    losses = []
+    for _ in range(5):
+        training.step()
+        losses.append(training.loss())
+    return losses
+
+
+@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
+def test_every_wrapper_trains_as_torch_alone_does(is_bf16):
+    llama = _load("_llama")
+    (bare,) = run_distributed(_losses, 1, "bare", {"bf16": is_bf16})
+    assert bare[0] - bare[-1] > 0.03  # more than the tolerances below: a wrapper that does not update fails
+    for wrapper in llama.WRAPPERS:
+        (losses,) = run_distributed(_losses, 1, wrapper, {"bf16": is_bf16})
+        assert losses == pytest.approx(bare, rel=2**-9 if is_bf16 else 1e-6), wrapper
+
+
+def _asks_bare_to_recompute() -> None:
+    llama = _load("_llama")
+    with pytest.raises(ValueError, match="activation_checkpointing cannot be had without a wrapper"):
+        llama.Training(llama.PRESETS["small"], {}, {"activation_checkpointing": "full"}, "bare")
+
+
+def test_a_model_without_wrapper_refuses_what_wrappers_do():
+    run_distributed(_asks_bare_to_recompute, 1)
+
+
+def test_only_the_parts_of_the_datasheet_have_its_peak():
     throughput = _load("gpt_throughput")
+    peaks = {name: throughput.datasheet_tflops(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
+    assert peaks == dict.fromkeys(peaks, 989.0)
+    for other in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "CPU"):
+        assert throughput.datasheet_tflops(other) is None
+
+
+def test_the_ladder_has_rows_for_wrappers_and_attention_kernels():
+    throughput = _load("gpt_throughput")
+    rows = {row.name: row for row in throughput.rows_of("ddp", True)}
+    assert {"plain", "loss in parts", "bare", "zero3", "fsdp2", "flash attention"} < rows.keys()
+    usual = [one.name for one in throughput.rows_of("ddp", False)[0].techniques]
+    assert [one.name for one in rows["fsdp2"].techniques] == usual == ["compiled layers", "loss in parts"]
+    assert rows["flash attention"].techniques[-1].model == {"attention_backend": "flash"}
+    # What only a wrapper has is no row without one.
+    assert "full recomputation" not in {row.name for row in throughput.rows_of("bare", True)}
+
+
+def _run(folder: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Runs the benchmark without a C++ compiler, in seconds; returns its status and its report."""
+    throughput = _load("gpt_throughput")
+    (Path(folder) / "results").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         interpreted = tuple(one for one in throughput.LADDER if "compile_units" not in one.wrapper)
-        patch.setattr(throughput, "LADDER", interpreted)  # without a C++ compiler, in seconds
+        patch.setattr(throughput, "LADDER", interpreted)
         patch.setattr(throughput, "__file__", f"{folder}/gpt_throughput.py")
-        status = throughput.main(["--steps", "1", "--ladder", "--save", "--profile", f"{folder}/profile"])
-    assert status == 0
+        status = throughput.main([*arguments, "--steps", "1", "--save"])
+    (report,) = (Path(folder) / "results").iterdir()
+    return status, json.loads(report.read_text())
+
+
+ROWS = ("plain", "loss in parts", "full recomputation", "bare", "zero3", "fsdp2")
 
 
 def test_the_small_preset_writes_its_trace_page_and_rows(tmp_path):
-    (tmp_path / "results").mkdir()
-    run_distributed(_runs, 1, str(tmp_path))
-    (report,) = (tmp_path / "results").iterdir()
-    rows = json.loads(report.read_text())["rows"]
-    assert rows[0]["techniques"] == ["plain"] and rows[-1]["techniques"] == [
-        "plain",
-        "loss in parts",
-        "full recomputation",
-    ]
+    arguments = ("--ladder", *ROWS, "--profile", f"{tmp_path}/profile")
+    ((status, report),) = run_distributed(_run, 1, str(tmp_path), *arguments)
+    rows = report["rows"]
+    assert status == 0 and [row["name"] for row in rows] == list(ROWS)
+    assert rows[2]["techniques"] == ["plain", "loss in parts", "full recomputation"]
+    assert [row["wrapper"] for row in rows] == ["ddp"] * 3 + ["bare", "zero3", "fsdp2"]
     for row in rows:
         assert row["tokens_per_second"] > 0 and row["percent_of_matmul"] > 0 and row["peak_gib"] > 0
         assert row["loss"] == pytest.approx(rows[0]["loss"], abs=0.01)
-    assert json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
-    page = (tmp_path / "profile" / "step.svg").read_text()
-    assert all(part in page for part in ("optimizer", "compute", "exposed communication", "host gaps", "aten::mm"))
+        assert sum(row["profile"].values()) == pytest.approx(1.0)
+        folder = tmp_path / "profile" / row["name"].replace(" ", "-")
+        assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+        page = (folder / "step.svg").read_text()
+        assert all(part in page for part in ("optimizer", "compute", "exposed communication", "host gaps"))
+        assert row["profile"]["optimizer"] > 0, row["name"]
+
+
+def test_a_report_says_by_what_it_was_measured(tmp_path):
+    ((_, report),) = run_distributed(_run, 1, str(tmp_path))
+    assert report["versions"]["torch"] == torch.__version__ and report["versions"].keys() > {"driver", "nccl", "cudnn"}
+    assert report["preset"]["name"] == "small" and report["rows"][0]["steps"] == 1
+    assert report["datasheet_tflops"] is None and report["rows"][0]["percent_of_datasheet"] is None
+    before, after = report["matmul_tflops"]["before"], report["matmul_tflops"]["after"]
+    assert before > 0 and after > 0
+    row = report["rows"][0]
+    assert row["percent_of_matmul"] == pytest.approx(100 * row["tflops"] / before)
+
+
+def _compare(folder: str, slowdown: float) -> tuple[int, dict[str, Any]]:
+    throughput = _load("gpt_throughput")
+
+    def timed(candidates: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+        for run in candidates.values():
+            run()
+        return {"fsdp2": [slowdown] * rounds, "bare": [1.0] * rounds}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "interleaved_seconds", timed)
+        return _run(folder, "--wrapper", "fsdp2", "--against", "bare")
+
+
+@pytest.mark.parametrize(("slowdown", "status"), [(1.009, 0), (1.02, 1)])
+def test_fsdp2_may_take_a_hundredth_longer_than_no_wrapper(slowdown, status, tmp_path):
+    ((found, report),) = run_distributed(_compare, 1, str(tmp_path), slowdown)
+    (ratio,) = report["ratios"]
+    assert found == status and ratio["holds"] == (status == 0)
+    assert ratio["ratio"] == slowdown and ratio["limit"] == 1.01 and len(ratio["seconds"]["bare"]) == 15
+    assert ratio["candidate"].startswith("fsdp2:") and ratio["baseline"].startswith("bare:")

@@ -87,3 +87,10 @@ def test_other_packages_and_warnings_would_show(problems: dict[str, str]) -> Non
 def test_each_module_imports_alone(tmp_path: Path) -> None:
     found = _problems("alone", tmp_path)
     assert [module for module in MODULES if found[module]] == []
+
+
+def test_models_import_without_the_compiler() -> None:
+    # Importing it takes longer than the rest.
+    program = "import sys, core.models.gpt; sys.exit('torch._dynamo' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr) == (0, "")

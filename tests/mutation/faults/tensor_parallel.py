@@ -30,9 +30,9 @@ MUTATIONS = (
     ),
     Mutation(
         "loss in parts: the gradient of a part is not scaled by that of its tokens",
-        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.backward",
-        r"of_logits\.mul_\(scale\)",
-        "of_logits",
+        "core.tensor_parallel.linear_cross_entropy._gradient_of_logits",
+        r"softmax\.mul_\(scale\)",
+        "softmax",
         (_LOSS_IN_PARTS,),
     ),
     Mutation(
@@ -51,9 +51,9 @@ MUTATIONS = (
     ),
     Mutation(
         "loss in parts: the largest logit is left in the exponent",
-        "core.tensor_parallel.linear_cross_entropy._LinearCrossEntropy.forward",
-        r"logits\.amax\(dim=1\)",
-        "torch.zeros_like(logits[:, 0])",
+        "core.tensor_parallel.linear_cross_entropy._log_sum_exp",
+        r"wide\.amax\(dim=1\)",
+        "torch.zeros_like(wide[:, 0])",
         (_LOSS_IN_PARTS,),
     ),
     Mutation(

@@ -1,0 +1,49 @@
+"""Compiles chains of elementwise operations for a GPU, where each would read and write all elements in its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..warn import warn_once
+
+_COMPILED_ON = ["cuda"]
+"""Kinds of devices. On a CPU a part of a matrix stays in the cache between operations, and compiling takes seconds."""
+
+
+class Fused:
+    """A function of a matrix and of vectors over its rows; compiled for a GPU, elsewhere called as it is.
+
+    One compilation serves every number of rows; each number of columns has its own, so that its kernels read whole
+    words. If torch cannot compile here, it warns once, and the function is called as it is.
+
+    Args:
+        function: `(matrix, *vectors) -> tensors`; may write to the matrix.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self._compiled: Callable[..., Any] | None = None  # set by the first call on a GPU
+        self._cannot_compile = False  # set by a call for which torch has no compiler, and never cleared
+
+    def __call__(self, matrix: torch.Tensor, *vectors: torch.Tensor) -> Any:
+        is_traced = torch.compiler.is_compiling()  # the compiler of what is around it takes this too
+        if is_traced or self._cannot_compile or matrix.device.type not in _COMPILED_ON:
+            return self.function(matrix, *vectors)
+        if self._compiled is None:
+            self._compiled = torch.compile(self.function, dynamic=True)
+        torch._dynamo.mark_static(matrix, 1)
+        try:
+            return self._compiled(matrix, *vectors)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            raise
+        except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
+            self._cannot_compile = True
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            warn_once(
+                f"torch cannot compile for {matrix.device.type} ({reason}): the loss in parts reads and writes its "
+                "logits about ten times as often; install triton and a C compiler"
+            )
+            return self.function(matrix, *vectors)

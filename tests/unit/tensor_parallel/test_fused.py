@@ -1,0 +1,117 @@
+"""Chains of operations that a GPU gets compiled, compiled for the CPU here: the same results, and few compilations.
+
+Tolerances: u is half of fp32's epsilon. Compiled code adds in another order and has another exp, both within 2 u. A
+sum of c positive terms differs by 2 c u of itself, and its logarithm by as much; a gradient by 8 u of a probability.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.utils import counters
+
+from core.tensor_parallel import fused
+from core.tensor_parallel.fused import Fused
+from core.tensor_parallel.linear_cross_entropy import _columns, _gradient_of_logits, _log_sum_exp
+from tests.unit._on_gpu import ON_GPU
+from tests.unit._quick import quick
+from tests.unit._spawn import run_distributed
+from tests.unit.tensor_parallel.test_linear_cross_entropy import _equals_the_plain_form
+
+U = 2**-24
+
+
+@pytest.fixture
+def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fused, "_COMPILED_ON", ["cuda", "cpu"])
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def _part(rows: int, columns: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """Logits, the column of each target and whether there is one, a log-sum-exp and a scale, `[n, 1]` both."""
+    draw = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, columns, generator=draw).mul_(4).to(dtype)
+    column = torch.randint(0, columns, (rows, 1), generator=draw)
+    here = torch.arange(rows) % 3 != 1
+    whole = logits.float().logsumexp(1, keepdim=True) + 1.0  # the other parts have logits too
+    scale = torch.rand(rows, 1, generator=draw)
+    part = logits, column.masked_fill(~here.unsqueeze(1), 0), here, whole, scale
+    return tuple(tensor.to(device) for tensor in part)
+
+
+def _check(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
+    logits, column, here, whole, scale = _part(rows, columns, dtype, device)
+    expected, of_targets = _log_sum_exp.function(logits.clone(), column, here)
+    found, found_targets = _log_sum_exp(logits.clone(), column, here)
+    assert torch.equal(found_targets, of_targets)
+    assert ((found - expected).abs() <= (2 * columns + 4 + expected.abs()) * 2 * U).all()
+    gradient = _gradient_of_logits.function(logits.clone(), column, here, whole, scale)
+    found = _gradient_of_logits(logits.clone(), column, here, whole, scale)
+    assert found.dtype is dtype and found.shape == gradient.shape
+    rounding = 8 * U * scale + (0 if dtype is torch.float32 else torch.finfo(dtype).eps * gradient.abs().float())
+    assert ((found.float() - gradient.float()).abs() <= rounding).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], lambda dtype: dtype is torch.bfloat16))
+def test_compiled_code_computes_what_is_written(dtype, device, compiled_on_cpu):
+    for rows in (6, 9, 5):
+        for columns in (64, 24):  # the last part is smaller
+            _check(rows, columns, dtype, device)
+    # Once each for a width, with any number of tokens.
+    assert counters["stats"]["unique_graphs"] == 2 * 2
+
+
+def test_few_widths_of_parts_are_compiled_for_a_gpu():
+    widths = {_columns(tokens, is_cuda=True) for tokens in range(1, 300_000, 997)}
+    assert len(widths) <= 20 and min(widths) >= 64
+    assert all(width * tokens <= 2**26 for tokens in (1, 4096, 8191, 100_000) for width in [_columns(tokens, True)])
+    assert _columns(8192, is_cuda=True) == 8192 and _columns(2**26 + 1, is_cuda=True) == 64
+
+
+def _equals_the_plain_form_compiled(*case: Any) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_COMPILED_ON", ["cpu"])
+        counters.clear()
+        _equals_the_plain_form(*case)
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "chunk"), [(1, 32), (2, 16)])
+def test_a_compiled_loss_is_that_of_whole_logits(ranks, chunk):
+    for graphs in run_distributed(_equals_the_plain_form_compiled, ranks, torch.bfloat16, chunk, True, ranks == 2):
+        assert graphs == 4  # of two functions, for parts of two widths
+
+
+def test_without_a_compiler_one_warning_says_so(compiled_on_cpu, monkeypatch):
+    def no_compiler(function: Any, **options: Any) -> Any:
+        def call(*tensors: torch.Tensor) -> Any:
+            raise TorchDynamoException("cannot find a C compiler\nmore")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    double = Fused(lambda matrix: matrix * 2)
+    with pytest.warns(UserWarning, match=r"cannot compile for cpu \(cannot find a C compiler\): .*install triton"):
+        assert torch.equal(double(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(double(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+
+
+def test_a_limit_of_compilations_that_the_user_sets_is_an_error(compiled_on_cpu, monkeypatch):
+    def too_many(matrix: torch.Tensor) -> torch.Tensor:
+        raise FailOnRecompileLimitHit("8 compilations")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: too_many)
+    with pytest.raises(FailOnRecompileLimitHit):
+        Fused(lambda matrix: matrix * 2)(torch.ones(2, 3))

@@ -1,0 +1,248 @@
+"""The choice of attention's kernel: on a faked GPU the order and the refusals, on the CPU the kernels that run."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+from torch.profiler import profile
+
+from core import _torch_compat
+from core.errors import ConfigError
+from core.transformer import TransformerConfig, attention_backend, dot_product_attention
+from core.transformer.attention_backend import warn_of_slow_pieces, why_not_backend
+from core.transformer.document_masks import PackedDocuments
+from core.transformer.dot_product_attention import DotProductAttention
+from core.transformer.enums import AttnBackend
+from core.warn import warn_once
+from tests.unit._on_gpu import ON_GPU
+
+CUDNN, FLASH, EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+MATH = SDPBackend.MATH
+
+
+class FakeGpu:
+    """A GPU's properties as torch reports them, and the orders that were set."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self.orders: list[list[SDPBackend]] = []
+        patch.setattr(attention_backend, "_probe", lambda *call, **masked: None)
+        patch.setattr(attention_backend, "set_attention_order", self.orders.append)
+        patch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+        self.has((9, 0), 91900, CUDNN, FLASH, EFFICIENT)
+
+    def has(self, capability: tuple[int, int], cudnn: int | None, *kernels: SDPBackend) -> None:
+        self._patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        self._patch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+
+        def can_use(kernel: SDPBackend) -> Callable[[Any, bool], bool]:
+            def answer(probe: Any, debug: bool) -> bool:
+                if debug and kernel not in kernels:
+                    warnings.warn("it is too wide (Triggered internally at a.cpp:1)", stacklevel=1)
+                return kernel in kernels
+
+            return answer
+
+        self._patch.setattr(
+            attention_backend, "_CAN_USE", {kernel: can_use(kernel) for kernel in (CUDNN, FLASH, EFFICIENT)}
+        )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    attention_backend._choose.cache_clear()
+    yield FakeGpu(monkeypatch)
+    attention_backend._choose.cache_clear()
+
+
+def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool = False) -> str:
+    found: str = why_not_backend(
+        backend, kind, 0 if kind == "cuda" else None, torch.bfloat16, 8, 2, channels, drops, False
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "first"),
+    [
+        ((9, 0), 91900, CUDNN),
+        ((10, 0), 91900, CUDNN),
+        ((9, 0), 90800, FLASH),
+        ((9, 0), None, FLASH),
+        ((8, 0), 91900, FLASH),
+        ((12, 0), 91900, FLASH),
+    ],
+)
+def test_the_fastest_kernel_of_a_device_is_first(capability, cudnn, first, gpu):
+    gpu.has(capability, cudnn, CUDNN, FLASH, EFFICIENT)
+    _choose("auto")
+    (order,) = gpu.orders
+    assert order[0] is first and order[-1] is MATH
+    assert order.index(FLASH) < order.index(EFFICIENT) and len(set(order)) == 4
+
+
+def test_torchs_own_variable_against_cudnn_counts(gpu, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    _choose("auto")
+    assert gpu.orders[0][0] is FLASH
+
+
+def test_a_kernel_is_chosen_and_logged_once(gpu, caplog):
+    gpu.has((9, 0), 91900, FLASH, EFFICIENT)
+    with caplog.at_level(logging.INFO, "core.transformer.attention_backend"):
+        for _ in range(3):
+            _choose("auto")
+    assert len(gpu.orders) == 1
+    assert caplog.messages == [
+        "attention: flash, else memory-efficient kernel (cuda, bfloat16, heads of 128 channels)"
+    ]
+
+
+def test_a_device_without_any_fused_kernel_is_named_once(gpu):
+    gpu.has((7, 5), None)
+    with pytest.warns(UserWarning, match="no fused attention kernel here .*channels: it is too wide\\).*quadratic"):
+        _choose("auto")
+    assert not gpu.orders
+
+
+@pytest.mark.parametrize(("backend", "lacking"), [("flash", FLASH), ("fused", CUDNN)])
+def test_a_kernel_that_cannot_be_had_is_an_error_of_one_line(backend, lacking, gpu):
+    assert not _choose(backend)
+    gpu.has((9, 0), 91900, *{CUDNN, FLASH, EFFICIENT} - {lacking})
+    assert _choose(backend, channels=512) == (
+        f"attention_backend is '{backend}', which torch does not have here (cuda, bfloat16, heads of 512 channels: "
+        "it is too wide); write 'auto'"
+    )
+    assert not gpu.orders  # only "auto" sets the process's order
+
+
+def test_the_order_is_that_of_torch_with_what_is_given_first():
+    before = torch._C._get_sdp_priority_order()
+    try:
+        _torch_compat.set_attention_order([EFFICIENT, CUDNN])
+        after = torch._C._get_sdp_priority_order()
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    first = [int(EFFICIENT), int(CUDNN)]
+    assert after == [*first, *(kernel for kernel in before if kernel not in first)]
+
+
+def _attention(backend: Any, **fields: Any) -> DotProductAttention:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        attention_backend=backend,
+        **{"attention_dropout": 0.0} | fields,
+    )
+    return DotProductAttention(config)
+
+
+def _inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(3)
+    length = 9 if device == "cpu" else 128
+    sizes = ((length, 2, 4, 16), (length, 2, 2, 16), (length, 2, 2, 16))
+    return tuple(torch.randn(size, generator=draw).to(device, dtype).requires_grad_() for size in sizes)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("backend", "is_fused"), [("auto", True), ("flash", True), ("unfused", False), ("local", False)]
+)
+def test_the_asked_kernel_runs_on_a_cpu(backend, is_fused, compiles):
+    attention, inputs = _attention(backend), _inputs()
+    expected = _attention("auto")(*inputs)
+    if compiles:
+        torch._dynamo.reset()
+        attention = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    attention(*inputs)
+    with profile() as profiler:
+        found = attention(*inputs)
+    ran = {event.name for event in profiler.events()}
+    assert ("aten::_scaled_dot_product_flash_attention_for_cpu" in ran) is is_fused
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found, expected) or not is_fused
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("backend", "dropout"), [("fused", 0.0), ("flash", 0.1)])
+def test_a_cpu_refuses_what_it_does_not_have(backend, dropout, compiles):
+    attention = _attention(backend, attention_dropout=dropout)
+    if compiles:
+        torch._dynamo.reset()
+        attention = torch.compile(attention, backend="aot_eager")
+    with pytest.raises(ConfigError, match=rf"^attention_backend is '{backend}', .* \(cpu, .*\); write 'auto'$"):
+        attention(*_inputs())
+
+
+def test_packed_documents_take_no_other_kernel_than_flash():
+    documents = PackedDocuments(torch.zeros(2, 9, dtype=torch.long), 0, 1)
+    _attention("flash")(*_inputs(), documents=documents)
+    with pytest.raises(ConfigError, match=r"'unfused', which takes neither packed documents .*'auto' or 'flash'"):
+        _attention("unfused")(*_inputs(), documents=documents)
+    with pytest.raises(ConfigError, match=r"'fused' with context_parallel_size 2, .*'auto' or 'flash'"):
+        _attention("fused", context_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("packed", "ranks", "dtype", "channels", "message"),
+    [
+        (True, 1, torch.float32, 128, "packed documents in float32 take one call .* each document.*use bf16"),
+        (True, 4, torch.bfloat16, 128, "packed documents over 4 context-parallel ranks .*context_parallel_size to 1"),
+        (True, 1, torch.bfloat16, 320, "heads of 320 channels in bfloat16 have no fused .*up to 256 channels"),
+        (False, 2, torch.float64, 64, "heads of 64 channels in float64 have no fused .*use bf16"),
+    ],
+)
+def test_a_slow_way_of_a_gpu_is_said_once(packed, ranks, dtype, channels, message):
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=message):
+        warn_of_slow_pieces("cuda", packed, ranks, dtype, channels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_slow_pieces("cuda", packed, ranks, dtype, channels)
+
+
+def test_the_fast_ways_are_silent():
+    warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_slow_pieces("cuda", False, 4, torch.bfloat16, 128)
+        warn_of_slow_pieces("cpu", True, 4, torch.float64, 512)
+
+
+def test_attention_asks_whether_its_way_is_slow(monkeypatch):
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(dot_product_attention, "warn_of_slow_pieces", lambda *call: asked.append(call))
+    _attention("auto")(*_inputs(), documents=PackedDocuments(torch.zeros(2, 9, dtype=torch.long), 0, 1))
+    _attention("auto")(*_inputs())
+    assert asked == [("cpu", True, 1, torch.float32, 16)]
+
+
+def test_a_member_of_megatrons_enum_becomes_its_name():
+    class Foreign(Enum):
+        unfused = 3
+
+    for given in (Foreign.unfused, AttnBackend.unfused, "unfused"):
+        assert _attention(given).config.attention_backend == "unfused"
+    assert TransformerConfig().attention_backend == AttnBackend.auto.name
+    with pytest.raises(ConfigError, match='attention_backend is \'triton\'; it takes one of "auto", "flash"'):
+        _attention("triton")
+
+
+@pytest.mark.parametrize("backend", [pytest.param(name, marks=ON_GPU) for name in ("auto", "flash", "fused")])
+def test_every_kernel_of_a_gpu_computes_attention(backend):
+    inputs, others = (_inputs("cuda", torch.bfloat16) for _ in range(2))
+    found, expected = _attention(backend)(*inputs), _attention("unfused")(*others)
+    for output in (found, expected):
+        output.float().square().sum().backward()
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    for one, other in zip(inputs, others, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-1, rtol=1e-1)
