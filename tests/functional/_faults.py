@@ -19,6 +19,7 @@ from core.distributed.buffers.bucket_group import BucketGroup
 from core.distributed.buffers.reduction import BucketReduction
 from core.distributed.fsdp2.recorded_collectives import (
     _RecordedAllGather,
+    _RecordedDirectReduce,
     _RecordedGatherOfEach,
     _RecordedReduceScatter,
 )
@@ -111,7 +112,7 @@ def _one_instance_only(reduce: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(SKIPPED, (_RecordedReduceScatter, "__call__"))
+@_fault(SKIPPED, (_RecordedReduceScatter, "__call__"), (_RecordedDirectReduce, "__call__"))
 def _skipped_unit(reduce: Any, reached: Reached) -> Any:
     """FSDP2: the second unit to be reduced, and every third after it, keeps this rank's own gradient."""
     calls = itertools.count()
