@@ -62,12 +62,13 @@ def _check(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], lambda dtype: dtype is torch.bfloat16))
-def test_compiled_code_computes_what_is_written(dtype, device, compiled_on_cpu):
+@pytest.mark.parametrize("widths", quick([[64], [64, 24]], lambda widths: len(widths) == 1), ids=str)
+def test_compiled_code_computes_what_is_written(widths, dtype, device, compiled_on_cpu):
     for rows in (6, 9, 5):
-        for columns in (64, 24):  # the last part is smaller
+        for columns in widths:  # of whole parts, and of the last
             _check(rows, columns, dtype, device)
     # Once each for a width, with any number of tokens.
-    assert counters["stats"]["unique_graphs"] == 2 * 2
+    assert counters["stats"]["unique_graphs"] == 2 * len(widths)
 
 
 def test_few_widths_of_parts_are_compiled_for_a_gpu():
