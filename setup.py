@@ -31,7 +31,7 @@ EXTRAS = {
     "titan": ["torchtitan>=0.3,<0.4"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "hypothesis>=6.100", "pyyaml>=6"],
     "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1"],
-    "dev": ["ruff>=0.9", "mypy>=1.14", "import-linter>=2.1", "types-tqdm"],
+    "dev": ["ruff>=0.9", "mypy>=1.14", "import-linter>=2.16", "types-tqdm"],
 }
 
 # torch 2.15 changes FSDP2's private state, which `core/distributed` reads. The oldest and the newest that are admitted

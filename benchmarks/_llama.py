@@ -172,12 +172,6 @@ class Training:
         self.step = step
         self.loss = lambda: float(self.last)
 
-    def wait(self) -> None:
-        """Waits until the device has done what is queued."""
-        from core import device
-
-        device.synchronize()
-
     def _make_batch(self) -> dict[str, torch.Tensor]:
         shape = (self.preset.samples, self.preset.sequence + 1)
         tokens = torch.randint(0, self.preset.vocabulary, shape, generator=torch.Generator().manual_seed(2))

@@ -288,11 +288,18 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
         "nccl": None if nccl is None else ".".join(map(str, nccl)),
-        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "triton": _triton(),
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "python": platform.python_version(),
         "commit": commit(),
     }
+
+
+def _triton() -> str | None:
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return None
 
 
 def commit() -> str | None:

@@ -246,7 +246,7 @@ def compare(candidate: Row, baseline: Row, preset: Preset, rounds: int, device_t
     for wrapper, values in seconds.items():
         print_spread(f"{wrapper}, turns of {count}", values, "s")
     limit = LIMITS.get((candidate.wrapper, baseline.wrapper), float("inf"))
-    holds = judge(
+    is_within = judge(
         f"time, {candidate.wrapper} / {baseline.wrapper}", seconds[candidate.wrapper], seconds[baseline.wrapper], limit
     )
     ratio = PairedRatio.of(seconds[candidate.wrapper], seconds[baseline.wrapper])
@@ -258,7 +258,7 @@ def compare(candidate: Row, baseline: Row, preset: Preset, rounds: int, device_t
         "rounds": rounds,
         "steps_a_turn": count,
         "limit": None if limit == float("inf") else limit,
-        "holds": holds or rounds < 15,
+        "holds": is_within if rounds >= 15 and limit < float("inf") else None,
         "seconds": seconds,
     }
 
@@ -359,7 +359,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     asked = parse(arguments)
     from core import device
-    from core.errors import ConfigError
 
     device.init_process_group()
     here = device.current_device()
@@ -376,17 +375,36 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{name}: {matrix_parameters(preset) / 1e6:.1f} M parameters in matrices, {preset.samples} x {preset.sequence}"
     )
+    # Rather than run the rest without the compiler.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        status = (
+            _compare(asked, preset, report, here) if asked.against else _measure_rows(asked, preset, report, matmul)
+        )
+    after = report.matmul_tflops["after"] = matmul_tflops(here)
+    print(f"bf16 matrix product after the last row {after:.3f} TFLOP/s")
+    if asked.save if asked.save is not None else here.type == "cuda":
+        what = f"{asked.wrapper}-against-{asked.against}" if asked.against else asked.wrapper
+        print(f"written to {report.write(here.type, name, what + '-ladder' * (asked.ladder is not None))}")
+    return status
+
+
+def _compare(asked: argparse.Namespace, preset: Preset, report: Report, here: torch.device) -> int:
+    """Adds the ratio of two wrappers to the report; returns 1 if it is above its limit or does not fit."""
+    (candidate,), (baseline,) = asked.rows, rows_of(asked.against, False)
+    try:
+        report.ratios.append(compare(candidate, baseline, preset, asked.rounds, here.type))
+    except torch.cuda.OutOfMemoryError:
+        print("out of memory, which two models share; choose a smaller --preset, or fewer --samples")
+        return 1
+    return 1 if report.ratios[0]["holds"] is False else 0
+
+
+def _measure_rows(asked: argparse.Namespace, preset: Preset, report: Report, matmul: float) -> int:
+    """Adds every row to the report; returns 1 if one does not fit into the memory."""
+    from core.errors import ConfigError
+
     status = 0
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than run the rest without the compiler
-    if asked.against:
-        (candidate,), (baseline,) = asked.rows, rows_of(asked.against, False)
-        try:
-            report.ratios.append(compare(candidate, baseline, preset, asked.rounds, here.type))
-        except torch.cuda.OutOfMemoryError:
-            print("out of memory, which two models share; choose a smaller --preset, or fewer --samples")
-            return 1
-        status = 0 if report.ratios[0]["holds"] else 1
-    for row in () if asked.against else asked.rows:
+    for row in asked.rows:
         torch._dynamo.reset()  # what was compiled for other rows counts towards dynamo's limit of recompilations
         folder = asked.profile and (asked.profile if len(asked.rows) == 1 else asked.profile / _file_name(row.name))
         try:
@@ -400,11 +418,6 @@ def main(arguments: list[str] | None = None) -> int:
             print_result(row, result)
             continue
         print(f"  {row}: {report.not_measured[row.name]}", flush=True)
-    after = report.matmul_tflops["after"] = matmul_tflops(here)
-    print(f"bf16 matrix product after the last row {after:.3f} TFLOP/s")
-    if asked.save if asked.save is not None else here.type == "cuda":
-        what = f"{asked.wrapper}-against-{asked.against}" if asked.against else asked.wrapper
-        print(f"written to {report.write(here.type, name, what + '-ladder' * (asked.ladder is not None))}")
     return status
 
 

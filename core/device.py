@@ -57,6 +57,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
     Raises:
         ConfigError: the group exists and does not carry them; or variables that name no place of a rank.
     """
+    connect_gloo_when_needed()
     if dist.is_initialized():
         if carries_host_tensors and "gloo" not in (backends := str(dist.get_backend_config())):
             raise ConfigError(
@@ -68,7 +69,6 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
     kind = device_type()
     if kind == "cuda":
         torch.cuda.set_device(_local_rank())
-        connect_gloo_when_needed()
     timeout = timedelta(minutes=timeout_minutes)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" and carries_host_tensors else _BACKENDS[kind]
     if "RANK" not in os.environ:

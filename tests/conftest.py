@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SHARDSTACK_DEVICE", "cpu")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin starve the ranks of other tests
+if (capability := os.environ.get("ATEN_CPU_CAPABILITY")) is not None:
+    # Torch's cache of compiled graphs takes no notice of it: code of another width would run, and compute nonsense.
+    cache = Path(tempfile.gettempdir(), f"shardstack-inductor-{capability}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
 
 import pytest
 import torch

@@ -113,6 +113,11 @@ class _Recorded:
     def __init__(self, call: Collective, work: dist.Work) -> None:
         self._call, self._work = call, work
 
+    def __del__(self) -> None:
+        # Nobody waits for it any more, because an error came between: then it is under way no more either.
+        if self._call.ended_at is None:
+            self._call.has_failed = True
+
     def wait(self) -> None:
         try:
             self._work.wait()

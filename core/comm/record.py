@@ -175,14 +175,23 @@ def may_ask_other_ranks() -> bool:
 
 
 def ask_other_ranks() -> None:
-    """Asks every rank to publish its record, and waits until all have, or for `_INTERVALS_TO_ANSWER`; without a store,
-    returns."""
-    deadline = time.monotonic() + _INTERVALS_TO_ANSWER * _listening_interval_s()
+    """Asks every rank to publish its record, and waits until those that can have done so; without a store, returns.
+
+    It waits longer than ranks take between two looks, and then for as long as answers come, from ranks that are busy.
+    It does not end earlier where all have answered: a rank with the store may leave, and others may have yet to ask.
+    """
+    interval = _listening_interval_s()
+    asked = time.monotonic()
+    answers, last_answer = 0, asked
     try:
         question = int(_store().add(_QUESTIONS, 1))
         _publish_all()
-        while int(_store().add(_answers(question), 0)) < dist.get_world_size() and time.monotonic() < deadline:
+        while (now := time.monotonic()) < asked + 1.5 * interval or (
+            answers < dist.get_world_size() and now < last_answer + _INTERVALS_WITHOUT_ANSWER * interval
+        ):
             time.sleep(0.05)
+            if (found := int(_store().add(_answers(question), 0))) > answers:
+                answers, last_answer = found, time.monotonic()
     except Exception:  # the store may have gone with the rank that held it
         return
 
@@ -199,8 +208,8 @@ def _listening_interval_s() -> float:
 
 
 _FAILURES_BEFORE_GIVING_UP = 5
-_INTERVALS_TO_ANSWER = 5
-"""Looks into the store that a rank may miss, because it is busy, and still answers in time."""
+_INTERVALS_WITHOUT_ANSWER = 3
+"""Looks into the store, without another answer, after which those that are missing are taken to be paused or gone."""
 
 
 class _Listener:
@@ -230,8 +239,9 @@ class _Listener:
     def _run(self) -> None:
         failures = 0
         while failures < _FAILURES_BEFORE_GIVING_UP and not self._stop.wait(_listening_interval_s()):
-            if not dist.is_initialized():
-                continue  # the process group was destroyed, and may be initialised again
+            if not dist.is_initialized():  # the process group was destroyed, and may be initialised again
+                self._answered_in = None
+                continue
             try:
                 self._answer(_store())
                 failures = 0
@@ -248,7 +258,7 @@ class _Listener:
             _publish_all()
         for number in range(self._answered + 1, question + 1):
             store.add(_answers(number), 1)
-        self._answered = question
+            self._answered = number
 
 
 _listener = _Listener()

@@ -10,6 +10,8 @@ from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParal
 
 
 class Engine(Enum):
+    """What holds the parameters and gradients of a wrapped model."""
+
     BUFFERS = auto()
     """Whole parameters on every rank, gradients in flat buffers: ``no_shard``, ``optim`` and ``optim_grads``."""
     FLAT_UNITS = auto()

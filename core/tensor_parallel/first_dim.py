@@ -11,6 +11,7 @@ from ..comm.by_backend import (
     all_to_all_by_backend,
     reduce_scatter_by_backend,
 )
+from ..comm.gloo import exchanges_directly
 from .groups import group_size
 from .partition import check_divides
 
@@ -38,7 +39,7 @@ def reduce_scatter_first_dim(
     size = group_size(group)
     check_divides(tensor, 0, size)
     part = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
-    if tensor.device.type != "cpu" or "cpu:gloo" not in str(dist.get_backend_config(group)):
+    if not exchanges_directly(group, tensor.device):
         return part, reduce_scatter_by_backend(part, tensor.contiguous(), group, what=what, async_op=async_op)
     received = tensor.new_empty(tensor.shape)
     work = all_to_all_by_backend(received, tensor.contiguous(), group, what=what, async_op=async_op)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..compiler_errors import missing_compiler
 from ..warn import warn_once
 
 _COMPILED_ON = ["cuda"]
@@ -41,9 +42,9 @@ class Fused:
             raise
         except torch._dynamo.exc.TorchDynamoException as error:  # before anything ran
             self._cannot_compile = True
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            said, remedy = missing_compiler(error) or (next(iter(str(error).splitlines()), type(error).__name__), "")
             warn_once(
-                f"torch cannot compile for {matrix.device.type} ({reason}): the loss in parts reads and writes its "
-                "logits about ten times as often; install triton and a C compiler"
+                f"torch cannot compile for {matrix.device.type} ({said}): the loss in parts reads and writes its "
+                f"logits about ten times as often{'; ' * bool(remedy)}{remedy}"
             )
             return self.function(matrix, *vectors)

@@ -39,9 +39,9 @@ def test_a_fault_is_a_change_of_core_with_tests_to_notice(mutation: Mutation):
 def test_what_notices_a_fault_is_not_of_the_long_set(request: pytest.FixtureRequest):
     """Planted faults are looked for in the quick set alone."""
     tests = {test for mutation in MUTATIONS for test in mutation.tests}
-    not_here = _not_among(
-        [item.nodeid for item in request.session.items if not item.get_closest_marker("long")], tests
-    )
+    items = request.session.items
+    is_slow = [any(item.get_closest_marker(name) for name in ("long", "gpu")) for item in items]
+    not_here = _not_among([item.nodeid for item, slow in zip(items, is_slow, strict=True) if not slow], tests)
     if not_here:  # this file runs by itself, or something is wrong
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not long and not gpu", *not_here]
         environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}

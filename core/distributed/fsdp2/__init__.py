@@ -8,5 +8,5 @@ forward_methods       gathers parameters around methods other than `forward`
 gathered_values       notices writes to shards and to gathered parameters
 direct_collectives    exchanges between ranks under gloo
 recorded_collectives  records collectives under the names of units
-torch_private         the only folder that reads torch's private state
+torch_private         what knows torch's private state
 """

@@ -118,7 +118,11 @@ class _RecordedDirectReduce(_RecordedReduceScatter):
     ) -> dist.Work | None:
         # The reduction enters the record itself, on this thread or on the lane's, and may end after this returns.
         call = recorded("reduce-scatter", f"the gradients of {self._unit}", input_tensor, group)
-        self._inner.reduce(output_tensor, input_tensor, group, op, what=call)
+        try:
+            self._inner.reduce(output_tensor, input_tensor, group, op, what=call)
+        except BaseException as error:  # its own, or that of a reduction before it
+            call.explain(error)
+            raise
         return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
+from ...compiler_errors import missing_compiler
 from ...errors import ParallelConfigError, ShardstackError
 
 COMPILER = "inductor"
@@ -33,30 +34,20 @@ def compiled(forward: Callable[..., Any], memory_budget: float | None) -> Callab
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled_forward(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            _explain(error.inner_exception)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            _explain(error)
             raise
 
     return explained
 
 
-_WHAT_IS_MISSING = {
-    "InvalidCxxCompiler": "install a C++ compiler (g++), or name one in CXX",
-    "TritonMissing": "install triton, which torch's packages for CUDA bring along",
-    "GPUTooOldForTriton": "compile for a newer GPU",
-}
-"""What to do about errors of torch's compiler, by the names of their types: importing these takes a second."""
-
-
 def _explain(error: Exception) -> None:
-    if isinstance(error, ShardstackError):
-        raise error from None
-    remedy = _WHAT_IS_MISSING.get(type(error).__name__)
-    if remedy is not None:
-        said = str(error).splitlines()[0]
-        raise ParallelConfigError(
-            f"compile_units cannot compile here ({said}); {remedy}, or drop compile_units"
-        ) from None
+    cause = getattr(error, "inner_exception", error)
+    if isinstance(cause, ShardstackError):
+        raise cause from None
+    if (missing := missing_compiler(error)) is not None:
+        said, remedy = missing
+        raise ParallelConfigError(f"compile_units cannot compile here ({said}); {remedy}, or drop it") from None
 
 
 @functools.cache

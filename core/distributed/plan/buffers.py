@@ -93,7 +93,7 @@ def plan_buffers(
         transforms=plan_transforms(units, ddp_config),
         frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
         buffers=tuple(buffers),
-        reduction_order=order_of_leaving(buffers),
+        reduction_order=order_of_reduction(buffers),
         reduces_during_backward=reduces_during_backward,
         overlaps_grads=overlaps_grads,
         overlaps_params=overlaps_params,
@@ -230,7 +230,7 @@ def accumulated_in_fp32(
     return frozenset(name for name in names if any(p == "all" or fnmatch(name, p) for p in patterns))
 
 
-def order_of_leaving(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:
+def order_of_reduction(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], ...]:
     """Returns buckets in the order in which backward should finish them: by their first parameter, the last first."""
     place = {
         (index, number): bucket.place

@@ -28,7 +28,7 @@ from .buffers import (
     accumulated_in_fp32,
     check_reduction,
     kind_of,
-    order_of_leaving,
+    order_of_reduction,
     plan_bucket,
     reject_unfit_parameter,
 )
@@ -116,7 +116,7 @@ def plan_flat_units(
         **gathering_plan(settings),
         transforms=plan_transforms(units[:-1], settings),
         buffers=buffers,
-        reduction_order=order_of_leaving(buffers),
+        reduction_order=order_of_reduction(buffers),
         reduces_during_backward=True,
         overlaps_grads=True,
         overlaps_params=settings.forward_prefetch > 0 or settings.backward_prefetch > 0,

@@ -25,6 +25,7 @@ from ...errors import ConfigError, ParallelConfigError, ShardstackError
 from ...micro_batch_tree import rank_counts
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size
+from ...transformer.attention_backend import takes_pieces
 from ...transformer.transformer_config import TransformerConfig, nearest_multiples
 from .sections import CheckpointConfig, DataConfig, GPTConfig, RunConfig, SchedulerConfig
 
@@ -215,6 +216,12 @@ def _setting_violations(config: PretrainConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "check_for_nan_in_grad ends a run at the first overflow, and under fp16 with a dynamic loss scale "
             "overflows are normal; drop it, or set a constant loss_scale"
+        )
+    backend = config.model.attention_backend
+    if config.data.reset_attention_mask and not takes_pieces(backend):
+        yield ConfigError(
+            f"attention_backend is {backend!r} and reset_attention_mask is set: only 'auto' and 'flash' attend within "
+            "packed documents; write one of these, or drop reset_attention_mask"
         )
     if config.ddp.reproducible_across_ranks:
         yield from _dependence_on_ranks(config)

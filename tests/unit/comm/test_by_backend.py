@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from core.comm.by_backend import (
+    Pending,
     all_gather_by_backend,
     all_reduce_by_backend,
     all_to_all_by_backend,
@@ -70,14 +72,29 @@ def test_each_has_torchs_result_and_is_recorded(async_op: bool) -> None:
 
 def test_a_wait_that_fails_is_explained() -> None:
     work = mock.Mock()
-    work.wait.side_effect = RuntimeError("Timed out")
-    with fake_world(rank=0, world_size=2):
-        with mock.patch.object(dist, "all_reduce", return_value=work):
-            pending = all_reduce_by_backend(torch.ones(1), what="the loss", async_op=True)
-        assert pending is not None and record_of().first_unfinished() is not None
-        with pytest.raises((RuntimeError, OutOfStepError)):
+    work.wait.side_effect = RuntimeError("Timed out waiting 10ms for recv operation")
+    with fake_world(rank=0, world_size=2), mock.patch("core.diagnostics.out_of_step.ask_other_ranks"):
+        pending = _started(work)
+        assert record_of().first_unfinished() is not None
+        with pytest.raises(OutOfStepError, match=r"^rank 0 of 2 waited \d+ s for all-reduce 1 of the loss"):
             pending.wait()
         assert record_of().calls[-1].has_failed and record_of().first_unfinished() is None
+
+
+def test_what_is_never_waited_for_is_under_way_no_more() -> None:
+    with fake_world(rank=0, world_size=2):
+        pending = _started(mock.Mock())
+        assert record_of().first_unfinished() is not None
+        del pending  # as where an error comes between
+        gc.collect()
+        assert record_of().first_unfinished() is None
+
+
+def _started(work: dist.Work) -> Pending:
+    with mock.patch.object(dist, "all_reduce", return_value=work):
+        pending = all_reduce_by_backend(torch.ones(1), what="the loss", async_op=True)
+    assert pending is not None
+    return pending
 
 
 def test_every_collective_of_core_has_a_name() -> None:

@@ -133,14 +133,17 @@ def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive:
     """Returns what is said of a collective behind work that takes longer than the backend's limit, and ends."""
     record = record_of()
     dist.all_reduce(numbers)  # the first makes the backend's connections
-    record.limit_s = 1.0
     delay()
     with record.collective("all-reduce", "the loss", numbers.nbytes, on_device=True) as call:
         dist.all_reduce(numbers)
     behind = device.record_event()
     assert not call.is_over and record.first_unfinished() is call
     late = (OutOfStepError, dist.DistBackendError)
-    with mock.patch.object(host_read, "_LOOKS_FOR_LATE_S", 0.1), pytest.raises(late) as caught:
+    with (
+        mock.patch.object(record, "limit_s", 1.0),
+        mock.patch.object(host_read, "_LOOKS_FOR_LATE_S", 0.1),
+        pytest.raises(late) as caught,
+    ):
         host_read.wait_for(behind)
     assert record.first_unfinished() is None  # nothing is said twice
     arrive()

@@ -1,4 +1,4 @@
-"""FSDP2's private state: the only folder that reads and sets it; its tests pin what it reads.
+"""What knows FSDP2's private state; a test pins every name (`test_torch_private`), and lists the few places elsewhere.
 
 states           torch's objects for units and parameters
 gradients        whole gradients that `no_sync` has left on a rank

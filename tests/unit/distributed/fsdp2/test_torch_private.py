@@ -1,4 +1,4 @@
-"""One folder knows FSDP2's private state."""
+"""FSDP2's private state is known in one folder, a few places apart, and every name of it that is used is there."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
+from core import compiler_errors
 from core.device import current_device
 from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.model import compilation
@@ -184,17 +185,22 @@ def test_a_budget_that_cannot_be_kept_is_refused(wrapper: str, fields: dict[str,
 def test_a_missing_compiler_is_one_line_with_what_to_do() -> None:
     from torch._inductor import exc
 
-    assert compilation._WHAT_IS_MISSING.keys() <= vars(exc).keys()
+    assert compiler_errors._REMEDIES.keys() <= vars(exc).keys()
 
-    def compile_nothing(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> None:
-        raise exc.InvalidCxxCompiler
+    errors = [
+        (exc.InvalidCxxCompiler(), "No working C.*CXX"),
+        (exc.TritonMissing(None), "Cannot find.*; install triton"),
+    ]
+    for (error, said), budget in product(errors, (None, 1.0)):
 
-    with mock.patch.object(compilation, "COMPILER", compile_nothing):
-        for budget in (None, 1.0):
+        def compile_nothing(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], error: Exception = error) -> None:
+            raise error
+
+        with mock.patch.object(compilation, "COMPILER", compile_nothing):
             torch._dynamo.reset()
             forward = compilation.compiled(torch.nn.Linear(2, 2), budget)
             with (
                 mock.patch.object(torch._dynamo, "lookup_backend", lambda backend: backend),
-                pytest.raises(ParallelConfigError, match=r"^compile_units cannot compile here \(No working C.*CXX"),
+                pytest.raises(ParallelConfigError, match=r"(?s)^compile_units cannot compile here \(" + said),
             ):
                 forward(torch.ones(1, 2))

@@ -81,6 +81,7 @@ def test_sizes_that_do_not_divide(changes, world_size, said):
         ({"loss_scale": 2.0}, "loss_scale 2.0 .* without fp16"),
         ({"lr": None}, "lr is not set"),
         ({"fp16": True, "check_for_nan_in_grad": True}, "check_for_nan_in_grad .* fp16 .* loss_scale"),
+        ({"reset_attention_mask": True, "attention_backend": "fused"}, "attention_backend .* 'auto' and 'flash'"),
         ({"use_torch_fsdp2": True, "data_parallel_sharding_strategy": "no_shard"}, "use_torch_fsdp2 .* no_shard"),
     ],
 )
