@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,21 @@ class Slot:
         self.owner: Unit | None = None
 
 
+class _Parameters(Enum):
+    """How the parameters of a unit can be read.
+
+    `hide` and `show` lead from the first to the second and back, `gather_apart` to the third from both, and
+    `return_to_slot` from it to the first. Without a slot they are readable for good.
+    """
+
+    READABLE = auto()
+    """In the slot, with its values: those of the shards once a gather is finished."""
+    HIDDEN = auto()
+    """Their use calls `on_use`, which gathers them or raises."""
+    APART = auto()
+    """In memory of their own."""
+
+
 class Unit:
     """Parameters that are gathered together.
 
@@ -93,10 +109,8 @@ class Unit:
         # torch's count of writes to each parameter when it was last hidden, or its memory set; a gather writes the
         # slot and does not count. `hide` compares it: a write in between would be lost.
         self._versions = self._count_writes()
-        # Whether a use of `_hideable` calls `on_use`: set by `hide`, cleared by `show`.
-        self._is_hidden = False
-        # Its parameters are in memory of their own: set by `gather_apart`, cleared by `return_to_slot`.
-        self._is_apart = False
+        # Set by the methods that `_Parameters` names, on the thread that runs forward or backward.
+        self._are = _Parameters.READABLE
         # What a use of a hidden parameter calls; `ParameterGathering` replaces it once, when it is built.
         self.on_use: Callable[[], None] = self.show
 
@@ -177,8 +191,8 @@ class Unit:
 
     def show(self) -> None:
         """Makes its parameters readable; they are gathered."""
-        if self._is_hidden:
-            self._is_hidden = False
+        if self._are is _Parameters.HIDDEN:
+            self._are = _Parameters.READABLE
             end_pending(self._hideable)
 
     def hide(self) -> None:
@@ -187,10 +201,10 @@ class Unit:
         Raises:
             UnitError: a parameter was written while it was gathered; the write would be lost.
         """
-        if self._is_hidden or self._is_apart or self.slot is None:
+        if self._are is not _Parameters.READABLE or self.slot is None:
             return
         before, self._versions = self._versions, self._count_writes()
-        self._is_hidden = True
+        self._are = _Parameters.HIDDEN
         make_pending(self._hideable, self.on_use)
         if _poisons():
             self._poison(self.slot)
@@ -217,7 +231,7 @@ class Unit:
         self.show()
         if self.slot is None:
             return
-        self.slot.owner, self._is_apart = None, True
+        self.slot.owner, self._are = None, _Parameters.APART
         for piece in self.pieces:
             apart = passing_memory(piece.whole.numel(), piece.shard.dtype, piece.whole.device)
             piece.gather(apart, self._group, self._what)
@@ -231,7 +245,7 @@ class Unit:
             self._take_values()
         for piece in self.pieces:
             piece.place_params(piece.whole)
-        self._versions, self._is_apart = self._count_writes(), False
+        self._versions, self._are = self._count_writes(), _Parameters.READABLE
 
     def _count_writes(self) -> list[int]:
         return [param._version for param in self.name_of]
