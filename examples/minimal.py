@@ -35,6 +35,7 @@ for step, micro_batches in enumerate(data):
             loss.backward()
     finalize_model_grads([model])
     updated, grad_norm, _ = optimizer.step()
-    print(f"step {step}: loss {loss.item() * len(micro_batches):.3f}, gradient norm {grad_norm:.3f}")
+    if torch.distributed.get_rank() == 0:
+        print(f"step {step}: loss {loss.item() * len(micro_batches):.3f}, gradient norm {grad_norm:.3f}")
 
 torch.distributed.destroy_process_group()
