@@ -105,6 +105,7 @@ def all_reduce(
     with _recorded("all-reduce", what, tensor, group):
         if is_alone(group) or not in_two_steps:
             if not is_alone(group):
+                op, scale = _for_backend(op, scale, group, tensor)
                 dist.all_reduce(tensor, op, group=group)
             store(tensor, tensor, scale, accumulate=False)
             return
@@ -125,6 +126,15 @@ def is_alone(group: ProcessGroup) -> bool:
 
 def _exchanges_directly(group: ProcessGroup, tensor: Tensor) -> bool:
     return group.size() > 1 and gloo.exchanges_directly(group, tensor.device)
+
+
+def _for_backend(
+    op: ReduceOp.RedOpType, scale: float, group: ProcessGroup, tensor: Tensor
+) -> tuple[ReduceOp.RedOpType, float]:
+    """Returns the operation and the factor of its result; gloo has no AVG."""
+    if op == ReduceOp.AVG and gloo.is_gloo(group, tensor.device):
+        return ReduceOp.SUM, scale / group.size()
+    return op, scale
 
 
 def _recorded(kind: str, what: What, payload: Tensor, group: ProcessGroup | None) -> Collective:
@@ -179,6 +189,7 @@ def _reduce_scatter(
         store(output, total, scale / size if op == ReduceOp.AVG else scale, accumulate)
     else:
         target = torch.empty_like(output) if accumulate else output
+        op, scale = _for_backend(op, scale, group, input_)
         reduce_scatter_single(target, input_, group, op=op)
         store(output, target, scale, accumulate)
 

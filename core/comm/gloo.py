@@ -3,11 +3,13 @@
 gloo implements reduce-scatter as an all-reduce, which sends twice the bytes, and its all-gather copies the whole
 result. Here each rank sends pieces straight to the ranks that own them, from and into the final buffers, and adds what
 it receives in rank order, a few megabytes at a time. Each rank sends ``(n - 1) / n`` of the buffer, as in an ideal
-ring, and keeps 8 MiB of scratch memory. `exchanges_directly` says whether this path applies.
+ring, and keeps 8 MiB of scratch memory. `exchanges_directly` says whether this path applies; with
+``SHARDSTACK_DIRECT_EXCHANGE=0``, set on every rank, gloo's own collectives are called instead, everywhere.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,9 +29,14 @@ REDUCE_TAG, GATHER_TAG = 0x5A4D, 0x5A4E
 """Tags of this file's messages, so that no other send or receive matches them."""
 
 
-def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
-    """Returns whether ranks exchange pieces directly: whether the backend for `device` is gloo."""
+def is_gloo(group: ProcessGroup, device: torch.device) -> bool:
+    """Returns whether the backend of a group for `device` is gloo."""
     return device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
+
+
+def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
+    """Returns whether ranks exchange pieces directly: under gloo, unless the environment says otherwise."""
+    return is_gloo(group, device) and os.environ.get("SHARDSTACK_DIRECT_EXCHANGE", "1") != "0"
 
 
 def start_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> list[dist.Work]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from core.comm import collectives, gloo
+from core.distributed import finalize_model_grads
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import GradientTraffic
+from tests.unit.distributed._toys import GradientTraffic, batches, build, gradients, loss_of, toy
 
 SHARD = 37  # elements a rank
 WHAT = "numbers"
@@ -192,3 +195,31 @@ def _sums_in_order(order: tuple[tuple[int, ...], ...], directly: bool) -> None:
 @pytest.mark.parametrize(("size", "order"), [(4, ((0, 2), (1, 3))), (6, ((0, 3), (1, 4), (2, 5)))])
 def test_sums_are_added_in_the_order_that_is_asked_for(size: int, order: tuple[tuple[int, ...], ...], directly: bool):
     run_distributed(_sums_in_order, size, order, directly)
+
+
+def _trains(kind: str, fields: dict[str, Any], switch: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Returns the gradients of a step, and how many messages were sent directly."""
+    with (
+        mock.patch.dict(os.environ, SHARDSTACK_DIRECT_EXCHANGE=switch),
+        mock.patch.object(gloo, "_send", wraps=gloo._send) as sent,  # on all threads
+    ):
+        model = build(kind, toy(), **fields)
+        loss_of(model, batches(dist.get_rank())[0]).backward()
+        finalize_model_grads([model])
+        model.settle_parameters()
+    return gradients(model), sent.call_count
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in ("ddp", "zero1", "zero2", "zero3", "fsdp2")),
+        ("ddp", {"average_in_collective": True}),
+        ("zero2", {"average_in_collective": True}),
+    ],
+)
+def test_without_direct_exchange_gloo_gives_the_same_bits(kind: str, fields: dict[str, Any]):
+    direct, plain = (run_distributed(_trains, 2, kind, fields, switch) for switch in "10")
+    for (expected, messages), (found, none) in zip(direct, plain, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert messages > 0 and none == 0
