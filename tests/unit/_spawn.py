@@ -20,6 +20,7 @@ import faulthandler
 import gc
 import itertools
 import os
+import pickle
 import random
 import signal
 import sys
@@ -108,7 +109,7 @@ class _RankPool:
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
-                    succeeded, value = pipe.recv()  # type: ignore[union-attr]
+                    succeeded, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
                     self._processes[rank].join(5)
                     succeeded, value = False, f"died with exit code {self._processes[rank].exitcode}"
@@ -166,7 +167,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=JOB_LIMIT_S)
     )
     dist.barrier()
-    pipe.send((True, None))
+    pipe.send_bytes(pickle.dumps((True, None)))
     while True:
         try:
             fn, args = pipe.recv()
@@ -180,7 +181,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
                 _check_left_nothing_behind()
             except BaseException:
                 answer = (False, traceback.format_exc())
-        pipe.send(answer)  # before ranks wait for each other: after a failure there is no rank to wait for
+        # By value: a tensor that is shared between processes keeps a file open for as long as a test keeps it. And before
+        # ranks wait for each other: after a failure there is no rank to wait for.
+        pipe.send_bytes(pickle.dumps(answer))
         del fn, args, answer  # what they refer to would outlive the job
         _tear_down()
         gc.freeze()  # what outlives the job, such as a library it imported: no later collection looks at it again
