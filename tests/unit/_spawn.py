@@ -181,7 +181,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> Non
                 _check_left_nothing_behind()
             except BaseException:
                 answer = (False, traceback.format_exc())
-        # By value: a tensor that is shared between processes keeps a file open for as long as a test keeps it. And before
+        # By value: a tensor that is shared between processes keeps a file open for as long as a test keeps it. Before
         # ranks wait for each other: after a failure there is no rank to wait for.
         pipe.send_bytes(pickle.dumps(answer))
         del fn, args, answer  # what they refer to would outlive the job
