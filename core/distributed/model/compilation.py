@@ -47,7 +47,8 @@ def _explain(error: Exception) -> None:
         raise cause from None
     if (missing := missing_compiler(error)) is not None:
         said, remedy = missing
-        raise ParallelConfigError(f"compile_units cannot compile here ({said}); {remedy}, or drop it") from None
+        message = f"compile_units cannot compile here ({said}); {remedy}, or drop compile_units"
+        raise ParallelConfigError(message) from None
 
 
 @functools.cache
