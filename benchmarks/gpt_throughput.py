@@ -170,7 +170,7 @@ def _run_for(seconds: float, run: Callable[[], Any], wait: Callable[[], None]) -
 
 
 def _median_seconds(run: Callable[[], Any], device: torch.device, count: int, warmup: int = 3) -> float:
-    """Median seconds of a call; on a GPU between events, so that the host may run ahead as in training."""
+    """Returns the median seconds of a call; on a GPU between events, so that the host may run ahead as in training."""
     for _ in range(warmup):
         run()
     if device.type != "cuda":

@@ -83,7 +83,7 @@ def test_a_backend_that_cannot_is_named():
 
 
 def _gradients_of_one_rank(registers: bool) -> tuple[dict[str, torch.Tensor], list[bool]]:
-    """Gradients that went through slots and the backend, and whether it allocated the memory, of each use."""
+    """Returns gradients that went through slots and the backend, and whether it allocated the memory, of each use."""
     by_the_backend: list[bool] = []
 
     def noted(*args: Any, **options: Any) -> memory.Allocate:

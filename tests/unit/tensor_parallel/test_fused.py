@@ -36,7 +36,7 @@ def compiled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _part(rows: int, columns: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
-    """Logits, the column of each target and whether there is one, a log-sum-exp and a scale, `[n, 1]` both."""
+    """Returns logits, the column of each target and whether there is one, a log-sum-exp and a scale, `[n, 1]` both."""
     draw = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, columns, generator=draw).mul_(4).to(dtype)
     column = torch.randint(0, columns, (rows, 1), generator=draw)

@@ -72,7 +72,7 @@ def _vocab_size(config: PretrainConfig) -> int:
 
 
 def _batches(config: PretrainConfig, count: int, packed: bool) -> list[Batch]:
-    """Micro-batches whose numbers of tokens that count differ; with documents that begin elsewhere in each row."""
+    """Returns micro-batches with different numbers of tokens that count; documents begin elsewhere in each row."""
     rank = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(10 + rank)
     size, length = config.data.micro_batch_size, config.data.seq_length
