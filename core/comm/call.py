@@ -6,7 +6,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from .. import device
 
@@ -35,7 +38,8 @@ def explain_failures_with(explain: Callable[[BaseException, Collective], None]) 
 
 
 class Collective:
-    """One call of a collective. Enter it around the call; call `ended` and `explain` if the call ends elsewhere.
+    """One call of a collective. Enter it around the call, or `run` the call where it may return work to wait for;
+    call `explain` if it fails elsewhere.
 
     Attributes:
         kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
@@ -87,6 +91,21 @@ class Collective:
         else:
             self.explain(error)
 
+    def run(self, start: Callable[[], dist.Work | None]) -> dist.Work | None:
+        """Calls the collective; where `start` returns work, the call ends when the returned work is waited for."""
+        _here.entered.append(self)
+        try:
+            work = start()
+        except BaseException as error:
+            self.explain(error)
+            raise
+        finally:
+            _here.entered.pop()
+        if work is not None:
+            return _RecordedWork(self, work)
+        self.ended()
+        return None
+
     def explain(self, error: BaseException) -> None:
         """Explains an error that this collective raised; returns if ranks out of step are not its cause.
 
@@ -110,6 +129,28 @@ class Collective:
         ]
 
 
+class _RecordedWork(dist.Work):
+    """Work of a collective, whose end is recorded where it is waited for, and whose failure is explained."""
+
+    def __init__(self, call: Collective, work: dist.Work) -> None:
+        super().__init__()
+        self._call, self._work = call, work
+
+    def __del__(self) -> None:
+        # An error kept the rank from waiting for it: the call must not count as under way for good.
+        if self._call.ended_at is None:
+            self._call.has_failed = True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self._call.explain(error)
+            raise
+        self._call.ended()
+        return True
+
+
 class _Unrecorded(Collective):
     """Does nothing: what `recorded` returns while recording is off."""
 
@@ -118,6 +159,9 @@ class _Unrecorded(Collective):
 
     def ended(self) -> None:
         pass
+
+    def run(self, start: Callable[[], dist.Work | None]) -> dist.Work | None:
+        return start()
 
     def __enter__(self) -> Collective:
         return self

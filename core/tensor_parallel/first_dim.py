@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
 from ..comm.by_backend import (
-    Pending,
     all_gather_by_backend,
     all_to_all_by_backend,
     reduce_scatter_by_backend,
@@ -18,7 +19,7 @@ from .partition import check_divides
 
 def gather_first_dim(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str, async_op: bool = False
-) -> tuple[torch.Tensor, Pending | None]:
+) -> tuple[torch.Tensor, dist.Work | None]:
     """Gathers `[n, ...]` of every rank into one `[tp * n, ...]`; with `async_op`, valid once the work is waited
     for. `what` names the payload in messages."""
     whole = tensor.new_empty(tensor.shape[0] * group_size(group), *tensor.shape[1:])
@@ -27,7 +28,7 @@ def gather_first_dim(
 
 def reduce_scatter_first_dim(
     tensor: torch.Tensor, group: dist.ProcessGroup, *, what: str, async_op: bool = False
-) -> tuple[torch.Tensor, Pending | None]:
+) -> tuple[torch.Tensor, dist.Work | None]:
     """Reduces `[n, ...]` over ranks to this rank's `[n / tp, ...]`; arguments as in :func:`gather_first_dim`.
 
     gloo implements reduce-scatter as an all-reduce, which sends twice the bytes. There each rank sends parts to their
@@ -50,13 +51,15 @@ def reduce_scatter_first_dim(
     return part, None
 
 
-class _Adding:
+class _Adding(dist.Work):
     """Sums the parts of all ranks, `[ranks, ...]`, once they have arrived."""
 
-    def __init__(self, arriving: Pending | None, parts: torch.Tensor, total: torch.Tensor) -> None:
+    def __init__(self, arriving: dist.Work | None, parts: torch.Tensor, total: torch.Tensor) -> None:
+        super().__init__()
         self.arriving, self.parts, self.total = arriving, parts, total
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if self.arriving is not None:
             self.arriving.wait()
         torch.sum(self.parts, 0, out=self.total)
+        return True

@@ -17,10 +17,10 @@ import core.optimizer.optimizer
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
 from core.distributed.buffers.bucket_group import BucketGroup
 from core.distributed.buffers.reduction import BucketReduction
-from core.distributed.fsdp2.recorded_collectives import (
+from core.distributed.fsdp2.collectives import (
+    DirectAllGather,
+    DirectReduceScatter,
     _RecordedAllGather,
-    _RecordedDirectReduce,
-    _RecordedGatherOfEach,
     _RecordedReduceScatter,
 )
 from core.distributed.fully_sharded.unit import Unit
@@ -112,7 +112,7 @@ def _one_instance_only(reduce: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(SKIPPED, (_RecordedReduceScatter, "__call__"), (_RecordedDirectReduce, "__call__"))
+@_fault(SKIPPED, (_RecordedReduceScatter, "__call__"), (DirectReduceScatter, "__call__"))
 def _skipped_unit(reduce: Any, reached: Reached) -> Any:
     """FSDP2: the second unit to be reduced, and every third after it, keeps this rank's own gradient."""
     calls = itertools.count()
@@ -207,7 +207,7 @@ def _stale_slot(gather: Any, reached: Reached) -> Any:
     return patched
 
 
-@_fault(STALE, (_RecordedAllGather, "__call__"), (_RecordedGatherOfEach, "gather_each"))
+@_fault(STALE, (_RecordedAllGather, "__call__"), (DirectAllGather, "gather_each"))
 def _stale_unit(gather: Any, reached: Reached) -> Any:
     """FSDP2: one unit is gathered as it was when it was first used, not from its current shards."""
     first: dict[str, list[torch.Tensor]] = {}
@@ -221,13 +221,13 @@ def _stale_unit(gather: Any, reached: Reached) -> Any:
         return first[unit]
 
     def gather_flat(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        (shard,) = at_first(self._unit, [input_tensor])
+        (shard,) = at_first(self.unit, [input_tensor])
         return gather(self, output_tensor=output_tensor, input_tensor=shard, **options)
 
     def gather_each(
         self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> Any:
-        return gather(self, outputs, at_first(self._unit, inputs), group)
+        return gather(self, outputs, at_first(self.unit, inputs), group)
 
     return gather_each if gather.__name__ == "gather_each" else gather_flat
 

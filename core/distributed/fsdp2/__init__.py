@@ -6,7 +6,6 @@ prefetch              gathers units ahead of their use
 micro_batches         keeps units gathered between micro-batches
 forward_methods       gathers parameters around methods other than `forward`
 gathered_values       notices writes to shards and to gathered parameters
-direct_collectives    exchanges between ranks under gloo
-recorded_collectives  records collectives under the names of units
+collectives           records units' collectives, and exchanges directly under gloo
 torch_private         what knows torch's private state
 """

@@ -15,13 +15,8 @@ from ..model.parameter_attributes import parameter_attributes_kept
 from ..model.rewrapping import note_sharded, reject_wrapped
 from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from ..plan import FSDP2Plan, GradientReduction
-from .direct_collectives import DirectAllGather, DirectReduceScatter, ReductionsUnderWay
-from .torch_private import (
-    PartialReshard,
-    exchange_directly,
-    keep_changes_of_requires_grad,
-    tolerate_units_never_gathered,
-)
+from .collectives import set_direct_collectives
+from .torch_private import PartialReshard, keep_changes_of_requires_grad, tolerate_units_never_gathered
 
 
 def shard_model(plan: FSDP2Plan) -> None:
@@ -59,23 +54,17 @@ def shard_model(plan: FSDP2Plan) -> None:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
                 _as_fsdp(member).set_unshard_in_backward(False)
-    has_direct_exchange = plan.collectives == "auto" and exchanges_directly(
-        plan.groups.shard, torch.device(mesh.device_type)
-    )
-    reductions = ReductionsUnderWay()
     for submodule in fsdp_modules(module):  # a setting of FSDP2 acts on one module
         reduce_parameters_without_gradient(submodule)
         if plan.reduction is GradientReduction.SUM or plan.is_reproducible:
             # A factor other than the number of ranks is PREMUL_SUM, which gloo refuses, unless a sum is forced.
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
-        if has_direct_exchange:
-            submodule.set_custom_all_gather(DirectAllGather())
-            exchange_directly(submodule, reductions)
-        if has_direct_exchange or plan.is_reproducible:
-            submodule.set_custom_reduce_scatter(DirectReduceScatter(reductions, plan.sum_order))
         if mesh.device_type == "cpu" and plan.gathers_ahead:
             submodule._set_unshard_async_op(True)  # elsewhere streams make gathers asynchronous
+    is_direct = plan.collectives == "auto" and exchanges_directly(plan.groups.shard, torch.device(mesh.device_type))
+    if is_direct or plan.is_reproducible:
+        set_direct_collectives(plan, gathers=is_direct)
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

@@ -17,11 +17,11 @@ from ..model.initial_values import InitialValues, cast_buffers
 from ..model.same_model import reject_different_models
 from ..model.unit_transforms import transform_units
 from ..plan import FSDP2Plan
+from .collectives import record_collectives
 from .forward_methods import register_forward_methods
 from .gathered_values import GatheredValues
 from .micro_batches import KeptBetweenMicroBatches
 from .prefetch import Prefetcher
-from .recorded_collectives import record_fsdp_collectives
 from .shard_model import fsdp_modules, shard_model
 from .torch_private import (
     allocate_gathered_parameters,
@@ -99,7 +99,7 @@ class ShardedModel:
         if plan.registers_memory and can_register(plan.groups.shard, current_device()):
             for fsdp_module in self.fsdp_modules:
                 fsdp_module.set_allocate_memory_from_process_group_for_comm(True)
-        record_fsdp_collectives(module)
+        record_collectives(plan)
 
     def reshard(self) -> None:
         """Frees all gathered parameters, as after an evaluation; not to be called inside a forward or backward.
@@ -143,7 +143,7 @@ class ShardedModel:
         self._end_failed_backward()
         if not self._has_allocated:
             self._has_allocated = True
-            record_fsdp_collectives(self.module)  # what the user has set since the model was sharded too
+            record_collectives(self.plan)  # what the user has set since the model was sharded too
             if torch.is_inference_mode_enabled():
                 allocate_gathered_parameters(self.module)
         if self._values.are_stale():

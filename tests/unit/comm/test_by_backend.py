@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from core.comm.by_backend import (
-    Pending,
     all_gather_by_backend,
     all_reduce_by_backend,
     all_to_all_by_backend,
@@ -90,7 +89,7 @@ def test_what_is_never_waited_for_is_under_way_no_more() -> None:
         assert record_of().first_unfinished() is None
 
 
-def _started(work: dist.Work) -> Pending:
+def _started(work: dist.Work) -> dist.Work:
     with mock.patch.object(dist, "all_reduce", return_value=work):
         pending = all_reduce_by_backend(torch.ones(1), what="the loss", async_op=True)
     assert pending is not None

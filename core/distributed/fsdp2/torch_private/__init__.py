@@ -10,7 +10,7 @@ micro_batch_sums sums of micro-batches in a tree, for the same bits on any numbe
 memory           the tensors that FSDP2 holds
 """
 
-from .exchange import exchange_directly
+from .exchange import ReductionsUnderWay, exchange_directly
 from .gradients import (
     complete_accumulated_gradients,
     drop_unsharded_gradients,
@@ -36,6 +36,7 @@ from .states import communication_of, name_of_parameter
 __all__ = [
     "MicroBatchSums",
     "PartialReshard",
+    "ReductionsUnderWay",
     "allocate_gathered_parameters",
     "communication_of",
     "complete_accumulated_gradients",

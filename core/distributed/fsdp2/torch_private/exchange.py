@@ -9,6 +9,8 @@ copies, nor behind the reduction.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,13 +21,51 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState, free_s
 from torch.profiler import record_function
 
 from ...._torch_compat import fsdp_param_groups
-from ..direct_collectives import ReductionsUnderWay, writing_beneath_autograd
+from ....comm.gloo import writing_beneath_autograd
+from ....comm.lane import Handle, comm_lane
+
+_MOST_REDUCTIONS_UNDER_WAY = 2
+"""Reductions that run at once: each holds the whole gradients of a unit."""
+
+
+class ReductionsUnderWay:
+    """Reductions of one model's gradients that run while its backward computes; all of its units share it."""
+
+    def __init__(self) -> None:
+        # Those that were started and not waited for, the oldest first. `run` adds, on autograd's thread; `finish`
+        # empties it, at the latest when the backward ends.
+        self._handles: list[Handle] = []
+        # Whether a reduction that is called now may end later: set and cleared by `begun_inside`.
+        self._may_end_later = False
+
+    @contextmanager
+    def begun_inside(self) -> Iterator[None]:
+        """Lets reductions that are called inside run on, until `finish`."""
+        self._may_end_later = True
+        try:
+            yield
+        finally:
+            self._may_end_later = False
+
+    def run(self, reduce: Callable[[], None], device: torch.device) -> None:
+        """Runs a reduction, or starts it."""
+        if not self._may_end_later:
+            reduce()
+            return
+        if len(self._handles) >= _MOST_REDUCTIONS_UNDER_WAY:
+            self._handles[-_MOST_REDUCTIONS_UNDER_WAY].wait()  # what they reduce is memory
+        self._handles.append(comm_lane(device).submit(reduce))
+
+    def finish(self) -> None:
+        """Waits for all that run."""
+        while self._handles:
+            self._handles.pop(0).wait()
 
 
 def exchange_directly(module: FSDPModule, reductions: ReductionsUnderWay) -> None:
     """Makes the unit of an FSDP module gather without copies, where what it gathers with has ``gather_each``.
 
-    And reduce while the backward computes, where it reduces with a `DirectReduceScatter` of these `reductions`.
+    And reduce while the backward computes, where it reduces through these `reductions`.
     """
     for group in fsdp_param_groups(module._get_fsdp_state()):
         # An attribute of ours of torch's object, for good, which `drop_gather_under_way` reads.

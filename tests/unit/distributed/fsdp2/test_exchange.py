@@ -13,8 +13,13 @@ from torch.distributed.tensor import Shard
 
 from core import parallel_state
 from core.comm import collectives
-from core.distributed.fsdp2.direct_collectives import DirectAllGather, ReductionsUnderWay
-from core.distributed.fsdp2.torch_private import drop_pending_gathers, exchange_directly, gathered_tensors
+from core.distributed.fsdp2.collectives import DirectAllGather
+from core.distributed.fsdp2.torch_private import (
+    ReductionsUnderWay,
+    drop_pending_gathers,
+    exchange_directly,
+    gathered_tensors,
+)
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, build, gradients, loss_of, oracle, toy
@@ -37,7 +42,7 @@ def _sharded(**options) -> Uneven:
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel()
     model = fully_shard(Uneven(), mesh=parallel_state.get_data_parallel_mesh(), **options)
-    model.set_custom_all_gather(DirectAllGather())
+    model.set_custom_all_gather(DirectAllGather("the root unit"))
     exchange_directly(model, ReductionsUnderWay())
     return model
 
@@ -86,7 +91,7 @@ def _cut_elsewhere() -> int:
     parallel_state.initialize_model_parallel()
     mesh = parallel_state.get_data_parallel_mesh()
     model = fully_shard(Even(), mesh=mesh, shard_placement_fn=_on_the_last_dimension)
-    model.set_custom_all_gather(DirectAllGather())
+    model.set_custom_all_gather(DirectAllGather("the root unit"))
     exchange_directly(model, ReductionsUnderWay())
     with copies_counted() as copies:
         model.unshard()
