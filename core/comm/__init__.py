@@ -7,6 +7,7 @@
 | `gloo` | exchanges pieces directly between ranks under gloo |
 | `lane` | runs collectives while the rank computes: on a thread on CPU, on a stream on CUDA |
 | `record` | keeps the last calls of this rank in each group, to explain a collective that fails |
+| `flight_recorder` | where ranks are by torch's own record |
 | `call` | one call of a collective: its name, its time, and the error that explains its failure |
 | `host_read` | reads numbers of the device without stopping it, and explains a collective that never ends |
 | `memory` | allocates memory of collectives, registered with the backend where it can be |

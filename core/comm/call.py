@@ -17,6 +17,7 @@ from .. import device
 class CallRecord(Protocol):
     """The record of a group's calls (`record.CollectiveRecord`), as one of the calls sees it."""
 
+    group_name: str
     rank: int
     num_ranks: int
     ranks: list[int]

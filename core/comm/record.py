@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from .._torch_compat import group_time_limit
 from .call import UNRECORDED, CallRecord, Collective
+from .flight_recorder import Position, positions_of, publish_positions
 
 NUM_CALLS_KEPT = 64
 """Calls that each rank keeps per group."""
@@ -46,7 +47,8 @@ class CollectiveRecord:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group_name, self.rank, self.num_ranks = group.group_name, group.rank(), group.size()
+        self.group_name: str = group.group_name
+        self.rank, self.num_ranks = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
@@ -200,6 +202,12 @@ def _publish_all() -> None:
     for record in _live_records():
         if record.num_ranks > 1:
             record.publish()
+    publish_positions(_store())
+
+
+def flight_recorder_of(rank: int) -> dict[str, Position]:
+    """Returns where torch's flight recorder had a rank of the world, in each group, when it was asked; else empty."""
+    return positions_of(rank, _store())
 
 
 def _listening_interval_s() -> float:

@@ -4,6 +4,9 @@ A collective that not all ranks join ends in the backend's time limit ("Timed ou
 operation") or, when a rank has died, in a closed connection. gloo raises that where the result is waited for. Under
 NCCL the host waits only where it reads a step's result; there `core.comm.host_read` looks at how long collectives have
 been running on the device, and raises before torch's watchdog would end the process.
+
+Torch's flight recorder comes first where it has the collective that failed, as under NCCL: it has the collectives of
+other code too, and says which rank is behind. Our record adds what each was for.
 """
 
 from __future__ import annotations
@@ -15,9 +18,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch_compat import flight_recorder
 from ..comm.call import Collective, explain_failures_with
-from ..comm.record import MOST_ASKING, ask_other_ranks, is_recording, latest_collective, may_ask_other_ranks
+from ..comm.flight_recorder import Position, positions
+from ..comm.record import (
+    MOST_ASKING,
+    ask_other_ranks,
+    flight_recorder_of,
+    is_recording,
+    latest_collective,
+    may_ask_other_ranks,
+)
 from ..errors import OutOfStepError, ShardstackError
 from ..text import listed, rank_list, readable_bytes
 from .out_of_memory import is_out_of_memory
@@ -59,12 +69,18 @@ def _message_without_record(error: BaseException) -> str:
         before = latest_collective()
         after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
         which = f"a collective that was not the wrapper's{after}"
+        if may_ask_other_ranks():
+            ask_other_ranks()
     else:
         which = "a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record that names it"
+    where, look_at = "", "what the ranks do there"
+    for group, own in list(positions().items())[-1:]:
+        at = {rank: flight_recorder_of(rank).get(group) for rank in range(dist.get_world_size())}
+        places, behind = _by_flight_recorder({rank: position for rank, position in at.items() if position}, own)
+        where, look_at = f"{places[0].upper()}{places[1:]}. ", rank_list(behind) if behind else look_at
     return (
-        f"rank {dist.get_rank()} of {dist.get_world_size()} failed in {which}."
-        f"{_flight_recorder_says(unfinished=False)} Every rank must make the same calls in the same order; look at "
-        f"what the ranks do there. The backend said: {_first_line(error)}"
+        f"rank {dist.get_rank()} of {dist.get_world_size()} failed in {which}. {where}Every rank must make the same "
+        f"calls in the same order; look at {look_at}. The backend said: {_first_line(error)}"
     )
 
 
@@ -84,14 +100,36 @@ def _message(error: BaseException, call: Collective) -> str:
         states[_state_of(record.read(rank), call)].append(record.ranks[rank])
     said = listed([f"{rank_list(ranks)} {state}" for state, ranks in states.items()])
     behind = [rank for state, ranks in states.items() if not state.startswith("waited in the same") for rank in ranks]
+    by_torch, own = "", positions().get(record.group_name)
+    if own is not None and not own.is_over:
+        places, first = _by_flight_recorder(
+            {r: flight_recorder_of(r).get(record.group_name) for r in record.ranks}, own
+        )
+        by_torch, behind = f" ({places})", first or behind
     look_at = rank_list(sorted(behind)) if behind else _NONE_BEHIND
     return (
         f"rank {record.ranks[record.rank]} of {dist.get_world_size()} waited {waited:.0f} s for {_name(call)}, "
-        f"its call {call.number} in this group, which did not complete: {said}. Every rank must make the same "
-        f"sequence of forwards, backwards and steps; look at {look_at} for a skipped micro-batch, another branch, an "
-        f"endless wait for data or a crash.{_flight_recorder_says(unfinished=True)} "
+        f"its call {call.number} in this group, which did not complete{by_torch}: "
+        f"{said}. Every rank must make the same sequence of forwards, backwards and steps; look at {look_at} for a "
+        f"skipped micro-batch, another branch, an endless wait for data or a crash. "
         f"The backend said: {_first_line(error)}"
     )
+
+
+def _by_flight_recorder(at: dict[int, Position | None], own: Position) -> tuple[str, list[int]]:
+    """Compares positions of ranks in a group with this rank's own.
+
+    Returns:
+        The comparison, as part of a sentence; and the ranks that have not come to the collective that this rank waits
+        in. None where it is over: gloo's recorder lacks direct exchanges, and retires a collective that fails.
+    """
+    at = {**at, dist.get_rank(): own}
+    ranks_at: dict[str, list[int]] = defaultdict(list)
+    for rank, position in sorted(at.items()):
+        ranks_at["at none" if position is None else f"at {position}"].append(rank)
+    places = listed([f"{rank_list(ranks)} {position}" for position, ranks in ranks_at.items()])
+    behind = [rank for rank, position in sorted(at.items()) if position is None or position.number < own.number]
+    return f"torch's flight recorder has {places}", [] if own.is_over else behind
 
 
 def _state_of(published: dict[str, Any] | None, call: Collective) -> str:
@@ -127,22 +165,6 @@ def _name(call: Collective) -> str:
 def _text(kind: str, what: str, occurrence: int, num_bytes: int) -> str:
     size = f" ({readable_bytes(num_bytes)})" if num_bytes else ""
     return f"{kind} {occurrence} of {what}{size}"
-
-
-def _flight_recorder_says(unfinished: bool) -> str:
-    """Says where this rank is in torch's flight recorder: at the first unfinished entry, or the last; "" without one.
-
-    gloo leaves entries "scheduled" for ever, but retires those that have ended in any way.
-    """
-    entries = flight_recorder()
-    waiting = [entry for entry in entries if entry.get("state") != "completed" and not entry.get("retired")]
-    last = next(iter(waiting or ([] if unfinished else entries[-1:])), None)
-    if last is None:
-        return ""
-    return (
-        f" Torch's flight recorder is here at {last.get('profiling_name')}, number "
-        f"{last.get('collective_seq_id')} of group {' '.join(last.get('process_group', ['?'])[:1])}."
-    )
 
 
 def _first_line(error: BaseException) -> str:

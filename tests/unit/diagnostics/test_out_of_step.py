@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.comm import record
+from core.comm import flight_recorder, record
 from core.comm.record import recorded
 from core.diagnostics import failures_explained, out_of_step
 from core.diagnostics.out_of_step import is_failure_of_backend
@@ -42,14 +42,16 @@ def _stays_away(*waiting: int) -> str:
     return ""
 
 
-def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
+def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any], collective: str) -> str:
     model = build(kind, toy(tied=False), group=group_that_gives_up(), **fields)
     rank = dist.get_rank()
     begin = record.CollectiveRecord.collective
 
-    def begin_and_say(self: Any, *call: Any, **where: Any) -> Any:
-        reach("rank 0 waits")
-        return begin(self, *call, **where)
+    def begin_and_say(self: Any, kind: str, *call: Any, **where: Any) -> Any:
+        begun = begin(self, kind, *call, **where)
+        if kind == collective:
+            reach("rank 0 waits")
+        return begun
 
     def step() -> None:
         with failures_explained(model):
@@ -81,7 +83,7 @@ def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any]) -> str:
     ],
 )
 def test_a_rank_left_behind_names_the_collective_and_the_other(kind, fields, collective, what):
-    left, skipped = run_distributed(_one_rank_skips_a_micro_batch, 2, kind, fields)
+    left, skipped = run_distributed(_one_rank_skips_a_micro_batch, 2, kind, fields, collective)
     assert re.search(rf"^rank 0 of 2 waited \d+ s for {collective} 1 of {what} \([\d.]+ \w+\), its call", left)
     assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call" in left
     assert "look at rank 1 for a skipped micro-batch" in left
@@ -218,7 +220,68 @@ def test_the_flight_recorder_names_collectives_of_other_code():
         r"\(28 B\) in one of 2 ranks\. ",
         message,
     )
-    assert "Torch's flight recorder is here at gloo:all_reduce, number" in message
+    assert re.search(r"Torch's flight recorder has rank 0 at gloo:all_reduce, number \d+ \(over\); rank 1 at", message)
+    assert "look at what the ranks do there" in message
+
+
+def _nccls_entry(group: Any, number: int, state: str) -> dict[str, Any]:
+    """Returns an entry as NCCL's recorder has it."""
+    return {
+        "process_group": [group.group_name, "dp"],
+        "profiling_name": "nccl:all_reduce",
+        "collective_seq_id": number,
+        "is_p2p": False,
+        "state": state,
+        "retired": state == "completed",
+    }
+
+
+def _waits_as_under_nccl() -> str:
+    group, rank = group_that_gives_up(), dist.get_rank()
+    with recorded("all-reduce", "the gradient norm", torch.ones(4), group):
+        dist.all_reduce(torch.ones(4), group=group)
+    entries = [_nccls_entry(group, 56, "completed")] + [_nccls_entry(group, 57, "started")] * (rank != 1)
+    with mock.patch.object(flight_recorder, "flight_recorder", lambda: entries):
+        if rank == 1:
+            return _stays_away(0, 2)
+
+        def run() -> None:
+            with recorded("all-reduce", "the loss", torch.ones(4), group):
+                dist.all_reduce(torch.ones(4), group=group)
+
+        return _explained(run)
+
+
+def test_the_flight_recorder_comes_first_where_it_has_the_call():
+    for message in run_distributed(_waits_as_under_nccl, 3)[::2]:
+        assert (
+            "which did not complete (torch's flight recorder has ranks 0, 2 at nccl:all_reduce, number 57; rank 1 at "
+            "nccl:all_reduce, number 56 (over)): rank"
+        ) in message
+        assert "; look at rank 1 for a skipped micro-batch" in message
+
+
+def _positions_under_gloo() -> tuple[list[flight_recorder.Position | None], ...]:
+    group, late = dist.new_group(), dist.new_group()
+    names = (group.group_name, late.group_name)
+    dist.all_reduce(torch.ones(2), group=group)
+    work = dist.all_reduce(torch.ones(2), group=late, async_op=True) if dist.get_rank() == 0 else None
+    dist.barrier()
+    found = [flight_recorder.positions().get(name) for name in names]
+    record._publish_all()
+    dist.barrier()
+    of_other = [record.flight_recorder_of(1 - dist.get_rank()).get(name) for name in names]
+    if work is None:
+        work = dist.all_reduce(torch.ones(2), group=late, async_op=True)
+    work.wait()
+    return found, of_other
+
+
+def test_positions_are_those_of_torchs_own_recorder():
+    (first, of_second), (second, of_first) = run_distributed(_positions_under_gloo, 2)
+    ended, waiting = (flight_recorder.Position("gloo:all_reduce", 1, is_over=over) for over in (True, False))
+    assert first == of_first == [ended, waiting]
+    assert second == of_second == [ended, None]
 
 
 def test_only_backend_failures_are_taken_for_ranks_out_of_step():
