@@ -72,8 +72,3 @@ def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:
 def mark_as_gathered(parameter: nn.Parameter, name: str) -> None:
     """Marks the tensor that FSDP2 gathers a parameter into."""
     set_mark(parameter, _GatheredCopy(name))
-
-
-def is_marked_as_gathered(parameter: nn.Parameter) -> bool:
-    """Returns whether `mark_as_gathered` was called for the parameter."""
-    return isinstance(mark_of(parameter), _GatheredCopy)

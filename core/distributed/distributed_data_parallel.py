@@ -176,9 +176,7 @@ class DistributedDataParallel(_FlatDataParallel):
             force_sync: return when all are there.
             force_dispatch: as in Megatron-LM's signature; here it is always dispatched.
         """
-        if not self._is_in_place:
-            self._placement.check(unwrap_model(self))
-        self._is_in_place = False
+        self._placement.check_gather(unwrap_model(self))
         for group in reversed(self._bucket_groups):
             group.start_param_sync(force_sync=force_sync or not self._pre_hooks)
 

@@ -82,12 +82,6 @@ class _FlatDataParallel(_BaseDataParallel):
         self._placement = ParamPlacement(
             (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
         )
-        # Whether optimizers that call `check_may_step` step the parameters: set by it, for good. It then checks the
-        # places of parameters once a step; until then `finish_grad_sync` does.
-        self._is_stepped_with_checks = False
-        # Whether parameters are known to be in place. Set by `check_may_step`; cleared by `start_param_sync`, which
-        # skips its own check then, and by `zero_grad_buffer`.
-        self._is_in_place = False
         finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
@@ -193,8 +187,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 "drop it"
             )
         self.settle_parameters()
-        if not self._is_stepped_with_checks:
-            self._placement.check(unwrap_model(self))
+        self._placement.check_reduced(unwrap_model(self))
         if not self.gradient_state.is_reduced:
             self._shown.take_written()
         self.start_grad_sync()
@@ -229,10 +222,9 @@ class _FlatDataParallel(_BaseDataParallel):
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
         try:
-            self._placement.check(unwrap_model(self))
+            self._placement.check_step(unwrap_model(self))
         except WrapError as error:
             raise OptimizerError(str(error)) from None
-        self._is_stepped_with_checks = self._is_in_place = True
         if (written := self._shown.find_written()) is not None:
             raise OptimizerError(
                 f"parameter {self._name_of(written)} has a .grad of its own, but the sharding strategy "
@@ -274,7 +266,7 @@ class _FlatDataParallel(_BaseDataParallel):
             group.clear_grads()
 
     def _zero_gradients(self) -> None:
-        self._is_in_place = False
+        self._placement.begin_step()
         self._drop_gradients()
         for parameter in self.module.parameters():
             parameter.grad = None

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum, auto
 
 import torch
 from torch import nn
 
 from ...errors import WrapError
+
+
+class _Checks(Enum):
+    """Where parameters are checked in each step: once, by the optimizer where it does so, as it comes last."""
+
+    WHEN_REDUCED = auto()
+    """No optimizer has checked yet; gradients are checked when they are finished, and parameters when they are
+    gathered."""
+    BY_OPTIMIZER = auto()
+    """An optimizer checks before it steps, and has not done so in this step."""
+    DONE = auto()
+    """It has: what it updates now is in place."""
 
 
 class ParamPlacement:
@@ -18,6 +31,29 @@ class ParamPlacement:
         self._places: dict[nn.Parameter, tuple[str, int, torch.dtype]] = {
             param: (name, param.data_ptr(), param.dtype) for name, param in params
         }
+        # `check_step` leads from any to DONE; `check_gather` and `begin_step` from there to BY_OPTIMIZER.
+        self._checks = _Checks.WHEN_REDUCED
+
+    def check_reduced(self, module: nn.Module) -> None:
+        """Checks when gradients are finished, unless an optimizer will."""
+        if self._checks is _Checks.WHEN_REDUCED:
+            self.check(module)
+
+    def check_step(self, module: nn.Module) -> None:
+        """Checks before an optimizer steps."""
+        self.check(module)
+        self._checks = _Checks.DONE
+
+    def check_gather(self, module: nn.Module) -> None:
+        """Checks before updated parameters are gathered, unless the optimizer that updated them has."""
+        if self._checks is not _Checks.DONE:
+            self.check(module)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Ends what the check of the last step holds for."""
+        if self._checks is _Checks.DONE:
+            self._checks = _Checks.BY_OPTIMIZER
 
     def check(self, module: nn.Module) -> None:
         """Compares with what the module holds now.

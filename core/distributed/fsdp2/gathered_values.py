@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import UnitError
-from .torch_private import gathered_versions, name_of_parameter, shard_versions
+from .torch_private import gathered_versions, mark_gathered_parameter, name_of_parameter, shard_versions
 
 _UNWRITTEN = 0
 """The version of what torch has gathered into and nothing else has written."""
@@ -38,10 +38,14 @@ class GatheredValues:
     def check_unwritten(self) -> None:
         """Raises where a parameter was written while it was gathered: the write would be lost with the gathered copy.
 
+        Marks those gathered for the first time, so that the step of an optimizer built from them raises.
+
         Raises:
             UnitError: names the parameter.
         """
         before, self._of_gathered = self._of_gathered, gathered_versions(self._root)
+        for parameter in self._of_gathered.keys() - before.keys():
+            mark_gathered_parameter(parameter)
         for parameter, version in self._of_gathered.items():
             if version != before.get(parameter, _UNWRITTEN):
                 raise UnitError(

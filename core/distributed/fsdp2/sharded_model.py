@@ -31,7 +31,6 @@ from .torch_private import (
     free_partial_shards,
     has_failed_in_backward,
     is_in_forward,
-    mark_gathered_parameters,
     reset_iteration,
     take_root,
 )
@@ -87,6 +86,8 @@ class ShardedModel:
             start.fill()
         # The tensors that units are gathered into exist. Set for good by the first forward, in `prepare_forward`.
         self._has_allocated = False
+        # Units keep parts of parameters after forward; fixed.
+        self._keeps_parts = any(unit.kept_among is not None for unit in (*plan.units, plan.root))
         # A backward raised. Set when it is noticed, in `_end_failed_backward`; cleared by `recover`, which returns it.
         self._has_failed = False
         # Versions of shards and gathered parameters, compared when a forward begins and on `reshard`.
@@ -115,10 +116,10 @@ class ShardedModel:
         drop_pending_gathers(self.module)
         for module in self.fsdp_modules:
             module.reshard()
-        free_partial_shards(self.module)
+        if self._keeps_parts:
+            free_partial_shards(self.module)
         forget_forward_order(self.module)
         self._prefetcher.end_order()
-        mark_gathered_parameters(self.module)
         self._values.check_unwritten()
 
     def recover(self) -> bool:

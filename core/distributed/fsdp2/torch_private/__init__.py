@@ -29,7 +29,7 @@ from .iteration import (
 )
 from .memory import gathered_parameters, gathered_tensors, gradient_tensors, shard_tensors
 from .micro_batch_sums import MicroBatchSums
-from .parameters import gathered_versions, keep_changes_of_requires_grad, mark_gathered_parameters, shard_versions
+from .parameters import gathered_versions, keep_changes_of_requires_grad, mark_gathered_parameter, shard_versions
 from .partial_reshard import PartialReshard, free_partial_shards
 from .states import communication_of, name_of_parameter
 
@@ -52,7 +52,7 @@ __all__ = [
     "has_failed_in_backward",
     "is_in_forward",
     "keep_changes_of_requires_grad",
-    "mark_gathered_parameters",
+    "mark_gathered_parameter",
     "name_of_parameter",
     "reduce_unsharded_gradients",
     "reset_iteration",

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ....diagnostics.stale_optimizers import is_marked_as_gathered, mark_as_gathered
+from ....diagnostics.stale_optimizers import mark_as_gathered
 from .states import fsdp_parameters, name_of_parameter
 
 
@@ -57,9 +57,6 @@ def gathered_versions(root: nn.Module) -> dict[Any, int]:
     return {parameter: parameter._unsharded_param._version for parameter in parameters}
 
 
-def mark_gathered_parameters(root: nn.Module) -> None:
-    """Marks gathered parameters, so that the step of an optimizer built from them raises."""
-    for parameter in fsdp_parameters(root):
-        gathered = getattr(parameter, "_unsharded_param", None)
-        if gathered is not None and not is_marked_as_gathered(gathered):
-            mark_as_gathered(gathered, name_of_parameter(parameter))
+def mark_gathered_parameter(parameter: Any) -> None:
+    """Marks a gathered parameter, given torch's object, so that the step of an optimizer built from it raises."""
+    mark_as_gathered(parameter._unsharded_param, name_of_parameter(parameter))

@@ -143,7 +143,8 @@ def _keeps_parameters_whole_among_neighbours(reshard: Any) -> list[list[int]]:
     x = torch.full((2, 6), 1.0 + dist.get_rank())
     with torch.no_grad():
         model(x)
-    assert all(p._sharded_post_forward_param_data is None for m in fsdp_modules(model) for p in _fsdp_params(m))
+    parameters = [parameter for module in fsdp_modules(model) for parameter in _fsdp_params(module)]
+    assert all(getattr(parameter, "_sharded_post_forward_param_data", None) is None for parameter in parameters)
     with model.no_sync():
         model(2.0 * x).sum().backward()
     with mock.patch.object(dist, name, record):
