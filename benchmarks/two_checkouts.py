@@ -65,6 +65,7 @@ ROWS = {
 
 def serve(name: str, rank: int, world_size: int, store: str) -> None:
     """Builds a row's step; then takes it for each line of standard input, and prints the seconds."""
+    sys.path.insert(0, str(Path.cwd()))  # `_measure` has put this checkout there
     import core.distributed
 
     torch.set_num_threads(1)
@@ -72,8 +73,10 @@ def serve(name: str, rank: int, world_size: int, store: str) -> None:
     if not hasattr(core.distributed, ROWS[name].config):
         print("absent", flush=True)
         return
-    import core.optimizer  # noqa: F401
+    import core.optimizer
 
+    if not Path(core.optimizer.__file__).is_relative_to(Path.cwd()):
+        raise SystemExit(f"core comes from {core.optimizer.__file__} and not from {Path.cwd()}")
     reset_high_water()
     base = high_water_bytes()
     step = _step(ROWS[name])
@@ -124,7 +127,6 @@ class Ranks:
     def __init__(self, checkout: Path, name: str, num_ranks: int, store: Path) -> None:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(checkout),
             "OMP_NUM_THREADS": "1",
             "SHARDSTACK_DEVICE": "cpu",
             "WORLD_SIZE": str(num_ranks),
