@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -94,11 +95,6 @@ class BucketGroup:
     def params(self) -> list[nn.Parameter]:
         """The bucket's parameters."""
         return self.bucket.params
-
-    @property
-    def intra_distributed_optimizer_instance_size(self) -> int:
-        """Ranks of an optimizer instance, by Megatron-LM's name: those that share the gradient, or all."""
-        return (self._reduction.shard_group or self._reduction.group).size()
 
     @property
     def has_reduced(self) -> bool:
@@ -328,3 +324,19 @@ class BucketGroup:
         group = self._reduction.shard_group
         if group is not None:
             collectives.all_gather(whole, kept, group, what=f"the {what} of {self._name}")
+
+
+class GradientLender:
+    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
+
+    (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
+    """
+
+    def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:
+        self._group, self._param = group, param
+
+    def __call__(self) -> Tensor | None:
+        return self._group.lend(self._param)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
