@@ -14,7 +14,7 @@ from ...errors import GradSyncError, ShardstackError
 from ..gradient_tree import GradientTree
 from .bucket import Bucket
 from .bucket_sums import BucketSums
-from .life_cycle import Phase
+from .life_cycle import BucketPhase
 from .pending_parameters import can_be_pending, end_pending, make_pending
 from .reduction import BucketReduction
 
@@ -24,8 +24,8 @@ class BucketGroup:
 
     Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
     optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
-    `finish_param_sync`). `life_cycle.Phase` lists the phases of that way. Megatron-LM's class of this name may hold
-    several buckets; here it is always one.
+    `finish_param_sync`). `life_cycle.BucketPhase` lists the phases of that way. Megatron-LM's class of this name may
+    hold several buckets; here it is always one.
 
     Args:
         inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
@@ -82,7 +82,7 @@ class BucketGroup:
         self._sent: Tensor | None = None
         self.param_gather_handle: Handle | None = None
         self.param_gather_dispatched = False
-        self.phase = Phase.FILLING
+        self.phase = BucketPhase.FILLING
         # The parameter whose gradient came too late, in the phase LATE; set by `add_gradient`, cleared by `reset`.
         self._late: str | None = None
 
@@ -129,7 +129,7 @@ class BucketGroup:
         slot = self.bucket.slot_of(param)
         slot.take_back()
         self.phase = self.phase.begun(self._reduces_every_micro_batch)
-        if self.phase is Phase.LATE:
+        if self.phase is BucketPhase.LATE:
             self._late = slot.name
         elif gradient is None:
             if self.sums is not None:

@@ -23,7 +23,12 @@ from ..fully_sharded_data_parallel_config import (
     parse_overrides,
 )
 from ..groups import DataParallelGroups
-from .buffers import (
+from .common import common_plan, gathering_plan, settings_as
+from .cuts import lay_out_unit
+from .flat_plan import BucketPlan, BufferPlan
+from .fully_sharded_plan import FlatUnitPlan, FullyShardedPlan
+from .layout import BucketLayout
+from .make_flat_plan import (
     Kind,
     accumulated_in_fp32,
     check_reduction,
@@ -32,16 +37,12 @@ from .buffers import (
     plan_bucket,
     reject_unfit_parameter,
 )
-from .common import common_plan, gathering_plan, settings_as
-from .cuts import lay_out_unit
-from .flat_plan import BucketPlan, BufferPlan, FlatUnitPlan, FullyShardedPlan
-from .layout import BucketLayout
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .reproducible import check_one_rounding
 from .resharding import check_reshard, reshard_of
 from .transforms import plan_transforms
-from .units import Unit, UnitChoice, find_units, own_parameters
+from .units import UnitChoice, UnitModules, find_units, own_parameters
 
 _Kind = tuple[bool, torch.dtype, Kind]
 """Of parameters that share a buffer: whether they are trained, the dtype of computation, and their `kind_of`."""
@@ -63,7 +64,7 @@ def plan_flat_units(
     names, num_shards = ParameterNames(module), groups.shard.size()
     is_shared_update = _shares_update(settings, groups)
     num_parts = num_shards * (groups.num_replicas if is_shared_update else 1)
-    units = [*find_units(module, unit_classes, splits_dtypes=False), Unit((module,), ("",))]
+    units = [*find_units(module, unit_classes, splits_dtypes=False), UnitModules((module,), ("",))]
     buckets: dict[_Kind, list[BucketPlan]] = {}
     in_buffer: dict[_Kind, list[nn.Parameter]] = {}
     of_units: list[tuple[tuple[_Kind, int], ...]] = []
@@ -141,7 +142,7 @@ def _own_settings(ddp_config: DistributedDataParallelConfig, caller: str) -> Ful
     return settings_as(FullyShardedDataParallelConfig, ddp_config)
 
 
-def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: int) -> Reshard:
+def _reshards(unit: UnitModules, settings: FullyShardedDataParallelConfig, num_shards: int) -> Reshard:
     if settings.keep_gathered_between_micro_batches == "all":
         return False
     overrides = parse_overrides(settings.reshard_overrides)
@@ -159,7 +160,7 @@ def _shares_update(settings: FullyShardedDataParallelConfig, groups: DataParalle
     return True
 
 
-def _cut_of(unit: Unit, settings: FullyShardedDataParallelConfig) -> ShardCut:
+def _cut_of(unit: UnitModules, settings: FullyShardedDataParallelConfig) -> ShardCut:
     overrides = parse_cut_overrides(settings.shard_cut_overrides)
     matching = (cut for pattern, cut in reversed(overrides) if fnmatchcase(unit.names[0], pattern))
     return next(matching, parse_cut(settings.shard_cut, "shard_cut"))
