@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from . import host_memory, slurm
+from . import host_memory
 from .errors import ConfigError
-from .rounds import store_of_round
+from .rendezvous import slurm
+from .rendezvous.rounds import store_of_round
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

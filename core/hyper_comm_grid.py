@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .errors import ParallelConfigError, ParallelStateError
-from .rank_generator import rank_groups
+from .process_groups.rank_generator import rank_groups
 
 
 class HyperCommGrid:

@@ -3,8 +3,8 @@
 `initialize_model_parallel` divides the world along the named axes of a grid and stores the result as one immutable
 state, so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
 ``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert sizes
-are 1, and there are no groups. `group_getters` makes the getters that differ only in the kind of group,
-`expert_groups` has those of experts.
+are 1, and there are no groups. `core.process_groups` makes the groups, and the getters that differ only in the kind
+of group; those of experts are there too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import current_groups
 from .absent_names import absent_names
 from .errors import ParallelConfigError
-from .expert_groups import *  # noqa: F403  (Megatron-LM keeps them here)
-from .group_getters import (
+from .process_groups import current
+from .process_groups.expert_getters import *  # noqa: F403  (Megatron-LM keeps them here)
+from .process_groups.initialize import destroy_model_parallel as destroy_model_parallel
+from .process_groups.initialize import initialize_model_parallel as initialize_model_parallel
+from .process_groups.make_getters import (
     carries_host_tensors,
     data_parallel_kind,
     group_getter,
@@ -26,14 +28,12 @@ from .group_getters import (
     size_getter,
     size_setter,
 )
-from .parallel_initialization import destroy_model_parallel as destroy_model_parallel
-from .parallel_initialization import initialize_model_parallel as initialize_model_parallel
-from .rank_generator import RankGenerator as RankGenerator  # re-exported: Megatron-LM keeps it here
+from .process_groups.rank_generator import RankGenerator as RankGenerator  # re-exported: Megatron-LM keeps it here
 
 
 def is_initialized() -> bool:
     """Returns whether the groups exist."""
-    return current_groups.groups_or_none() is not None
+    return current.groups_or_none() is not None
 
 
 def model_parallel_is_initialized() -> bool:
@@ -47,7 +47,7 @@ def model_parallel_is_initialized() -> bool:
 def get_device_mesh() -> DeviceMesh:
     """Returns the grid of the whole world: axes pp, dp_replicate, dp_shard, cp and tp, the last token of the order
     first."""
-    return current_groups.groups("the device mesh").mesh
+    return current.groups("the device mesh").mesh
 
 
 def get_data_parallel_mesh() -> DeviceMesh:
@@ -55,7 +55,7 @@ def get_data_parallel_mesh() -> DeviceMesh:
 
     It spans this rank's data-parallel x context-parallel group, and uses the process groups that the getters return.
     """
-    return current_groups.groups("the data-parallel mesh").data_parallel_mesh
+    return current.groups("the data-parallel mesh").data_parallel_mesh
 
 
 # ---- tensor, context and pipeline parallelism: one rank of one before initialisation
@@ -92,17 +92,17 @@ get_position_embedding_group = group_getter(
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Returns the global rank of the first member of the tensor-parallel group."""
-    return current_groups.member("tp").ranks[0]
+    return current.member("tp").ranks[0]
 
 
 def get_model_parallel_src_rank() -> int:
     """Returns the global rank of the first member of the model-parallel group."""
-    return current_groups.member("tp_pp").ranks[0]
+    return current.member("tp_pp").ranks[0]
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
     """Returns the global ranks of the context-parallel group."""
-    return list(current_groups.member("cp").ranks) if check_initialized or is_initialized() else None
+    return list(current.member("cp").ranks) if check_initialized or is_initialized() else None
 
 
 # ---- pipeline stages
@@ -126,34 +126,34 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Returns the global rank of the first stage of this rank's pipeline."""
-    return current_groups.member("pp").ranks[0]
+    return current.member("pp").ranks[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Returns the global rank of the last stage of this rank's pipeline."""
-    return current_groups.member("pp").ranks[-1]
+    return current.member("pp").ranks[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Returns the global rank of the next stage; that of the last stage is the first."""
-    group = current_groups.member("pp")
+    group = current.member("pp")
     return group.ranks[(group.rank + 1) % len(group.ranks)]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Returns the global rank of the previous stage; that of the first stage is the last."""
-    group = current_groups.member("pp")
+    group = current.member("pp")
     return group.ranks[group.rank - 1]
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns whether `get_embedding_group` has a group for this rank; arguments as for `is_pipeline_first_stage`."""
-    return current_groups.has("embedding")
+    return current.has("embedding")
 
 
 def is_rank_in_position_embedding_group() -> bool:
     """Returns whether `get_position_embedding_group` has a group for this rank."""
-    return current_groups.has("position_embedding")
+    return current.has("position_embedding")
 
 
 # ---- data parallelism
@@ -177,31 +177,31 @@ def get_data_parallel_group(
     `with_gtp_remat` is Megatron-LM's: whether to count ranks that rematerialise weights for each other. Here there
     are none, so that both values name one group.
     """
-    return current_groups.member(data_parallel_kind(with_context_parallel, partial_data_parallel)).process_group
+    return current.member(data_parallel_kind(with_context_parallel, partial_data_parallel)).process_group
 
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Returns the size of `get_data_parallel_group` with the same arguments."""
-    return current_groups.size(data_parallel_kind(with_context_parallel, partial_data_parallel))
+    return current.size(data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Returns this rank's place in `get_data_parallel_group` with the same arguments."""
-    return current_groups.rank(data_parallel_kind(with_context_parallel, partial_data_parallel))
+    return current.rank(data_parallel_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Returns the global rank of the first member of the data-parallel group."""
-    return current_groups.member(data_parallel_kind(with_context_parallel, False)).ranks[0]
+    return current.member(data_parallel_kind(with_context_parallel, False)).ranks[0]
 
 
 def get_data_parallel_global_ranks(with_context_parallel: bool = False) -> list[int]:
     """Returns the global ranks of the data-parallel group."""
-    return list(current_groups.member(data_parallel_kind(with_context_parallel, False)).ranks)
+    return list(current.member(data_parallel_kind(with_context_parallel, False)).ranks)
 
 
 def get_data_parallel_group_gloo(
@@ -221,7 +221,7 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
     """Returns the tensor x data group, or tensor x data x context."""
-    return current_groups.process_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
+    return current.process_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
@@ -230,12 +230,12 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     kind = "tp" if tp_only_amax_red else "tp_dp"
     if with_context_parallel:
         kind += "_cp"
-    return current_groups.member(kind).process_group
+    return current.member(kind).process_group
 
 
 def get_all_ranks() -> str:
     """Returns this rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
-    tensor, *others = (current_groups.rank(kind, alone=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
+    tensor, *others = (current.rank(kind, alone=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
     rematerialised = 0  # no ranks rematerialise weights
     return "_".join(map(str, (tensor, rematerialised, *others)))
 
@@ -247,7 +247,7 @@ set_virtual_pipeline_model_parallel_rank = rank_setter("virtual_pp")
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """Returns what was set, which nothing else reads; None by default."""
-    return current_groups.assumed_ranks.get("virtual_pp")
+    return current.assumed_ranks.get("virtual_pp")
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
@@ -290,7 +290,7 @@ __getattr__ = absent_names(
         "create_group": "use torch.distributed.new_group",
         "update_pg_timeout": "give distributed_timeout_minutes to initialize_model_parallel",
         "create_all_gather_groups": "use torch.distributed.new_group with get_data_parallel_global_ranks()",
-        "generate_masked_orthogonal_rank_groups": "use core.rank_generator.rank_groups",
+        "generate_masked_orthogonal_rank_groups": "use core.process_groups.rank_generator.rank_groups",
         "HeterogeneousRankGenerator": "every replica has the same sizes; use RankGenerator",
     },
 )

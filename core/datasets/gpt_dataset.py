@@ -7,9 +7,7 @@ the split, the sequence length, the seed and `num_samples`. The same inputs give
 from __future__ import annotations
 
 import math
-import os
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -175,21 +173,6 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
             filled += len(part)
             position, offset = position + 1, 0
         return text
-
-
-def build_gpt_datasets(
-    prefix: str | os.PathLike[str], config: GPTDatasetConfig, num_samples: Sequence[int | None]
-) -> list[GPTDataset | None]:
-    """Builds the datasets of one corpus for training, validation and test, in this order.
-
-    Args:
-        num_samples: per split; 0 builds no dataset, None one epoch.
-    """
-    corpus = IndexedDataset(prefix)
-    return [
-        None if count == 0 else GPTDataset(corpus, split, config, count)
-        for split, count in zip(SPLITS, num_samples, strict=True)
-    ]
 
 
 def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:

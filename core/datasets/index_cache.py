@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bounds import read_json
-from ..durable import DISK_FULL
 from ..errors import DataError
+from ..files.bounds import read_json
+from ..files.durable import DISK_FULL
 
 _DRAFT = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}(\.old)?")
 

@@ -30,8 +30,8 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from ..durable import sync_folder
 from ..errors import DataError
+from ..files.durable import sync_folder
 from .index_file import DType as DType  # re-exported: Megatron-LM keeps it here
 from .index_file import IndexFile, write_index
 

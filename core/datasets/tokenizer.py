@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bounds import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json
-from ..durable import write_durably
 from ..errors import ConfigError, DataError, MissingExtraError, ShardstackError
+from ..files.bounds import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json
+from ..files.durable import write_durably
 
 END_OF_DOCUMENT = "<|endoftext|>"
 

@@ -12,9 +12,8 @@ from ..comm.lane import comm_lane
 from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
 from ..model_parallel_config import ModelParallelConfig
 from .buffers.bucket import Bucket
-from .buffers.bucket_group import BucketGroup
+from .buffers.bucket_group import BucketGroup, GradientLender
 from .buffers.grad_memory import GradMemory
-from .buffers.gradient_lender import GradientLender
 from .buffers.param_placement import ParamPlacement
 from .buffers.reduction import BucketReduction
 from .buffers.schedule import ReductionSchedule

@@ -109,22 +109,9 @@ class FullyShardedDataParallel(_FlatDataParallel):
         device = next((param.device for param in named.values()), current_device())
         if plan.num_shards > 1:
             self._reduction_group, self._reduction_lane = twin_group(groups.shard), 1
-        allocate_grads = allocator(self._reduction_group, device, registers=plan.registers_memory)
-        allocate_slots = allocator(groups.shard, device, registers=plan.registers_memory)
         # Own the shards and the memory of gradients, for as long as the wrapper exists.
-        self._buffers_of_shards = [
-            ShardedBuffer(
-                buffer,
-                named,
-                named[buffer.buckets[0].params[0].name].device,
-                num_shards=plan.num_shards,
-                updated_parts=(plan.num_updated_parts, plan.updated_part),
-                offloads=plan.offloads,
-                pins_memory=plan.pins_memory,
-                allocate=allocate_grads,
-            )
-            for buffer in plan.buffers
-        ]
+        self._buffers_of_shards = self._allocate_shards(named, device)
+        allocate_slots = allocator(groups.shard, device, registers=plan.registers_memory)
         # In the order of the plan, the root's last. Their slots own the memory that parameters are gathered into.
         self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate_slots)
         self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
@@ -146,6 +133,23 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it, so that it nests.
         self._is_whole = False
+
+    def _allocate_shards(self, named: dict[str, nn.Parameter], device: torch.device) -> list[ShardedBuffer]:
+        plan = self.plan
+        allocate_grads = allocator(self._reduction_group, device, registers=plan.registers_memory)
+        return [
+            ShardedBuffer(
+                buffer,
+                named,
+                named[buffer.buckets[0].params[0].name].device,
+                num_shards=plan.num_shards,
+                updated_parts=(plan.num_updated_parts, plan.updated_part),
+                offloads=plan.offloads,
+                pins_memory=plan.pins_memory,
+                allocate=allocate_grads,
+            )
+            for buffer in plan.buffers
+        ]
 
     def elements_of(self, param: nn.Parameter, start: int, end: int) -> Tensor:
         kept = kept_range(param)

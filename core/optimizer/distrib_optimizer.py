@@ -19,8 +19,8 @@ from ..distributed import DistributedDataParallelConfig
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.flat_data_parallel import _FlatDataParallel
 from ..distributed.parameter_owner import owner_of
-from ..distributed.plan.buffers import full_param_layout
 from ..distributed.plan.layout import FullParamLayout
+from ..distributed.plan.make_flat_plan import full_param_layout
 from ..errors import OptimizerError
 from .main_params import MainParam
 from .optimizer import MegatronOptimizer

@@ -61,7 +61,7 @@ class MegatronOptimizer(OptimizerState):
         # Whether the norm stays in double; fixed.
         self._is_double = all(p.main.dtype == torch.float64 for p in params)
         # The step whose outcome the host does not know yet. `start_step` sets it; `_conclude` clears it, and
-        # `start_step` itself if the update raised.
+        # `_update` if the rule raised.
         self._pending: PendingOutcome | None = None
         # Called with the outcome of `_pending`; set and cleared with it. None if the caller gave no function.
         self._concluded: Callable[[StepOutcome], None] | None = None
@@ -147,6 +147,17 @@ class MegatronOptimizer(OptimizerState):
 
         # Update.
         self._phases = [wrapper.gradient_state.phase for wrapper in self._wrappers]
+        self._update(grads, is_finite)
+
+        # Publish.
+        self._publish_parameters()
+        for wrapper in self._wrappers:
+            wrapper.note_step()
+            if self.grad_scaler is not None:
+                wrapper.gradient_state.note_unscaled()
+
+    def _update(self, grads: Sequence[Tensor | None], is_finite: Tensor) -> None:
+        """Runs the update rule on this rank's shards; the device skips it where a gradient is not finite."""
         for p, grad in zip(self._params, grads, strict=True):
             p.main.grad = grad
         rule: Any = self.optimizer  # apex's takes no note of it
@@ -160,13 +171,6 @@ class MegatronOptimizer(OptimizerState):
             rule.found_inf = None
             for p in self._params:  # else the gradient's memory would outlive the model's own reference to it
                 p.main.grad = None
-
-        # Publish.
-        self._publish_parameters()
-        for wrapper in self._wrappers:
-            wrapper.note_step()
-            if self.grad_scaler is not None:
-                wrapper.gradient_state.note_unscaled()
 
     def finish_step(self) -> None:
         """Waits until the device has decided about the step that was started last, if it is not known yet.

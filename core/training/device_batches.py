@@ -57,10 +57,10 @@ class SideStream:
     def start(self, batch: Batch) -> Copy:
         with torch.cuda.stream(self._stream):
             copied = to_device(batch)
-            return _Recorded(copied, torch.cuda.current_stream().record_event())
+            return _SideStreamCopy(copied, torch.cuda.current_stream().record_event())
 
 
-class _Recorded:
+class _SideStreamCopy:
     def __init__(self, batch: Batch, copied: torch.cuda.Event) -> None:
         # On the side stream's memory, which may be given to a later batch once all streams that use it are past it.
         self._batch, self._copied = batch, copied

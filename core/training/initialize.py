@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .. import device, parallel_state, slurm
+from .. import device, parallel_state
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
 from ..errors import ConfigError
+from ..rendezvous import slurm
 from .config import PretrainConfig, validate
 from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
 from .micro_batch_seeds import seed_everything

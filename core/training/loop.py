@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -102,9 +102,7 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
                 seeds=None if state.model.plan.tree is None else _seeds(state, config),
             )
             if state.iteration + 1 == profiled and folder is not None:
-                running, timeline = measure_step(state.model, state.optimizer, step)
-                log.files.write(folder / PICTURE_FILE, partial(write_timeline, timeline, folder, profiled))
-                log.message(f"iteration {profiled}: drew {folder / PICTURE_FILE}")
+                running = _profiled(step, state, folder, log)
             else:
                 running = step()
             state.iteration += 1
@@ -131,6 +129,15 @@ def _train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outco
         checkpoint=writer.written,
         stopped_by=(request.signal_name or "a signal to another rank") if stop else "",
     )
+
+
+def _profiled(step: Callable[[], RunningStep], state: TrainingState, folder: Path, log: RunLog) -> RunningStep:
+    """Runs a step, and draws the memory that it has used into the run's folder."""
+    iteration = state.iteration + 1
+    running, timeline = measure_step(state.model, state.optimizer, step)
+    log.files.write(folder / PICTURE_FILE, partial(write_timeline, timeline, folder, iteration))
+    log.message(f"iteration {iteration}: drew {folder / PICTURE_FILE}")
+    return running
 
 
 def _batches(state: TrainingState, config: PretrainConfig, data: RunData) -> AbstractContextManager[Iterator[Batch]]:

@@ -136,7 +136,7 @@ def _flat(events: Iterable[Any]) -> Iterator[Any]:
 
 
 @dataclass
-class _Piece:
+class _Block:
     """A block of memory from its allocation to its release."""
 
     address: int
@@ -161,18 +161,18 @@ def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: 
         and event.extra_fields.device.type == kind
         and event.start_time_ns >= start
     )
-    pieces = _pieces(changes, notes[0], start, end)
-    _sort_into_categories(pieces, noted)
+    blocks = _blocks(changes, notes[0], start, end)
+    _sort_into_categories(blocks, noted)
     if kind == "cpu":
-        _end_what_is_missed([p for p in pieces if p.end == end and p.category != _REST], noted)
-    known = sum(piece.nbytes for piece in pieces if piece.start == start)
+        _end_what_is_missed([p for p in blocks if p.end == end and p.category != _REST], noted)
+    known = sum(block.nbytes for block in blocks if block.start == start)
 
     steps: dict[int, list[int]] = {start: [0] * len(CATEGORIES)}
     steps[start][_REST] = 0 if before is None else max(before - known, 0)
-    for piece in pieces:
-        steps.setdefault(piece.start, [0] * len(CATEGORIES))[piece.category] += piece.nbytes
-        if piece.end < end:
-            steps.setdefault(piece.end, [0] * len(CATEGORIES))[piece.category] -= piece.nbytes
+    for block in blocks:
+        steps.setdefault(block.start, [0] * len(CATEGORIES))[block.category] += block.nbytes
+        if block.end < end:
+            steps.setdefault(block.end, [0] * len(CATEGORIES))[block.category] -= block.nbytes
     held, series, times = [0] * len(CATEGORIES), [], []
     for moment in sorted(steps):
         held = [a + b for a, b in zip(held, steps[moment], strict=True)]
@@ -181,34 +181,34 @@ def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: 
     return MemoryTimeline(kind, (*times, (end - start) / 1e9), (*series, series[-1]))
 
 
-def _pieces(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start: int, end: int) -> list[_Piece]:
+def _blocks(changes: Iterable[tuple[int, int, int, int]], at_start: _Note, start: int, end: int) -> list[_Block]:
     """Returns all blocks alive during the step. Blocks allocated earlier count from the step's start."""
-    alive = {address: _Piece(address, nbytes, start, end, kind) for address, (kind, nbytes) in at_start.held.items()}
-    pieces = list(alive.values())
+    alive = {address: _Block(address, nbytes, start, end, kind) for address, (kind, nbytes) in at_start.held.items()}
+    blocks = list(alive.values())
     for moment, address, nbytes, category in changes:
         if nbytes > 0:
             if address in alive:  # its release was not reported
                 alive[address].end = moment
-            alive[address] = _Piece(address, nbytes, moment, end, category)
-            pieces.append(alive[address])
-        elif (piece := alive.pop(address, None)) is not None:
-            piece.end = moment
+            alive[address] = _Block(address, nbytes, moment, end, category)
+            blocks.append(alive[address])
+        elif (block := alive.pop(address, None)) is not None:
+            block.end = moment
         else:
-            pieces.append(_Piece(address, -nbytes, start, moment))
-    return pieces
+            blocks.append(_Block(address, -nbytes, start, moment))
+    return blocks
 
 
-def _sort_into_categories(pieces: Iterable[_Piece], noted: Iterable[tuple[int, _Note]]) -> None:
+def _sort_into_categories(blocks: Iterable[_Block], noted: Iterable[tuple[int, _Note]]) -> None:
     """Gives each block the category of the last record of its address during its life."""
     known: dict[int, list[tuple[int, int]]] = {}
     for moment, note in noted:
         for address, (category, _) in note.held.items():
             known.setdefault(address, []).append((moment, category))
-    for piece in pieces:
-        times = known.get(piece.address, [])
-        last = bisect.bisect_right(times, (piece.end, _REST)) - 1
-        if last >= 0 and times[last][0] >= piece.start:
-            piece.category = times[last][1]
+    for block in blocks:
+        times = known.get(block.address, [])
+        last = bisect.bisect_right(times, (block.end, _REST)) - 1
+        if last >= 0 and times[last][0] >= block.start:
+            block.category = times[last][1]
 
 
 def _category_by_origin(event: Any) -> int:
@@ -220,13 +220,13 @@ def _category_by_origin(event: Any) -> int:
     return _REST
 
 
-def _end_what_is_missed(pieces: Iterable[_Piece], noted: Sequence[tuple[int, _Note]]) -> None:
+def _end_what_is_missed(blocks: Iterable[_Block], noted: Sequence[tuple[int, _Note]]) -> None:
     """Ends blocks whose release was not reported at the first moment without a tensor in them.
 
     On the CPU torch reports releases only of blocks allocated while the profiler ran, and not from the threads of a
     process group, which may hold the last reference to a tensor that they sent.
     """
     complete = [(moment, note.held) for moment, note in noted if note.is_complete]
-    for piece in pieces:
-        gone = (moment for moment, held in complete if moment > piece.start and piece.address not in held)
-        piece.end = min(piece.end, next(gone, piece.end))
+    for block in blocks:
+        gone = (moment for moment, held in complete if moment > block.start and block.address not in held)
+        block.end = min(block.end, next(gone, block.end))

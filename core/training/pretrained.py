@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..bounds import brief
 from ..datasets.tokenizer import Tokenizer, load_tokenizer
 from ..device import current_device
 from ..dist_checkpointing import checkpoint_directory, load, load_metadata, model_state_dict, save
@@ -23,8 +22,9 @@ from ..dist_checkpointing.format.folders import existing_folder
 from ..dist_checkpointing.format.reader import read_index
 from ..dist_checkpointing.format.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
-from ..durable import write_durably
 from ..errors import CheckpointError, DataError
+from ..files.bounds import brief
+from ..files.durable import write_durably
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, base_state_dict, gpt_of
 from ..models.gpt.hf_config import Layout

@@ -20,7 +20,7 @@ from ..errors import DataError
 
 
 @dataclass(frozen=True)
-class Piece:
+class QueryPiece:
     """Consecutive queries that see all keys of one earlier range, and each other causally."""
 
     rows: slice
@@ -42,13 +42,13 @@ def chunk_places(size: int) -> list[int]:
     return sorted(range(len(held)), key=held.__getitem__)
 
 
-def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[Piece]:
+def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[QueryPiece]:
     """Returns the pieces of a rank's `length` queries if every query sees all keys before it.
 
     Raises:
         DataError: under context parallelism, the length is not two equal chunks.
     """
-    return [Piece(slice(None), queries, slice(0, start)) for queries, start in _chunks(length, rank, size)]
+    return [QueryPiece(slice(None), queries, slice(0, start)) for queries, start in _chunks(length, rank, size)]
 
 
 class PackedDocuments:
@@ -86,7 +86,7 @@ class PackedDocuments:
             self.bounds = _on_device(bounds)
 
 
-def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> tuple[Piece, ...]:
+def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1) -> tuple[QueryPiece, ...]:
     """Returns the pieces of a rank's queries if no query sees another document.
 
     Remembers its last results: each layer asks for the same batch, in forward and in backward.
@@ -103,7 +103,7 @@ def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1)
 
 
 @lru_cache(maxsize=4)
-def _pieces_of(document_starts: bytes, rows: int, length: int, rank: int, size: int) -> tuple[Piece, ...]:
+def _pieces_of(document_starts: bytes, rows: int, length: int, rank: int, size: int) -> tuple[QueryPiece, ...]:
     starts = np.frombuffer(document_starts, dtype=np.int32).reshape(rows, length)
     if not starts.any():
         return tuple(causal_pieces(length, rank, size))
@@ -122,7 +122,7 @@ def _pieces_of(document_starts: bytes, rows: int, length: int, rank: int, size: 
             for first, last in pairwise([0, *changes.tolist(), of_chunk.shape[1]]):
                 begin = int(of_chunk[row, first])
                 own = slice(queries.start + first, queries.start + last)
-                pieces.append(Piece(slice(row, row + 1), own, slice(begin, max(begin, start))))
+                pieces.append(QueryPiece(slice(row, row + 1), own, slice(begin, max(begin, start))))
     return tuple(pieces)
 
 

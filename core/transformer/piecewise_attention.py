@@ -21,7 +21,7 @@ from ..tensor_parallel.groups import Group, group_rank, group_size
 from .attention_kernels import Attended, attend, attend_backward, combine
 from .attention_operation import define_attention
 from .context_parallel import GatheringKeys, ScatteringGradients
-from .document_masks import Piece, causal_pieces, document_pieces
+from .document_masks import QueryPiece, causal_pieces, document_pieces
 
 _Random = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 """The random states of a piece: for its own keys, and for those before."""
@@ -81,7 +81,12 @@ class _DroppingAttention(torch.autograd.Function):
 
 
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Sequence[Piece], dropout: float, group: Group
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pieces: Sequence[QueryPiece],
+    dropout: float,
+    group: Group,
 ) -> tuple[torch.Tensor, torch.Tensor, list[_Random]]:
     """Returns the output, the log-sum-exp `[b, heads, s / cp]`, and the random states of each piece."""
     gathering = GatheringKeys(key, value, group)
@@ -109,7 +114,7 @@ def _backward(
     value: torch.Tensor,
     output: torch.Tensor,
     logsumexp: torch.Tensor,
-    pieces: Sequence[Piece],
+    pieces: Sequence[QueryPiece],
     random: Sequence[_Random],
     dropout: float,
     group: Group,
@@ -121,7 +126,7 @@ def _backward(
     )
 
     def add(
-        piece: Piece, keys: torch.Tensor, values: torch.Tensor, causal: bool, state: tuple[torch.Tensor, ...]
+        piece: QueryPiece, keys: torch.Tensor, values: torch.Tensor, causal: bool, state: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds to the gradient of a piece's queries; returns the gradients of these keys and values."""
         found = Attended(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
@@ -156,7 +161,7 @@ def _backward(
     return grad_query, grad_key, grad_value
 
 
-def _pieces(query: torch.Tensor, document_starts: torch.Tensor | None, group: Group) -> Sequence[Piece]:
+def _pieces(query: torch.Tensor, document_starts: torch.Tensor | None, group: Group) -> Sequence[QueryPiece]:
     rank, size = group_rank(group), group_size(group)
     if document_starts is None:
         return causal_pieces(query.shape[0], rank, size)
@@ -164,14 +169,14 @@ def _pieces(query: torch.Tensor, document_starts: torch.Tensor | None, group: Gr
 
 
 def _attend_to_own(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, dropout: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: QueryPiece, dropout: float
 ) -> Attended:
     """Computes the causal attention of a piece's queries to their own keys."""
     views = (_queries(tensor, piece) for tensor in (query, key, value))
     return attend(*views, causal=True, dropout=dropout)
 
 
-def _queries(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _queries(tensor: torch.Tensor, piece: QueryPiece) -> torch.Tensor:
     """Returns the `[b, n, s, d]` of a piece as a view of `[s / cp, b, n, d]`."""
     return _heads_first(tensor[piece.queries, piece.rows])
 
@@ -181,7 +186,7 @@ def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(1, 2, 0, 3)
 
 
-def _sees_before(piece: Piece) -> bool:
+def _sees_before(piece: QueryPiece) -> bool:
     return bool(piece.before.stop > piece.before.start)
 
 

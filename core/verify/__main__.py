@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import device, slurm
+from .. import device
+from ..rendezvous import slurm
 from ..training.launch.entry import run_command
 from ..training.launch.environment import environment_threads
 from ..training.launch.ranks import run_ranks

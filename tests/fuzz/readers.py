@@ -98,7 +98,13 @@ def _gpt() -> GPTModel:
         normalization="RMSNorm",
         add_bias_linear=False,
     )
-    return GPTModel(config, 16, 8, True)
+    return GPTModel(
+        config,
+        vocab_size=16,
+        max_sequence_length=8,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
 
 
 def _make_hugging_face(folder: Path) -> None:

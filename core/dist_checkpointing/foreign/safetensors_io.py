@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ...bounds import JSON_BYTES, read_json
 from ...dtypes import DTYPES
-from ...durable import sync_folder, write_durably
 from ...errors import CheckpointError, MissingExtraError
+from ...files.bounds import JSON_BYTES, read_json
+from ...files.durable import sync_folder, write_durably
 from ..format import folders
 from ..format.index import CheckpointIndex, Piece, TensorEntry
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ...durable import make_folders
 from ...errors import CheckpointError
+from ...files.durable import make_folders
 
 try:
     import fcntl

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...bounds import BoundsError, brief, read_file
-from ...durable import make_folders, sync_folder, write_durably
 from ...errors import CheckpointError
+from ...files.bounds import BoundsError, brief, read_file
+from ...files.durable import make_folders, sync_folder, write_durably
 from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 
 LATEST_FILE = "latest"

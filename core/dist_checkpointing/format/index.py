@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...bounds import brief
 from ...errors import CheckpointError
+from ...files.bounds import brief
 from .content_hash import MODULUS
 
 Encoding = Literal["raw", "torch.save", "safetensors"]

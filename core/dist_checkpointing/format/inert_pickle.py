@@ -1,7 +1,8 @@
 """Reads pickles without running them: each class in a pickle becomes a record that stores its arguments.
 
 A pickle is a program. Only names that the reader knows are resolved, to new record classes or dtypes; no class of
-torch and no function can be called or reached. The size of the pickle bounds what it may allocate (`core.bounds`).
+torch and no function can be called or reached. The size of the pickle bounds what it may allocate
+(`core.files.bounds`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from ...bounds import BoundsError, brief, check_pickle
 from ...dtypes import DTYPES
 from ...errors import CheckpointError
+from ...files.bounds import BoundsError, brief, check_pickle
 
 
 class Record:

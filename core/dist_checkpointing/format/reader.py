@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ...bounds import JSON_BYTES, BoundsError, read_file
 from ...errors import CheckpointError
+from ...files.bounds import JSON_BYTES, BoundsError, read_file
 from .index import CheckpointIndex, Piece
 from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE, decode_index, read_torch_index
 from .tensor_archive import read_tensor_archive

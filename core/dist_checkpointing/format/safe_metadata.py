@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ...bounds import PICKLE_BYTES, BoundsError, brief, parse_json, read_file
 from ...dtypes import DTYPES, dtype_name
 from ...errors import CheckpointError
+from ...files.bounds import PICKLE_BYTES, BoundsError, brief, parse_json, read_file
 from .index import CheckpointIndex, Piece, TensorEntry
 from .inert_pickle import Record, load_inert
 

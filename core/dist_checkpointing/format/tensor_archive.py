@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ...bounds import brief
 from ...dtypes import DTYPES
 from ...errors import CheckpointError
+from ...files.bounds import brief
 from .inert_pickle import Record, load_inert
 
 _STORAGES = {

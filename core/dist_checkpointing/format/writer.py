@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ...durable import write_durably
 from ...errors import CheckpointError
+from ...files.durable import write_durably
 from . import folders
 from .content_hash import box_hash
 from .folder_lock import acquire_folder, release_folder

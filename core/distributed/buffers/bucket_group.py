@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from ...errors import GradSyncError, ShardstackError
 from ..gradient_tree import GradientTree
 from .bucket import Bucket
 from .bucket_sums import BucketSums
-from .life_cycle import Phase
+from .life_cycle import BucketPhase
 from .pending_parameters import can_be_pending, end_pending, make_pending
 from .reduction import BucketReduction
 
@@ -23,8 +24,8 @@ class BucketGroup:
 
     Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
     optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
-    `finish_param_sync`). `life_cycle.Phase` lists the phases of that way. Megatron-LM's class of this name may hold
-    several buckets; here it is always one.
+    `finish_param_sync`). `life_cycle.BucketPhase` lists the phases of that way. Megatron-LM's class of this name may
+    hold several buckets; here it is always one.
 
     Args:
         inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
@@ -81,7 +82,7 @@ class BucketGroup:
         self._sent: Tensor | None = None
         self.param_gather_handle: Handle | None = None
         self.param_gather_dispatched = False
-        self.phase = Phase.FILLING
+        self.phase = BucketPhase.FILLING
         # The parameter whose gradient came too late, in the phase LATE; set by `add_gradient`, cleared by `reset`.
         self._late: str | None = None
 
@@ -94,11 +95,6 @@ class BucketGroup:
     def params(self) -> list[nn.Parameter]:
         """The bucket's parameters."""
         return self.bucket.params
-
-    @property
-    def intra_distributed_optimizer_instance_size(self) -> int:
-        """Ranks of an optimizer instance, by Megatron-LM's name: those that share the gradient, or all."""
-        return (self._reduction.shard_group or self._reduction.group).size()
 
     @property
     def has_reduced(self) -> bool:
@@ -133,7 +129,7 @@ class BucketGroup:
         slot = self.bucket.slot_of(param)
         slot.take_back()
         self.phase = self.phase.begun(self._reduces_every_micro_batch)
-        if self.phase is Phase.LATE:
+        if self.phase is BucketPhase.LATE:
             self._late = slot.name
         elif gradient is None:
             if self.sums is not None:
@@ -328,3 +324,19 @@ class BucketGroup:
         group = self._reduction.shard_group
         if group is not None:
             collectives.all_gather(whole, kept, group, what=f"the {what} of {self._name}")
+
+
+class GradientLender:
+    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
+
+    (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
+    """
+
+    def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:
+        self._group, self._param = group, param
+
+    def __call__(self) -> Tensor | None:
+        return self._group.lend(self._param)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..plan.buffers import is_expert_parameter
+from ..plan.make_flat_plan import is_expert_parameter
 from .grad_memory import GradMemory
 
 

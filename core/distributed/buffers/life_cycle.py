@@ -1,7 +1,7 @@
 """The states of gradients on flat buffers: of a bucket in a step, and of each parameter's place in the bucket.
 
-Every change of state is a method here. `BucketGroup` calls those of `Phase`, `GradSlot` those of `Content`; autograd's
-thread during a backward, the main thread between steps, never both at once.
+Every change of state is a method here. `BucketGroup` calls those of `BucketPhase`, `GradSlot` those of `Content`;
+autograd's thread during a backward, the main thread between steps, never both at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Phase(Enum):
+class BucketPhase(Enum):
     """The state of one bucket in a step::
 
         FILLING ---> SENT ---> REFILLING ---> SENT ...
@@ -46,30 +46,30 @@ class Phase(Enum):
     @property
     def has_reduced(self) -> bool:
         """Whether the shard has gradients of this step, or is about to."""
-        return self is not Phase.FILLING
+        return self is not BucketPhase.FILLING
 
     @property
     def has_left(self) -> bool:
         """Whether the gradients were sent, and no further micro-batch is being added to them."""
-        return self in (Phase.SENT, Phase.LATE)
+        return self in (BucketPhase.SENT, BucketPhase.LATE)
 
-    def begun(self, reduces_each: bool) -> Phase:
+    def begun(self, reduces_each: bool) -> BucketPhase:
         """Returns the phase once a gradient, or another bucket's, has come.
 
         Args:
             reduces_each: each micro-batch is reduced on its own.
         """
-        if self is Phase.SENT:
-            return Phase.REFILLING if reduces_each else Phase.LATE
+        if self is BucketPhase.SENT:
+            return BucketPhase.REFILLING if reduces_each else BucketPhase.LATE
         return self
 
-    def sent(self) -> Phase:
+    def sent(self) -> BucketPhase:
         """Returns the phase once the bucket has left, complete or not."""
-        return self if self is Phase.LATE else Phase.SENT
+        return self if self is BucketPhase.LATE else BucketPhase.SENT
 
-    def restarted(self) -> Phase:
+    def restarted(self) -> BucketPhase:
         """Returns the phase with which a step begins."""
-        return Phase.FILLING
+        return BucketPhase.FILLING
 
 
 class Content(Enum):

@@ -8,7 +8,7 @@ from torch import nn
 
 from ... import parallel_state
 from ...errors import ParallelConfigError
-from ..plan.buffers import is_expert_parameter
+from ..plan.make_flat_plan import is_expert_parameter
 
 
 def reject_expert_parameters(module: nn.Module, config: Any) -> None:

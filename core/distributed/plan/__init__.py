@@ -1,14 +1,17 @@
 """The plan of a model: what a wrapper will do to it, decided before anything is touched.
 
-values, flat_plan, fsdp2_plan  the plan itself
-units                          which modules FSDP2 gathers together
-layout, cuts                   where parameters are in flat buffers, and where ranks cut them
-names                          the names of parameters
-transforms                     which units are recomputed, and which compiled
-resharding                     whether gathered parameters are freed between forward and backward
-precision                      dtypes of gathering, computing and reducing
-reproducible                   settings that are refused for equal sums on any number of ranks
-fsdp2, buffers, flat_units     the plan of each wrapper; only here, and in `common`, the wrapper's settings are read
+values              the plan itself: the fields of every plan
+flat_plan           the plan of whole parameters on flat buffers; `make_flat_plan` makes it
+fully_sharded_plan  of sharded parameters on flat buffers; `make_fully_sharded_plan` makes it
+fsdp2_plan          of FSDP2; `make_fsdp2_plan` makes it
+common              makes the fields that plans share; only here, and in the three above, settings are read
+units               which modules are gathered together
+layout, cuts        where parameters are in flat buffers, and where ranks cut them
+names               the names of parameters
+transforms          which units are recomputed, and which compiled
+resharding          whether gathered parameters are freed between forward and backward
+precision           dtypes of gathering, computing and reducing
+reproducible        settings that are refused for equal sums on any number of ranks
 
 Nothing here talks to another rank, or changes a module.
 """
@@ -23,11 +26,12 @@ from torch import nn
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..engine import Engine, engine_of
 from ..groups import DataParallelGroups
-from .buffers import plan_buffers
-from .flat_plan import BucketPlan, BufferPlan, FlatPlan, FlatUnitPlan, FullyShardedPlan
-from .flat_units import plan_flat_units
-from .fsdp2 import plan_fsdp2
+from .flat_plan import BucketPlan, BufferPlan, FlatPlan
 from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
+from .fully_sharded_plan import FlatUnitPlan, FullyShardedPlan
+from .make_flat_plan import plan_buffers
+from .make_fsdp2_plan import plan_fsdp2
+from .make_fully_sharded_plan import plan_flat_units
 from .units import UnitChoice
 from .values import (
     GradientReduction,

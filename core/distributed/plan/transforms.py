@@ -9,11 +9,13 @@ from torch import nn
 from ...errors import ParallelConfigError
 from ...tensor_parallel.initialization import ParameterOwner
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
-from .units import Unit
+from .units import UnitModules
 from .values import UnitTransform
 
 
-def plan_transforms(units: Sequence[Unit], settings: DistributedDataParallelConfig) -> tuple[UnitTransform, ...]:
+def plan_transforms(
+    units: Sequence[UnitModules], settings: DistributedDataParallelConfig
+) -> tuple[UnitTransform, ...]:
     """Chooses the units whose activations are computed again in backward, and those that are compiled.
 
     Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
@@ -65,7 +67,7 @@ def _is_one_layer(module: nn.Module) -> bool:
     return is_torchs or isinstance(module, ParameterOwner)
 
 
-def _reject_own_recomputation(units: Iterable[Unit], activation_checkpointing: str) -> None:
+def _reject_own_recomputation(units: Iterable[UnitModules], activation_checkpointing: str) -> None:
     for submodule in (below for unit in units for module in unit.modules for below in module.modules()):
         granularity = getattr(getattr(submodule, "config", None), "recompute_granularity", None)
         if granularity is not None:

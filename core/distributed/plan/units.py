@@ -18,7 +18,7 @@ _Owners = dict[nn.Parameter, set["nn.Module | None"]]
 
 
 @dataclass(frozen=True)
-class Unit:
+class UnitModules:
     """Modules whose parameters travel together, innermost first in a plan; usually one module.
 
     Attributes:
@@ -41,7 +41,7 @@ UnitChoice = type[nn.Module] | nn.Module
 """A class, whose outermost instances become units, or one module, which becomes one."""
 
 
-def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[Unit]:
+def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[UnitModules]:
     """Returns the units of a model, children before parents, each parameter in one unit or else left to the root.
 
     A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
@@ -79,7 +79,7 @@ def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes:
     ]
 
 
-def own_parameters(units: Iterable[Unit]) -> Iterator[list[nn.Parameter]]:
+def own_parameters(units: Iterable[UnitModules]) -> Iterator[list[nn.Parameter]]:
     """Yields for each unit the parameters that no unit before it has."""
     taken: set[nn.Parameter] = set()
     for unit in units:
@@ -88,11 +88,11 @@ def own_parameters(units: Iterable[Unit]) -> Iterator[list[nn.Parameter]]:
         yield own
 
 
-def _named(modules: tuple[nn.Module, ...], names: dict[nn.Module, str]) -> Unit:
-    return Unit(modules, tuple(names[module] for module in modules))
+def _named(modules: tuple[nn.Module, ...], names: dict[nn.Module, str]) -> UnitModules:
+    return UnitModules(modules, tuple(names[module] for module in modules))
 
 
-def _minority_units(unit: Unit, owners: _Owners, names: dict[nn.Module, str]) -> Iterator[Unit]:
+def _minority_units(unit: UnitModules, owners: _Owners, names: dict[nn.Module, str]) -> Iterator[UnitModules]:
     """Returns the modules that hold the unit's own trainable parameters of each dtype but the commonest."""
     holders: dict[torch.dtype, list[nn.Module]] = defaultdict(list)
     elements: Counter[torch.dtype] = Counter()

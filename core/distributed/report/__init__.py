@@ -1,12 +1,31 @@
 """Describes a wrapped model as a table or as a page: `describe`.
 
-wire    computes the traffic of a unit in a step from its settings
-facts   collects from the plan what each unit is, keeps and gathers
-table   formats the facts as text
-page    formats the facts as HTML, with the picture
+wire     computes the traffic of a unit in a step from its settings
+facts    collects from the plan what each unit is, keeps and gathers
+rows     formats the facts as cells, for both
+table    formats the facts as text
+page     formats the facts as HTML, with the picture
+picture  draws the units
 """
 
-from .facts import model_facts
-from .render import describe
+from __future__ import annotations
+
+from ...errors import ConfigError
+from .facts import ModelFacts, model_facts
+from .page import as_html
+from .table import as_text
 
 __all__ = ["describe", "model_facts"]
+
+
+def describe(facts: ModelFacts, format: str) -> str:
+    """Returns the facts as ``text`` or as ``html``.
+
+    Raises:
+        ConfigError: the format is unknown.
+    """
+    if format == "text":
+        return as_text(facts)
+    if format == "html":
+        return as_html(facts)
+    raise ConfigError(f"format is {format!r}; it takes 'text' or 'html'")

@@ -122,39 +122,42 @@ class GPTModel(LanguageModule):
         self.parallel_output = parallel_output
         self.fuse_linear_cross_entropy = config.fuses_linear_cross_entropy
         check_fused_loss(self)
+        self.rotary_percent = config.rotary_percent if rotary_percent is None else rotary_percent
+        self.rotary_base = config.rotary_base if rotary_base is None else float(rotary_base)
         with deferred_initialization():
-            self.embedding = None
-            if pre_process:
-                self.embedding = LanguageModelEmbedding(
-                    config, vocab_size, max_sequence_length, position_embedding_type
-                )
-            self.rotary_percent = config.rotary_percent if rotary_percent is None else rotary_percent
-            self.rotary_base = config.rotary_base if rotary_base is None else float(rotary_base)
-            self.rotary_pos_emb = None
-            if position_embedding_type == "rope":
-                self.rotary_pos_emb = RotaryEmbedding(
-                    config.kv_channels, self.rotary_percent, rotary_base=self.rotary_base
-                )
-            self.decoder = TransformerBlock(
-                config, transformer_layer_spec, pre_process=pre_process, post_process=post_process
-            )
-            self.output_layer = None
-            if post_process:
-                head = LinearCrossEntropyModule if self.fuse_linear_cross_entropy else ColumnParallelLinear
-                self.output_layer = head(
-                    config.hidden_size,
-                    vocab_size,
-                    config=config,
-                    init_method=config.init_method,
-                    bias=False,
-                    skip_weight_param_allocation=share_embeddings_and_output_weights,
-                )
+            self._make_layers(config, transformer_layer_spec)
         if share_embeddings_and_output_weights and self.embedding is not None:
             table = self.embedding.word_embeddings
             table.parameter_marks["weight"].update(shared_embedding=True)
             table.restore_parameter_marks()
         if config.perform_initialization and not any(parameter.is_meta for parameter in self.parameters()):
             initialize_parameters(self, self.init_seed)
+
+    def _make_layers(
+        self, config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec | Builder | None
+    ) -> None:
+        self.embedding = None
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, self.vocab_size, self.max_sequence_length, self.position_embedding_type
+            )
+        self.rotary_pos_emb = None
+        if self.position_embedding_type == "rope":
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels, self.rotary_percent, rotary_base=self.rotary_base
+            )
+        self.decoder = TransformerBlock(config, spec, pre_process=self.pre_process, post_process=self.post_process)
+        self.output_layer = None
+        if self.post_process:
+            head = LinearCrossEntropyModule if self.fuse_linear_cross_entropy else ColumnParallelLinear
+            self.output_layer = head(
+                config.hidden_size,
+                self.vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=self.share_embeddings_and_output_weights,
+            )
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor | None] | None) -> None:
         """Sets the hidden states of the next forward, `[s, b, h]` or a list of one, for a model without

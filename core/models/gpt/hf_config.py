@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from ...bounds import brief
 from ...errors import CheckpointError
+from ...files.bounds import brief
 from .architecture import Architecture
 
 _LARGEST_SIZE = 2**31 - 1

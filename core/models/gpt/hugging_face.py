@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from ...bounds import BoundsError, read_json
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.foreign.layout import Recipe, foreign_shapes, load_foreign, make_foreign
@@ -36,8 +35,9 @@ from ...dist_checkpointing.foreign.safetensors_io import (
 )
 from ...dist_checkpointing.format import folders
 from ...dtypes import dtype_name
-from ...durable import write_durably
 from ...errors import CheckpointError
+from ...files.bounds import BoundsError, read_json
+from ...files.durable import write_durably
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 from .hf_config import (
     Layout,

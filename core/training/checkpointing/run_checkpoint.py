@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import device
-from ...bounds import brief
 from ...comm.by_backend import all_reduce_by_backend
 from ...datasets.tokenizer import Tokenizer
 from ...dist_checkpointing import (
@@ -37,6 +36,7 @@ from ...dist_checkpointing.format.verification import advice, another_offered, h
 from ...dist_checkpointing.views.flat_range import held_boxes
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError
+from ...files.bounds import brief
 from ...tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
 from ..config import PretrainConfig
 from ..state import TrainingState

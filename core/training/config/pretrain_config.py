@@ -14,7 +14,6 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from ...bounds import brief
 from ...datasets.data_samplers import num_microbatches
 from ...distributed import (
     DistributedDataParallelConfig,
@@ -22,6 +21,7 @@ from ...distributed import (
 from ...distributed.engine import Engine, config_class, engine_of
 from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
+from ...files.bounds import brief
 from ...micro_batch_tree import rank_counts
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size

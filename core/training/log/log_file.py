@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...bounds import BoundsError, parse_json
 from ...errors import CheckpointError
+from ...files.bounds import BoundsError, parse_json
 
 LOG_FILE = "log.jsonl"
 _NO_LOG = "{} is not the log of a run; move it away, or choose another --save"

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from ...distributed import _BaseDataParallel
-from ...durable import make_folders, write_durably
 from ...errors import CheckpointError, MissingExtraError
+from ...files.durable import make_folders, write_durably
 from ..config import PretrainConfig
 from ..running_step import StepResult
 from .log_file import LOG_FILE, drop_lines_after

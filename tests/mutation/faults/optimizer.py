@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an overflow does not skip the step",
-        "core.optimizer.optimizer.MegatronOptimizer.start_step",
+        "core.optimizer.optimizer.MegatronOptimizer._update",
         r"is_finite\.logical_not\(\)",
         "is_finite.new_zeros(())",
         (_OPTIMIZER,),

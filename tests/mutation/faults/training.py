@@ -38,14 +38,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a batch is used before its copy to the GPU is complete",
-        "core.training.device_batches._Recorded.wait",
+        "core.training.device_batches._SideStreamCopy.wait",
         r"computing\.wait_event\(.*\)",
         "pass",
         ("tests/unit/training/test_device_batches.py",),
     ),
     Mutation(
         "a batch's memory on the GPU is reused while the step reads it",
-        "core.training.device_batches._Recorded.wait",
+        "core.training.device_batches._SideStreamCopy.wait",
         r"tensor\.record_stream\(computing\)",
         "pass",
         ("tests/unit/training/test_device_batches.py",),

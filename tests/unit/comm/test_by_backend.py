@@ -30,7 +30,7 @@ UNNAMED = {
     "dist_checkpointing/agreement.py": "has time limits and messages of its own",
     "adapters/lightning/processes.py": "is Lightning's interface for objects",
     "verify/lockstep.py": "gathers objects after training",
-    "parallel_groups.py": "makes the groups",
+    "process_groups/make_groups.py": "makes the groups",
     "device.py": "has the barrier",
 }
 """Files that may call torch's collectives without a name, and why."""

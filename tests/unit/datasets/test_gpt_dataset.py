@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, build_gpt_datasets, document_range
+from core.datasets.gpt_dataset import SPLITS, GPTDataset, GPTDatasetConfig, document_range
 from core.errors import ConfigError, DataError
 from tests.unit.datasets._corpus import random_documents, write_corpus
 
@@ -61,11 +61,11 @@ def test_end_of_document_resets_positions_and_masks_the_loss(tmp_path: Path):
 
 def test_splits_are_disjoint_document_ranges(tmp_path: Path):
     documents = [[number] * 10 for number in range(100)]
-    write_corpus(tmp_path / "c", documents)
+    corpus = write_corpus(tmp_path / "c", documents)
     config = GPTDatasetConfig(sequence_length=4, split="80,15,5")
     seen = []
-    for dataset in build_gpt_datasets(tmp_path / "c", config, (None, None, None)):
-        assert dataset is not None
+    for split in SPLITS:
+        dataset = GPTDataset(corpus, split, config)
         seen.append({token for item in dataset for token in item["tokens"].tolist()})
     assert seen == [set(range(80)), set(range(80, 95)), set(range(95, 100))]
 
@@ -82,14 +82,6 @@ def test_splits_are_disjoint_document_ranges(tmp_path: Path):
 )
 def test_shares_become_ranges(shares: str, ranges: list[tuple[int, int]]):
     assert [document_range(1000, split, shares) for split in ("train", "valid", "test")] == ranges
-
-
-def test_zero_samples_means_no_dataset(tmp_path: Path):
-    write_corpus(tmp_path / "c", [[1] * 50])
-    train, valid, test = build_gpt_datasets(tmp_path / "c", GPTDatasetConfig(sequence_length=4, split="1"), (5, 0, 0))
-    assert train is not None
-    assert valid is None
-    assert test is None
 
 
 def test_the_cache_follows_corpus_and_settings(tmp_path: Path):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from core import parallel_state as ps
 from core.errors import ParallelConfigError
-from core.rank_generator import RankGenerator
+from core.process_groups.rank_generator import RankGenerator
 from tests.unit._quick import quick
 from tests.unit._ranks import fake_world
 from tests.unit.parallel_state._oracle import (

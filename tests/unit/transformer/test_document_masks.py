@@ -8,7 +8,7 @@ import torch
 from core.errors import DataError
 from core.transformer.document_masks import (
     PackedDocuments,
-    Piece,
+    QueryPiece,
     causal_pieces,
     chunk_places,
     chunks_of_rank,
@@ -19,7 +19,7 @@ from core.transformer.document_masks import (
 STARTS = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 7]])  # [b, s]
 
 
-def _seen(pieces: Sequence[Piece], rows: int, positions: torch.Tensor, length: int) -> torch.Tensor:
+def _seen(pieces: Sequence[QueryPiece], rows: int, positions: torch.Tensor, length: int) -> torch.Tensor:
     """Returns the pairs of query and key, `[b, s / cp, s]`, that the kernels are asked for, counted."""
     seen = torch.zeros(rows, len(positions), length, dtype=torch.int)
     for piece in pieces:

@@ -9,26 +9,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from core.distributed.buffers.life_cycle import Content, Phase
+from core.distributed.buffers.life_cycle import BucketPhase, Content
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, gradients
 
 
 @pytest.mark.parametrize("reduces_each", [False, True])
 def test_gradients_after_sending_are_late_or_sent_again(reduces_each: bool):
-    assert Phase.FILLING.begun(reduces_each) is Phase.FILLING
-    phase = Phase.FILLING.sent()
-    assert phase is Phase.SENT and phase.has_left and phase.has_reduced
+    assert BucketPhase.FILLING.begun(reduces_each) is BucketPhase.FILLING
+    phase = BucketPhase.FILLING.sent()
+    assert phase is BucketPhase.SENT and phase.has_left and phase.has_reduced
     phase = phase.begun(reduces_each)
-    assert phase is (Phase.REFILLING if reduces_each else Phase.LATE)
+    assert phase is (BucketPhase.REFILLING if reduces_each else BucketPhase.LATE)
     assert phase.has_left is not reduces_each and phase.has_reduced
     assert phase.begun(reduces_each) is phase
-    assert phase.sent() is (Phase.SENT if reduces_each else Phase.LATE)  # what was dropped is still missing
+    assert phase.sent() is (
+        BucketPhase.SENT if reduces_each else BucketPhase.LATE
+    )  # what was dropped is still missing
 
 
 def test_each_step_begins_with_nothing():
-    assert {phase.restarted() for phase in Phase} == {Phase.FILLING}
-    assert not Phase.FILLING.has_left and not Phase.FILLING.has_reduced
+    assert {phase.restarted() for phase in BucketPhase} == {BucketPhase.FILLING}
+    assert not BucketPhase.FILLING.has_left and not BucketPhase.FILLING.has_reduced
     assert {content.cleared() for content in Content} == {Content.STALE}
 
 

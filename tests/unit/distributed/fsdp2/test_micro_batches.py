@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from core.distributed.fsdp2.torch_private import gathered_tensors
-from core.distributed.plan.fsdp2 import units_at_the_ends
-from core.distributed.plan.units import Unit
+from core.distributed.plan.make_fsdp2_plan import units_at_the_ends
+from core.distributed.plan.units import UnitModules
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import build, toy
 
 
-def _unit(name: str, *, read_in_backward: bool = True, is_minority: bool = False) -> Unit:
+def _unit(name: str, *, read_in_backward: bool = True, is_minority: bool = False) -> UnitModules:
     module = nn.Identity()
     module.weights_used_in_backward = read_in_backward
-    return Unit((module,), (name,), is_minority=is_minority)
+    return UnitModules((module,), (name,), is_minority=is_minority)
 
 
 def test_the_ends_include_units_that_backward_does_not_gather():

@@ -182,7 +182,8 @@ def test_one_function_says_which_engine_a_strategy_means():
         "distributed/engine.py"
     }
     before_a_plan = {"dist_checkpointing/description.py", "adapters/accelerate/plugin.py", "adapters/nemo/nvfsdp.py"}
-    plans = {f"distributed/plan/{file}.py" for file in ("values", "buffers", "flat_units", "fsdp2")}
+    makers = ("make_flat_plan", "make_fully_sharded_plan", "make_fsdp2_plan")
+    plans = {f"distributed/plan/{file}.py" for file in ("values", *makers)}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans
 
 

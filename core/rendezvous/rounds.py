@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but left out of __all__
 
-from .errors import ParallelStateError
+from ..errors import ParallelStateError
 
 _LEADER = "shardstack/round"
 _POLL_S = 0.02

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from . import current_groups
-from .errors import ParallelConfigError, ParallelStateError
+from ..errors import ParallelConfigError, ParallelStateError
+from . import current
 
 
 class GroupGetter(Protocol):
@@ -27,7 +27,7 @@ def group_getter(kind: str, text: str) -> GroupGetter:
     """Makes a getter of this rank's process group; `text` is its docstring."""
 
     def getter(check_initialized: bool = True) -> ProcessGroup | None:
-        return current_groups.process_group(kind, check_initialized)
+        return current.process_group(kind, check_initialized)
 
     getter.__doc__ = text
     return getter
@@ -37,7 +37,7 @@ def size_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], 
     """Makes a getter of the number of ranks, which returns `alone`, if given, before initialisation."""
 
     def getter() -> int:
-        return current_groups.size(kind, alone)
+        return current.size(kind, alone)
 
     getter.__doc__ = f"Returns the size of the {what}{'' if alone is None else f'; {alone} before initialisation'}."
     return getter
@@ -47,7 +47,7 @@ def rank_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], 
     """Makes a getter of this rank's place, which returns `alone`, if given, before initialisation."""
 
     def getter() -> int:
-        return current_groups.rank(kind, alone)
+        return current.rank(kind, alone)
 
     getter.__doc__ = (
         f"Returns this rank's place in the {what}{'' if alone is None else f'; {alone} before initialisation'}."
@@ -60,7 +60,7 @@ def size_setter(kind: str) -> Callable[[int | None], None]:
 
     def setter(world_size: int | None) -> None:
         """Sets the size that the getter of this name returns; None means that of the group."""
-        current_groups.assume(current_groups.assumed_sizes, kind, world_size)
+        current.assume(current.assumed_sizes, kind, world_size)
 
     return setter
 
@@ -70,7 +70,7 @@ def rank_setter(kind: str) -> Callable[[int | None], None]:
 
     def setter(rank: int | None) -> None:
         """Sets the place that the getter of this name returns; None means that in the group."""
-        current_groups.assume(current_groups.assumed_ranks, kind, rank)
+        current.assume(current.assumed_ranks, kind, rank)
 
     return setter
 

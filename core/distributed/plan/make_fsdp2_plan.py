@@ -23,7 +23,7 @@ from .precision import compute_dtype, mixed_precision_policy
 from .reproducible import check_one_rounding
 from .resharding import check_reshard, reshard_of
 from .transforms import plan_transforms
-from .units import Unit, UnitChoice, find_units, own_parameters
+from .units import UnitChoice, UnitModules, find_units, own_parameters
 from .values import ParamPlan
 
 _BUFFER_FIELDS = (
@@ -77,7 +77,7 @@ def plan_fsdp2(
         modules=(module,),
         names=("",),
         reshard_after_forward=reshards[-1],
-        is_needed_in_backward=Unit((module,), ("",)).is_needed_in_backward,
+        is_needed_in_backward=UnitModules((module,), ("",)).is_needed_in_backward,
         is_kept=_keeps(settings) != "none",
         precision=policy,
     )
@@ -95,7 +95,7 @@ def plan_fsdp2(
     )
 
 
-def units_at_the_ends(units: Sequence[Unit]) -> list[Unit]:
+def units_at_the_ends(units: Sequence[UnitModules]) -> list[UnitModules]:
     """Returns the units that a micro-batch begins and ends with, and those that no backward gathers.
 
     The first is in memory when a backward ends and a forward begins, the last when a forward ends and a backward
@@ -112,12 +112,16 @@ def _keeps(settings: TorchFullyShardedDataParallelConfig) -> str:
     return "none" if asked == "ends" and settings.reduce_every_micro_batch else asked
 
 
-def _kept_between_micro_batches(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConfig) -> list[Unit]:
+def _kept_between_micro_batches(
+    units: Sequence[UnitModules], settings: TorchFullyShardedDataParallelConfig
+) -> list[UnitModules]:
     keeps = _keeps(settings)
     return list(units) if keeps == "all" else units_at_the_ends(units) if keeps == "ends" else []
 
 
-def _reshards(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConfig, shard_size: int) -> list[Reshard]:
+def _reshards(
+    units: Sequence[UnitModules], settings: TorchFullyShardedDataParallelConfig, shard_size: int
+) -> list[Reshard]:
     """Returns for each unit, and last for the root, whether it is freed after its forward.
 
     The last unit and the root stay gathered, because backward begins with them, unless an override names them.
@@ -137,12 +141,12 @@ def _reshards(units: Sequence[Unit], settings: TorchFullyShardedDataParallelConf
     return found
 
 
-def _params_of_units(module: nn.Module, units: Sequence[Unit], shard_size: int) -> list[tuple[ParamPlan, ...]]:
+def _params_of_units(module: nn.Module, units: Sequence[UnitModules], shard_size: int) -> list[tuple[ParamPlan, ...]]:
     """Returns for each unit, and last for the root, the parameters that no unit before it has."""
     names = ParameterNames(module)
     return [
         tuple(_cut_by_rows(names, parameter, shard_size) for parameter in own)
-        for own in own_parameters([*units, Unit((module,), ("",))])
+        for own in own_parameters([*units, UnitModules((module,), ("",))])
     ]
 
 

@@ -23,7 +23,12 @@ from ..fully_sharded_data_parallel_config import (
     parse_overrides,
 )
 from ..groups import DataParallelGroups
-from .buffers import (
+from .common import common_plan, gathering_plan, settings_as
+from .cuts import lay_out_unit
+from .flat_plan import BucketPlan, BufferPlan
+from .fully_sharded_plan import FlatUnitPlan, FullyShardedPlan
+from .layout import BucketLayout
+from .make_flat_plan import (
     Kind,
     accumulated_in_fp32,
     check_reduction,
@@ -32,19 +37,18 @@ from .buffers import (
     plan_bucket,
     reject_unfit_parameter,
 )
-from .common import common_plan, gathering_plan, settings_as
-from .cuts import lay_out_unit
-from .flat_plan import BucketPlan, BufferPlan, FlatUnitPlan, FullyShardedPlan
-from .layout import BucketLayout
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .reproducible import check_one_rounding
 from .resharding import check_reshard, reshard_of
 from .transforms import plan_transforms
-from .units import Unit, UnitChoice, find_units, own_parameters
+from .units import UnitChoice, UnitModules, find_units, own_parameters
 
 _Kind = tuple[bool, torch.dtype, Kind]
 """Of parameters that share a buffer: whether they are trained, the dtype of computation, and their `kind_of`."""
+
+_Places = tuple[tuple[int, int], ...]
+"""Buffer and bucket of each part of a unit."""
 
 
 def plan_flat_units(
@@ -63,49 +67,12 @@ def plan_flat_units(
     names, num_shards = ParameterNames(module), groups.shard.size()
     is_shared_update = _shares_update(settings, groups)
     num_parts = num_shards * (groups.num_replicas if is_shared_update else 1)
-    units = [*find_units(module, unit_classes, splits_dtypes=False), Unit((module,), ("",))]
-    buckets: dict[_Kind, list[BucketPlan]] = {}
-    in_buffer: dict[_Kind, list[nn.Parameter]] = {}
-    of_units: list[tuple[tuple[_Kind, int], ...]] = []
-    for unit, params in zip(units, own_parameters(units), strict=True):
-        asked, places = _cut_of(unit, settings), []
-        for kind, of_kind in _by_kind(names, params, settings, precision).items():
-            before, members = buckets.setdefault(kind, []), in_buffer.setdefault(kind, [])
-            layout, cut = lay_out_unit(
-                [param.shape for param in of_kind],
-                num_parts,
-                asked,
-                for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
-            )
-            moved = _moved(layout, before[-1].layout.end if before else 0, len(members))
-            members += [of_kind[index] for index in layout.members]
-            places.append((kind, len(before)))
-            before.append(plan_bucket(names, members, moved, num_parts, cut))
-        of_units.append(tuple(places))
-    index_of = {kind: index for index, kind in enumerate(buckets)}
-    buffers = tuple(_buffer(kind, of_kind, settings, num_parts) for kind, of_kind in buckets.items())
-    keys = [tuple((index_of[kind], number) for kind, number in places) for places in of_units]
-    reshards = [*(_reshards(unit, settings, num_shards) for unit in units[:-1]), False]
-    sizes = [tuple((index, buffers[index].buckets[number].elements) for index, number in key) for key in keys]
-    slots = _slots(
-        sizes,
-        [reshard is not False for reshard in reshards],
-        1 + max(settings.forward_prefetch, settings.backward_prefetch),
-    )
+    units = [*find_units(module, unit_classes, splits_dtypes=False), UnitModules((module,), ("",))]
+    by_kind, places = _lay_out(units, names, settings, precision, num_parts)
+    buffers = tuple(_buffer(kind, buckets, settings, num_parts) for kind, buckets in by_kind.items())
     # Where one rank has all, in one dtype and place, parameters are views of the shards themselves.
     is_whole = num_shards == 1 and precision.param_dtype is None and not settings.cpu_offload
-    planned = tuple(
-        FlatUnitPlan(
-            modules=unit.modules,
-            names=unit.names,
-            buckets=key,
-            slot=None if is_whole or not key else slot,
-            is_freed=reshard is not False,
-            kept_among=reshard if not isinstance(reshard, bool) and unit.is_needed_in_backward else None,
-            is_needed_in_backward=unit.is_needed_in_backward,
-        )
-        for unit, key, slot, reshard in zip(units, keys, slots, reshards, strict=True)
-    )
+    planned = _plan_units(units, places, buffers, settings, num_shards, has_slots=not is_whole)
     common = common_plan(config, settings, groups, caller=caller)
     common["reduces_every_micro_batch"] &= num_parts > 1
     check_one_rounding(
@@ -128,6 +95,67 @@ def plan_flat_units(
     )
 
 
+def _lay_out(
+    units: Sequence[UnitModules],
+    names: ParameterNames,
+    settings: FullyShardedDataParallelConfig,
+    precision: MixedPrecisionPolicy,
+    num_parts: int,
+) -> tuple[dict[_Kind, list[BucketPlan]], list[_Places]]:
+    """Returns the buckets of each buffer, and which of them each unit has."""
+    buckets: dict[_Kind, list[BucketPlan]] = {}
+    in_buffer: dict[_Kind, list[nn.Parameter]] = {}
+    of_units: list[list[tuple[_Kind, int]]] = []
+    for unit, params in zip(units, own_parameters(units), strict=True):
+        asked = _cut_of(unit, settings)
+        of_units.append([])
+        for kind, of_kind in _by_kind(names, params, settings, precision).items():
+            before, members = buckets.setdefault(kind, []), in_buffer.setdefault(kind, [])
+            layout, cut = lay_out_unit(
+                [param.shape for param in of_kind],
+                num_parts,
+                asked,
+                for_high_busbw=settings.pad_buckets_for_high_nccl_busbw,
+            )
+            moved = _moved(layout, before[-1].layout.end if before else 0, len(members))
+            members += [of_kind[index] for index in layout.members]
+            of_units[-1].append((kind, len(before)))
+            before.append(plan_bucket(names, members, moved, num_parts, cut))
+    index_of = {kind: index for index, kind in enumerate(buckets)}
+    return buckets, [tuple((index_of[kind], number) for kind, number in own) for own in of_units]
+
+
+def _plan_units(
+    units: Sequence[UnitModules],
+    places: Sequence[_Places],
+    buffers: Sequence[BufferPlan],
+    settings: FullyShardedDataParallelConfig,
+    num_shards: int,
+    *,
+    has_slots: bool,
+) -> tuple[FlatUnitPlan, ...]:
+    """Decides of each unit whether it is freed after its forward, and which memory it is gathered into."""
+    reshards = [*(_reshards(unit, settings, num_shards) for unit in units[:-1]), False]
+    sizes = [tuple((index, buffers[index].buckets[number].elements) for index, number in own) for own in places]
+    slots = _slots(
+        sizes,
+        [reshard is not False for reshard in reshards],
+        1 + max(settings.forward_prefetch, settings.backward_prefetch),
+    )
+    return tuple(
+        FlatUnitPlan(
+            modules=unit.modules,
+            names=unit.names,
+            buckets=own,
+            slot=slot if has_slots and own else None,
+            is_freed=reshard is not False,
+            kept_among=reshard if not isinstance(reshard, bool) and unit.is_needed_in_backward else None,
+            is_needed_in_backward=unit.is_needed_in_backward,
+        )
+        for unit, own, slot, reshard in zip(units, places, slots, reshards, strict=True)
+    )
+
+
 def _own_settings(ddp_config: DistributedDataParallelConfig, caller: str) -> FullyShardedDataParallelConfig:
     """Returns the wrapper's own settings, or their defaults. Warns about those of buckets, which units replace."""
     if not ddp_config.shards_parameters:
@@ -141,7 +169,7 @@ def _own_settings(ddp_config: DistributedDataParallelConfig, caller: str) -> Ful
     return settings_as(FullyShardedDataParallelConfig, ddp_config)
 
 
-def _reshards(unit: Unit, settings: FullyShardedDataParallelConfig, num_shards: int) -> Reshard:
+def _reshards(unit: UnitModules, settings: FullyShardedDataParallelConfig, num_shards: int) -> Reshard:
     if settings.keep_gathered_between_micro_batches == "all":
         return False
     overrides = parse_overrides(settings.reshard_overrides)
@@ -159,7 +187,7 @@ def _shares_update(settings: FullyShardedDataParallelConfig, groups: DataParalle
     return True
 
 
-def _cut_of(unit: Unit, settings: FullyShardedDataParallelConfig) -> ShardCut:
+def _cut_of(unit: UnitModules, settings: FullyShardedDataParallelConfig) -> ShardCut:
     overrides = parse_cut_overrides(settings.shard_cut_overrides)
     matching = (cut for pattern, cut in reversed(overrides) if fnmatchcase(unit.names[0], pattern))
     return next(matching, parse_cut(settings.shard_cut, "shard_cut"))

@@ -53,22 +53,48 @@ def plan_buffers(
     overlaps_grads = _overlaps(ddp_config.overlap_grad_reduce)
     overlaps_params = _overlaps(ddp_config.overlap_param_gather, by_default=is_sharded)
     reduces_during_backward = overlaps_grads or strategy == "optim_grads"
-    bucket_size = ddp_config.bucket_size
-    if (
-        bucket_size is None
-        and ddp_config.num_buckets is None
-        and (reduces_during_backward or (overlaps_params and is_sharded))
-    ):
+    bucket_size, num_buckets = ddp_config.bucket_size, ddp_config.num_buckets
+    if disable_bucketing:
+        bucket_size = num_buckets = None
+    elif bucket_size is None and num_buckets is None and (reduces_during_backward or (overlaps_params and is_sharded)):
         bucket_size = default_bucket_size(groups.whole.size())
     names = ParameterNames(module)
+    buffers = _plan_buffers(names, ddp_config, groups, bucket_size, num_buckets)
+    # Gradients travel by bucket, so that units are looked for only where something is done to them.
+    units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(ddp_config) else []
+    common = common_plan(config, ddp_config, groups, caller=caller, given={"disable_bucketing": disable_bucketing})
+    common["reduces_every_micro_batch"] &= groups.shard.size() > 1
+    return FlatPlan(
+        **common,
+        transforms=plan_transforms(units, ddp_config),
+        frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
+        buffers=buffers,
+        reduction_order=order_of_reduction(buffers),
+        reduces_during_backward=reduces_during_backward,
+        overlaps_grads=overlaps_grads,
+        overlaps_params=overlaps_params,
+        averages_in_collective=ddp_config.average_in_collective,
+        adds_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
+    )
+
+
+def _plan_buffers(
+    names: ParameterNames,
+    ddp_config: DistributedDataParallelConfig,
+    groups: DataParallelGroups,
+    bucket_size: int | None,
+    num_buckets: int | None,
+) -> tuple[BufferPlan, ...]:
+    """Plans one buffer for each kind of trained parameters, and the buckets in it."""
+    is_sharded = ddp_config.sharding_strategy != "no_shard"
     num_shards = groups.shard.size() if is_sharded else 1
     buffers = []
     for (holds_experts, dtype, grad_dtype, _), params in _by_kind(names, ddp_config).items():
         layouts = lay_out_params(
             params,
             dp_size=groups.whole.size() if is_sharded else None,
-            bucket_size=None if disable_bucketing else bucket_size,
-            num_buckets=None if disable_bucketing else ddp_config.num_buckets,
+            bucket_size=bucket_size,
+            num_buckets=num_buckets,
             for_high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
         )
         buffers.append(
@@ -78,28 +104,13 @@ def plan_buffers(
                 grad_dtype=grad_dtype,
                 shard_grad_dtype=grad_dtype,
                 holds_params=is_sharded,
-                releases_grads=strategy == "optim_grads" and num_shards > 1,
+                releases_grads=ddp_config.sharding_strategy == "optim_grads" and num_shards > 1,
                 holds_experts=holds_experts,
                 accumulated_in_fp32=accumulated_in_fp32((names.of[p][0] for p in params), grad_dtype, ddp_config),
                 buckets=tuple(plan_bucket(names, params, layout, num_shards) for layout in layouts),
             )
         )
-    # Gradients travel by bucket, so that units are looked for only where something is done to them.
-    units = find_units(module, unit_classes, splits_dtypes=False) if transforms_units(ddp_config) else []
-    common = common_plan(config, ddp_config, groups, caller=caller, given={"disable_bucketing": disable_bucketing})
-    common["reduces_every_micro_batch"] &= groups.shard.size() > 1
-    return FlatPlan(
-        **common,
-        transforms=plan_transforms(units, ddp_config),
-        frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
-        buffers=tuple(buffers),
-        reduction_order=order_of_reduction(buffers),
-        reduces_during_backward=reduces_during_backward,
-        overlaps_grads=overlaps_grads,
-        overlaps_params=overlaps_params,
-        averages_in_collective=ddp_config.average_in_collective,
-        adds_in_fp32=ddp_config.reduce_scatter_with_fp32_accumulation,
-    )
+    return tuple(buffers)
 
 
 def _overlaps(asked: bool | None, by_default: bool = True) -> bool:

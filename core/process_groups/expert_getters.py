@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from . import current_groups
-from .group_getters import (
+from . import current
+from .make_getters import (
     carries_host_tensors,
     group_getter,
     name_functions,
@@ -57,14 +57,14 @@ get_expert_tensor_and_model_parallel_rank = rank_getter("expert_tp_ep", "experts
 
 def get_expert_model_parallel_src_rank() -> int:
     """Returns the global rank of the first member of the expert-parallel group."""
-    return current_groups.member("ep").ranks[0]
+    return current.member("ep").ranks[0]
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup | None:
     """Returns the experts' tensor x expert x pipeline group: one copy of the model's experts."""
-    return current_groups.process_group("expert_tp_ep_pp", check_initialized)
+    return current.process_group("expert_tp_ep_pp", check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -72,30 +72,30 @@ def get_expert_data_parallel_group(
 ) -> ProcessGroup | None:
     """Returns the replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer
     instance."""
-    return current_groups.process_group(_expert_data_parallel_kind(partial_expert_data_parallel), check_initialized)
+    return current.process_group(_expert_data_parallel_kind(partial_expert_data_parallel), check_initialized)
 
 
 def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Returns the size of `get_expert_data_parallel_group` with the same argument."""
-    return current_groups.size(_expert_data_parallel_kind(partial_expert_data_parallel))
+    return current.size(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
     """Returns this rank's place in `get_expert_data_parallel_group` with the same argument."""
-    return current_groups.rank(_expert_data_parallel_kind(partial_expert_data_parallel))
+    return current.rank(_expert_data_parallel_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_global_ranks() -> list[int]:
     """Returns the global ranks of the experts' data-parallel group."""
-    return list(current_groups.member("expert_dp").ranks)
+    return list(current.member("expert_dp").ranks)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Returns `get_expert_data_parallel_group`, as `get_data_parallel_group_gloo` gives that of dense layers."""
     kind = _expert_data_parallel_kind(partial_expert_data_parallel)
-    return carries_host_tensors(current_groups.member(kind).process_group)
+    return carries_host_tensors(current.member(kind).process_group)
 
 
 def _expert_data_parallel_kind(partial_expert_data_parallel: bool) -> str:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .device import connect_gloo_when_needed, device_type
-from .errors import ParallelConfigError, ParallelStateError
-from .ranges import check_positive
+from ..device import connect_gloo_when_needed, device_type
+from ..errors import ParallelConfigError, ParallelStateError
+from ..ranges import check_positive
 from .rank_generator import parse_order, rank_groups
 
 # Kinds of groups by the axes of the grid that they run along. Data parallelism is two axes: an optimizer instance

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .errors import ParallelStateError
-from .parallel_groups import ParallelGroups, RankGroup
+from ..errors import ParallelStateError
+from .make_groups import ParallelGroups, RankGroup
 
 _groups: ParallelGroups | None = None
 """Set and cleared by `set_groups`, which `parallel_state` calls on initialisation and on destruction."""
 
 assumed_sizes: dict[str, int] = {}
-"""Sizes by kind of group, set by the setters of `group_getters`; valid until that setter gets None, or the groups are
+"""Sizes by kind of group, set by the setters of `make_getters`; valid until that setter gets None, or the groups are
 destroyed."""
 
 assumed_ranks: dict[str, int] = {}

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 _FIRST_PORT, _NUM_PORTS = 20000, 20000
 """Above the ports of services, below those that Linux gives to clients (32768 on) for most jobs."""

@@ -5,7 +5,7 @@ from itertools import combinations, permutations
 import pytest
 
 from core.errors import ParallelConfigError
-from core.rank_generator import RankGenerator
+from core.process_groups.rank_generator import RankGenerator
 from tests.unit._ranks import Factorisation
 
 ORDERS = ["-".join(tokens) for tokens in permutations(("tp", "cp", "ep", "dp", "pp"))]

@@ -8,11 +8,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import current_groups
-from ._torch_compat import forget_sharding_decisions
-from .errors import ParallelConfigError, ParallelStateError
-from .foreign_arguments import ignore, refuse
-from .parallel_groups import ParallelSizes, make_parallel_groups
+from .._torch_compat import forget_sharding_decisions
+from ..errors import ParallelConfigError, ParallelStateError
+from ..foreign_arguments import ignore, refuse
+from . import current
+from .make_groups import ParallelSizes, make_parallel_groups
 
 _NO_INTERLEAVING = "a rank holds one pipeline stage; leave it at None, or give context_parallel_size by its name"
 _NO_REMATERIALISED_WEIGHTS = "shard weights by data parallelism (TorchFullyShardedDataParallel)"
@@ -51,10 +51,9 @@ def initialize_model_parallel(
 
     `num_distributed_optimizer_instances` divides the data-parallel (x context-parallel) group into as many consecutive
     parts: optimizer state is sharded within a part and replicated across parts. All groups are new, also one that
-        spans
-    the world, with the default group's backend and `distributed_timeout_minutes` as their time limit; kinds with equal
-    ranks share one group. Experts' matrices are split over `expert_tensor_parallel_size` ranks, by default as many as
-    those of dense layers.
+    spans the world, with the default group's backend and `distributed_timeout_minutes` as their time limit; kinds with
+    equal ranks share one group. Experts' matrices are split over `expert_tensor_parallel_size` ranks, by default as
+    many as those of dense layers.
 
     The arguments and their order are Megatron-LM's. Refused, with the argument's name: interleaved pipeline stages,
     hierarchical or hybrid context parallelism, weights rematerialised over a group, other ranks of embeddings, and
@@ -71,7 +70,7 @@ def initialize_model_parallel(
             "torch.distributed is not initialised; call core.device.init_process_group() before "
             "initialize_model_parallel()"
         )
-    if current_groups.groups_or_none() is not None:
+    if current.groups_or_none() is not None:
         raise ParallelStateError(
             "model parallel groups exist already; call destroy_model_parallel() before initialising them again"
         )
@@ -122,13 +121,13 @@ def initialize_model_parallel(
         optimizer_instances=num_distributed_optimizer_instances,
         order=order,
     )
-    current_groups.set_groups(make_parallel_groups(sizes, timedelta(minutes=distributed_timeout_minutes)))
+    current.set_groups(make_parallel_groups(sizes, timedelta(minutes=distributed_timeout_minutes)))
 
 
 def destroy_model_parallel() -> None:
     """Destroys the groups of `initialize_model_parallel`, if any; keeps the default group."""
-    made = current_groups.groups_or_none()
+    made = current.groups_or_none()
     if made is not None:
         made.destroy()
         forget_sharding_decisions()
-    current_groups.set_groups(None)
+    current.set_groups(None)
