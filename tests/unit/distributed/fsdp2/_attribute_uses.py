@@ -192,6 +192,11 @@ class Uses(ast.NodeVisitor):
                 if isinstance(target, ast.Name) and (texts := _texts_of(node.value)):
                     self._texts[target.id] = texts
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if node.value is not None:
+            self._bind(node.target, self._kind_of(node.value))
+
     def _bind(self, target: ast.expr, kind: str) -> None:
         if isinstance(target, ast.Name):
             self._kinds[target.id] = kind
