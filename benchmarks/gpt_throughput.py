@@ -17,15 +17,9 @@ a report is written to `benchmarks/results/`; `--save` and `--no-save` choose.
 from __future__ import annotations
 
 import argparse
-import datetime
-import gc
-import itertools
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from _llama import PRESETS, WRAPPERS, Preset, Training, matrix_parameters, model_flops
-from _measure import PairedRatio, high_water_bytes, interleaved_seconds, machine, reset_high_water, versions
+from _measure import PairedRatio, interleaved_seconds
+from _rates import device_name, matmul_tflops, median_seconds, peak_bytes, reset_peak
 from _report import check_names, judge, print_spread
 from _step_picture import as_svg, from_profile
+from _throughput_report import Report, Result, datasheet_tflops, print_result
+from _throughput_rows import Row, rows_of
 from torch.profiler import ProfilerActivity, profile, record_function
-
-GIB = 2**30
-DATASHEET_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
-"""Dense bf16 of the SXM parts, without sparsity: NVIDIA's datasheets of the H100 and the H200. Whole names: the PCIe
-and NVL parts of the same chips have less."""
-
-MATMUL_WARMUP_S = 2.0
-"""A GPU's clock falls under load: a product is timed after so long."""
 
 LIMITS = {("fsdp2", "bare"): 1.01}
 """Of the time of a wrapper's step, compared with that of another."""
@@ -53,167 +42,18 @@ STEPS_A_TURN = {"cuda": 5, "cpu": 1}
 """With which two wrappers take turns, by the device: on a GPU the host runs ahead within a turn, as in training."""
 
 
-@dataclass(frozen=True)
-class Technique:
-    """What a row adds: fields of the model's config and of the wrapper's."""
-
-    name: str
-    model: dict[str, Any]
-    wrapper: dict[str, Any]
-
-
-LADDER = (
-    Technique("plain", {}, {}),
-    Technique("compiled layers", {}, {"compile_units": True}),
-    Technique("loss in parts", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}, {}),
-    Technique("half of the activations", {}, {"compile_units": True, "activation_memory_budget": 0.5}),
-    Technique(
-        "selective recomputation", {}, {"activation_checkpointing": "selective", "activation_memory_budget": None}
-    ),
-    Technique("full recomputation", {}, {"activation_checkpointing": "full", "activation_memory_budget": None}),
-)
-"""Each row has the techniques above it too, but for those that set the same."""
-
-DEFAULT = ("compiled layers", "loss in parts")
-"""The techniques of a run without a ladder, and of rows that compare wrappers or attention kernels."""
-
-ATTENTION = ("flash", "fused", "unfused")
-"""Values of `attention_backend`, each a row of the ladder."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A measurement: what is trained, under what."""
-
-    name: str
-    """For `--ladder`: of the technique that it adds, or of what differs."""
-    wrapper: str
-    techniques: tuple[Technique, ...]
-
-    def __str__(self) -> str:
-        return f"{self.wrapper}: " + (" + ".join(one.name for one in self.techniques) or "plain")
-
-    def training(self, preset: Preset) -> Training:
-        """Builds the model and its optimizer."""
-        model_fields = {k: v for one in self.techniques for k, v in one.model.items()}
-        wrapper_fields = {k: v for one in self.techniques for k, v in one.wrapper.items()}
-        return Training(preset, model_fields, wrapper_fields, self.wrapper)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a row measured."""
-
-    name: str
-    wrapper: str
-    techniques: list[str]
-    steps: int
-    """Timed steps."""
-    seconds: float
-    """Median of a step."""
-    tokens_per_second: float
-    tflops: float
-    """Model TFLOP a second."""
-    percent_of_datasheet: float | None
-    """None where there is no datasheet of this device."""
-    percent_of_matmul: float
-    """Of the rate before the first row."""
-    peak_gib: float
-    loss: float
-    profile: dict[str, float] | None
-    """Shares of a profiled step, if one was profiled."""
-
-
-@dataclass
-class Report:
-    """What a run measured; written as JSON."""
-
-    device: str
-    preset: dict[str, Any]
-    machine: str = field(default_factory=machine)
-    versions: dict[str, str | None] = field(default_factory=versions)
-    datasheet_tflops: float | None = None
-    matmul_tflops: dict[str, float] = field(default_factory=dict)
-    """Before the first row and after the last, bf16."""
-    rows: list[Result] = field(default_factory=list)
-    not_measured: dict[str, str] = field(default_factory=dict)
-    """Why, by the name of the row."""
-    ratios: list[dict[str, Any]] = field(default_factory=list)
-    """Of the times of interleaved steps, for `--against`."""
-
-    def write(self, *of: str) -> Path:
-        """Writes it under a name of the parts `of`, and the date; returns the path."""
-        day = datetime.datetime.now(tz=datetime.timezone.utc).date()
-        name = "-".join(("gpt_throughput", *of, str(day))) + ".json"
-        path = Path(__file__).resolve().parent / "results" / name
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        return path
-
-
-def matmul_tflops(device: torch.device) -> float:
-    """Returns the rate of a large bf16 matrix product; on a GPU a sustained one, after seconds of them."""
-    size = 8192 if device.type == "cuda" else 256
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    if device.type == "cuda":
-        _run_for(MATMUL_WARMUP_S, lambda: left @ right, torch.cuda.synchronize)
-    seconds = _median_seconds(lambda: left @ right, device, 50 if device.type == "cuda" else 20)
-    return 2 * size**3 / seconds / 1e12
-
-
-def _run_for(seconds: float, run: Callable[[], Any], wait: Callable[[], None]) -> None:
-    """Keeps the device busy for so long, with few waits."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for _ in range(20):
-            run()
-        wait()
-
-
-def _median_seconds(run: Callable[[], Any], device: torch.device, count: int, warmup: int = 3) -> float:
-    """Returns the median seconds of a call; on a GPU between events, so that the host may run ahead as in training."""
-    for _ in range(warmup):
-        run()
-    if device.type != "cuda":
-        seconds = []
-        for _ in range(count):
-            started = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
-
-
-def _peak_bytes(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else high_water_bytes()
-
-
-def _reset_peak(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        reset_high_water()
-
-
 def measure(row: Row, preset: Preset, steps: int, matmul: float, folder: Path | None) -> Result:
     """Trains `steps` steps; with a folder profiles one more."""
     from core import device
 
     here = device.current_device()
-    _reset_peak(here)
+    reset_peak(here)
     training = row.training(preset)
-    seconds = _median_seconds(training.step, here, steps)
-    peak, loss = _peak_bytes(here), training.loss()
+    seconds = median_seconds(training.step, here, steps)
+    peak, loss = peak_bytes(here), training.loss()
     shares = None if folder is None else write_profile(training, folder)
     tflops = model_flops(preset) / seconds / 1e12
-    datasheet = datasheet_tflops(_device_name(here))
+    datasheet = datasheet_tflops(device_name(here))
     return Result(
         name=row.name,
         wrapper=row.wrapper,
@@ -224,7 +64,7 @@ def measure(row: Row, preset: Preset, steps: int, matmul: float, folder: Path | 
         tflops=tflops,
         percent_of_datasheet=None if datasheet is None else 100 * tflops / datasheet,
         percent_of_matmul=100 * tflops / matmul,
-        peak_gib=peak / GIB,
+        peak_gib=peak / 2**30,
         loss=loss,
         profile=shares,
     )
@@ -284,49 +124,10 @@ def write_profile(training: Training, folder: Path) -> dict[str, float]:
     profiler.export_chrome_trace(str(folder / "trace.json"))
     times = from_profile(profiler, "training step", "update")
     title = (
-        f"One step of {training.preset.samples} x {training.preset.sequence} tokens, {_device_name(training.device)}"
+        f"One step of {training.preset.samples} x {training.preset.sequence} tokens, {device_name(training.device)}"
     )
     (folder / "step.svg").write_text(as_svg(times, title))
     return times.shares()
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def datasheet_tflops(device_name: str) -> float | None:
-    """Returns the peak of a device in its datasheet; None of one that is not in `DATASHEET_TFLOPS`."""
-    return DATASHEET_TFLOPS.get(device_name)
-
-
-def rows_of(wrapper: str, is_ladder: bool) -> list[Row]:
-    """Returns the rows of a run."""
-    usual = tuple(one for one in LADDER if one.name in DEFAULT)
-    if not is_ladder:
-        return [Row("default", wrapper, usual)]
-    rows = []
-    for index, last in enumerate(LADDER):
-        kept = [one for one in LADDER[:index] if one.wrapper.keys().isdisjoint(last.wrapper)]
-        if wrapper == "bare" and any(one.wrapper.keys() - {"compile_units"} for one in (*kept, last)):
-            continue  # only a wrapper has it
-        rows.append(Row(last.name, wrapper, (*kept, last)))
-    rows += [Row(other, other, usual) for other in WRAPPERS if other != wrapper]
-    for kernel in ATTENTION:
-        attends = Technique(f"{kernel} attention", {"attention_backend": kernel}, {})
-        rows.append(Row(attends.name, wrapper, (*usual, attends)))
-    return rows
-
-
-def print_result(row: Row, result: Result) -> None:
-    datasheet = result.percent_of_datasheet
-    print(
-        f"  {row}: {result.seconds:.4f} s, {result.tokens_per_second:.0f} tokens/s, {result.tflops:.3f} model "
-        f"TFLOP/s, {'' if datasheet is None else f'{datasheet:.1f} % of the datasheet, '}"
-        f"{result.percent_of_matmul:.1f} % of the matrix product, peak {result.peak_gib:.2f} GiB",
-        flush=True,
-    )
-    if result.profile is not None:
-        print("    profiled: " + ", ".join(f"{part} {share:.1%}" for part, share in result.profile.items()))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -366,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     preset = PRESETS[name]
     if asked.samples:
         preset = Preset(**asdict(preset) | {"samples": asked.samples})
-    report = Report(_device_name(here), {"name": name, **asdict(preset)})
+    report = Report(device_name(here), {"name": name, **asdict(preset)})
     report.datasheet_tflops = datasheet_tflops(report.device)
     matmul = report.matmul_tflops["before"] = matmul_tflops(here)
     print(f"{report.machine}, {report.device}; bf16 matrix product {matmul:.3f} TFLOP/s")

@@ -19,6 +19,7 @@ LEAST: dict[str, tuple[str, ...]] = {
     "checkpoints": ("--millions", "2", *ONCE, "--folder", "."),
     "chunked_loss": ("sharded, 4 x 1024 tokens", *ONCE, "--only", "time"),
     "compiled_units": ("DDP", *ONCE),
+    "cpu_shortcuts": ("kept inboxes, ZeRO-3", *ONCE, "--only", "time", "--tokens", "128"),
     "data_index": (),
     "ddp_engine": ("--candidates", "replicated", *ONCE, "--only", "time"),
     "deterministic": ONCE,

@@ -186,34 +186,34 @@ def test_a_model_without_wrapper_refuses_what_wrappers_do():
 
 
 def test_only_the_parts_of_the_datasheet_have_its_peak():
-    throughput = _load("gpt_throughput")
-    peaks = {name: throughput.datasheet_tflops(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
+    report = _load("_throughput_report")
+    peaks = {name: report.datasheet_tflops(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")}
     assert peaks == dict.fromkeys(peaks, 989.0)
     for other in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "CPU"):
-        assert throughput.datasheet_tflops(other) is None
+        assert report.datasheet_tflops(other) is None
 
 
 def test_the_ladder_has_rows_for_wrappers_and_attention_kernels():
-    throughput = _load("gpt_throughput")
-    rows = {row.name: row for row in throughput.rows_of("ddp", True)}
+    throughput_rows = _load("_throughput_rows")
+    rows = {row.name: row for row in throughput_rows.rows_of("ddp", True)}
     assert {"plain", "loss in parts", "bare", "zero3", "fsdp2", "flash attention"} < rows.keys()
-    usual = [one.name for one in throughput.rows_of("ddp", False)[0].techniques]
+    usual = [one.name for one in throughput_rows.rows_of("ddp", False)[0].techniques]
     assert [one.name for one in rows["fsdp2"].techniques] == usual == ["compiled layers", "loss in parts"]
     assert rows["flash attention"].techniques[-1].model == {"attention_backend": "flash"}
     # What only a wrapper has is no row without one.
-    assert "full recomputation" not in {row.name for row in throughput.rows_of("bare", True)}
+    assert "full recomputation" not in {row.name for row in throughput_rows.rows_of("bare", True)}
 
 
 def _run(folder: str, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Runs the benchmark without a C++ compiler, in seconds; returns its status and its report."""
-    throughput = _load("gpt_throughput")
-    (Path(folder) / "results").mkdir()
+    rows, results = _load("_throughput_rows"), Path(folder) / "results"
+    results.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        interpreted = tuple(one for one in throughput.LADDER if "compile_units" not in one.wrapper)
-        patch.setattr(throughput, "LADDER", interpreted)
-        patch.setattr(throughput, "__file__", f"{folder}/gpt_throughput.py")
-        status = throughput.main([*arguments, "--steps", "1", "--save"])
-    (report,) = (Path(folder) / "results").iterdir()
+        interpreted = tuple(one for one in rows.LADDER if "compile_units" not in one.wrapper)
+        patch.setattr(rows, "LADDER", interpreted)
+        patch.setattr(_load("_throughput_report"), "RESULTS", results)
+        status = _load("gpt_throughput").main([*arguments, "--steps", "1", "--save"])
+    (report,) = results.iterdir()
     return status, json.loads(report.read_text())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
-from ...compiler_errors import missing_compiler
+from ...compiler_errors import compiler_cause, missing_compiler
 from ...errors import ParallelConfigError, ShardstackError
 
 COMPILER = "inductor"
@@ -42,7 +42,7 @@ def compiled(forward: Callable[..., Any], memory_budget: float | None) -> Callab
 
 
 def _explain(error: Exception) -> None:
-    cause = getattr(error, "inner_exception", error)
+    cause = compiler_cause(error)
     if isinstance(cause, ShardstackError):
         raise cause from None
     if (missing := missing_compiler(error)) is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 import core
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import batches, loss_of, toy
+from tests.unit.distributed.fsdp2._attribute_uses import Catalog, Origins, Uses
 
 PRIVATE = re.compile(
     r"_fully_shard\.(?!_fsdp_api\b)|_get_fsdp_state|_fsdp_param_group|\b_unsharded_param\b|\.fsdp_params\b"
@@ -34,49 +33,100 @@ def test_only_one_folder_reads_torchs_private_state():
 
 
 FOLDER = Path(core.__file__).parent / "distributed" / "fsdp2" / "torch_private"
-OF_TORCH_ITSELF = {"_C", "_foreach_mul_", "_functorch", "_version", "_local_tensor"}
-"""Private names of torch outside of FSDP2."""
+ORIGINS = Origins(
+    parameters={"group": "FSDPParamGroup", "parameter": "FSDPParam", "comm_ctx": "FSDPCommContext"},
+    functions={
+        "_get_fsdp_state": "FSDPState",
+        "state_of": "FSDPState",
+        "fsdp_param_groups": "[FSDPParamGroup]",
+        "param_groups": "[FSDPParamGroup]",
+        "fsdp_parameters": "[FSDPParam]",
+        "_reductions_under_way": "[ReduceScatterState]",
+        "communication_of": "",
+        "gathered_versions": "",
+    },
+)
+OURS = {
+    ("FSDPParamGroup", "direct_exchange"),
+    ("FSDPParam", "requires_grad_when_gathered"),
+    ("FSDPState", "_param_groups_of_shardstack"),
+    ("DefaultAllGather", "gather_each"),
+}
+"""Attributes that we set on torch's objects; the last, of our own in place of that."""
+
+OF_SOME_VERSIONS = {
+    ("FSDPState", "_reset_iter_state"),
+    ("FSDPParamGroup", "_reset_iter_state"),
+    ("FSDPCommContext", "reduce_scatter_state"),
+    ("FSDPCommContext", "reduce_scatter_states"),
+}
+"""Of which the code asks whether they are there."""
 
 
-def _private_names() -> set[str]:
-    """Returns the names that begin with an underscore and that the folder reads or sets on objects of others."""
-    used, own = set(), set()
-    for path in FOLDER.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute):
-                is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-                (own if is_own else used).add(node.attr)
-            elif isinstance(node, ast.FunctionDef):
-                own.add(node.name)
-    return {name for name in used - own if re.match("_[a-z]", name)} - OF_TORCH_ITSELF
-
-
-def _names_of_torchs_objects() -> set[str]:
-    """Returns the names on every object that FSDP2 makes for a model, in two micro-batches of a step."""
+def _torchs_objects() -> Catalog:
+    """Returns what every object has that FSDP2 makes for a model, in two micro-batches of a step."""
     model = toy(tied=False)
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=dist.get_world_size() // 2)
     fully_shard(model)
-    found = set(dir(model))
+    catalog = Catalog()
+    catalog.add_classes()
     for number in range(2):
         model.set_requires_gradient_sync(number == 1)
         loss = loss_of(model, batches(0)[0])
-        found.update(*map(dir, _objects_of(model)))
+        catalog.add_objects(model)
         loss.backward()
-        found.update(*map(dir, _objects_of(model)))
-    return found
+        catalog.add_objects(model)
+    return catalog
 
 
-def _objects_of(model: object) -> Iterator[object]:
-    for module in model.modules():  # type: ignore[attr-defined]
-        if not hasattr(module, "_get_fsdp_state"):
-            continue
-        state = module._get_fsdp_state()
-        groups = core._torch_compat.fsdp_param_groups(state)
-        parameters = [parameter for group in groups for parameter in group.fsdp_params]
-        yield from (state, state._state_ctx, state._comm_ctx, *groups, *parameters)
+def _uses(catalog: Catalog) -> Uses:
+    uses = Uses(catalog, ORIGINS)
+    for path in FOLDER.glob("*.py"):
+        uses.read(path.name, path.read_text(encoding="utf-8"))
+    return uses
+
+
+def _missing(catalog: Catalog, uses: Uses) -> set[str]:
+    return {
+        f"{use.where}: {use.kind}.{use.name}"
+        for use in uses.found
+        if use.name not in catalog.names[use.kind] and (use.kind, use.name) not in OURS | OF_SOME_VERSIONS
+    }
 
 
 def test_every_private_name_that_is_used_is_there():
-    there = run_distributed(_names_of_torchs_objects, 4)[0]
-    assert len(_private_names()) > 15 and _private_names() <= there
+    catalog = run_distributed(_torchs_objects, 4)[0]
+    uses = _uses(catalog)
+    names = {(use.kind, use.name) for use in uses.found}
+    assert len(names) > 60 and names > {("FSDPModule", "_get_fsdp_state"), ("FSDPParamGroup", "fsdp_params")}
+    assert uses.unknown == set()
+    assert _missing(catalog, uses) == set()
+    assert names >= OURS | OF_SOME_VERSIONS and not any(name in catalog.names[kind] for kind, name in OURS)
+    assert {"reduce_scatter_state", "reduce_scatter_states"} & catalog.names["FSDPCommContext"]
+    for kind, name in names - OURS - OF_SOME_VERSIONS:
+        without = Catalog({**catalog.names, kind: catalog.names[kind] - {name}}, catalog.kinds)
+        missing = _missing(without, uses)
+        assert missing and all(found.endswith(f": {kind}.{name}") for found in missing)
+
+
+CODE = """
+def reads(group: Any, other: Any) -> None:
+    for parameter in group.fsdp_params:
+        parameter.renamed = None
+    of_others().fsdp_params
+"""
+
+
+def test_a_name_that_is_missing_or_of_unknown_origin_is_found():
+    catalog = Catalog()
+    catalog.add_classes()
+    catalog.names["FSDPParamGroup"].add("fsdp_params")
+    catalog.kinds["FSDPParamGroup", "fsdp_params"] = "[FSDPParam]"
+    uses = Uses(catalog, ORIGINS)
+    uses.read("file.py", CODE)
+    assert _missing(catalog, uses) == {"file.py:4: FSDPParam.renamed"}
+    assert uses.unknown == {
+        "file.py: the parameter other of reads",
+        "file.py:5: whose fsdp_params is it in of_others().fsdp_params?",
+    }

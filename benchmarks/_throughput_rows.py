@@ -1,0 +1,73 @@
+"""The rows of `gpt_throughput.py`: techniques one on the other, then other wrappers and attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from _llama import WRAPPERS, Preset, Training
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What a row adds: fields of the model's config and of the wrapper's."""
+
+    name: str
+    model: dict[str, Any]
+    wrapper: dict[str, Any]
+
+
+LADDER = (
+    Technique("plain", {}, {}),
+    Technique("compiled layers", {}, {"compile_units": True}),
+    Technique("loss in parts", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}, {}),
+    Technique("half of the activations", {}, {"compile_units": True, "activation_memory_budget": 0.5}),
+    Technique(
+        "selective recomputation", {}, {"activation_checkpointing": "selective", "activation_memory_budget": None}
+    ),
+    Technique("full recomputation", {}, {"activation_checkpointing": "full", "activation_memory_budget": None}),
+)
+"""Each row has the techniques above it too, but for those that set the same."""
+
+DEFAULT = ("compiled layers", "loss in parts")
+"""The techniques of a run without a ladder, and of rows that compare wrappers or attention kernels."""
+
+ATTENTION = ("flash", "fused", "unfused")
+"""Values of `attention_backend`, each a row of the ladder."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement: what is trained, under what."""
+
+    name: str
+    """For `--ladder`: of the technique that it adds, or of what differs."""
+    wrapper: str
+    techniques: tuple[Technique, ...]
+
+    def __str__(self) -> str:
+        return f"{self.wrapper}: " + (" + ".join(one.name for one in self.techniques) or "plain")
+
+    def training(self, preset: Preset) -> Training:
+        """Builds the model and its optimizer."""
+        model_fields = {k: v for one in self.techniques for k, v in one.model.items()}
+        wrapper_fields = {k: v for one in self.techniques for k, v in one.wrapper.items()}
+        return Training(preset, model_fields, wrapper_fields, self.wrapper)
+
+
+def rows_of(wrapper: str, is_ladder: bool) -> list[Row]:
+    """Returns the rows of a run."""
+    usual = tuple(one for one in LADDER if one.name in DEFAULT)
+    if not is_ladder:
+        return [Row("default", wrapper, usual)]
+    rows = []
+    for index, last in enumerate(LADDER):
+        kept = [one for one in LADDER[:index] if one.wrapper.keys().isdisjoint(last.wrapper)]
+        if wrapper == "bare" and any(one.wrapper.keys() - {"compile_units"} for one in (*kept, last)):
+            continue  # only a wrapper has it
+        rows.append(Row(last.name, wrapper, (*kept, last)))
+    rows += [Row(other, other, usual) for other in WRAPPERS if other != wrapper]
+    for kernel in ATTENTION:
+        attends = Technique(f"{kernel} attention", {"attention_backend": kernel}, {})
+        rows.append(Row(attends.name, wrapper, (*usual, attends)))
+    return rows
