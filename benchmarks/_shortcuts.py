@@ -197,6 +197,6 @@ SHORTCUTS = {
     "shared messages": Shortcut(
         ("FSDP2",),
         _counted("torch.split_with_sizes_copy"),
-        _replaced("core.distributed.fsdp2.direct_collectives._LEAST_BYTES_ALONE", 0),
+        _replaced("core.comm.gloo.LEAST_BYTES_ALONE", 0),
     ),
 }
