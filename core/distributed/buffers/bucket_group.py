@@ -21,14 +21,14 @@ from .reduction import BucketReduction
 class BucketGroup:
     """Takes one bucket through a step.
 
-    Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
-    optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
-    `finish_param_sync`). `life_cycle.Phase` lists the phases of that way. Megatron-LM's class of this name may hold
-    several buckets; here it is always one.
+    A backward adds gradients (`add_gradient`, `note_grad_ready`), `start_grad_sync` sends them, and after
+    `finish_grad_sync` this rank's shard is global. The optimizer updates this rank's shard of the parameters, and
+    `start_param_sync` and `finish_param_sync` gather them. `life_cycle.Phase` lists the phases. Megatron-LM's class of
+    this name may hold several buckets; here it always holds one.
 
     Args:
-        inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
-        lane: where collectives run.
+        inspect: called with the bucket before its gradient is sent, to raise on invalid gradients.
+        lane: runs the collectives: a thread on CPU, a stream on CUDA.
         overlaps_grads: reductions run during backward, instead of before `start_grad_sync` returns.
         overlaps_params: parameters are gathered during forward, instead of before `start_param_sync` returns.
         reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
@@ -36,12 +36,12 @@ class BucketGroup:
 
     Attributes:
         bucket: the bucket, for good.
-        phase: how far the bucket is in the step; set by the methods of this class alone.
-        sums: what is set aside over micro-batches, for good; None without `tree`.
-        param_gather_handle: a gather of parameters under way, set by `start_param_sync` and cleared by
-            `finish_param_sync`; None with gathers that have ended on return.
-        param_gather_dispatched: `start_param_sync` was called since gradients were last reduced; it sets it,
-            `finish_grad_sync` clears it.
+        phase: the bucket's phase in the step. Only methods of this class set it.
+        sums: sums of earlier micro-batches, for good; None without `tree`.
+        param_gather_handle: the gather of parameters that is running. `start_param_sync` sets it and
+            `finish_param_sync` clears it; None if the gather finished before `start_param_sync` returned.
+        param_gather_dispatched: whether parameters were gathered since gradients were last reduced.
+            `start_param_sync` sets it, `finish_grad_sync` clears it.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class BucketGroup:
 
     @property
     def intra_distributed_optimizer_instance_size(self) -> int:
-        """Ranks of an optimizer instance, by Megatron-LM's name: those that share the gradient, or all."""
+        """Number of ranks in an optimizer instance, by Megatron-LM's name."""
         return (self._reduction.shard_group or self._reduction.group).size()
 
     @property
     def has_reduced(self) -> bool:
-        """Whether the shard has gradients of this step; else it has what an earlier step left there."""
+        """Whether the shard has gradients of this step; otherwise its values are from an earlier step."""
         return self.phase.has_reduced
 
     @property
@@ -123,10 +123,10 @@ class BucketGroup:
         return None if is_late else self.bucket.slot_of(param).lend()
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> None:
-        """Adds a gradient, or with None notes that a layer has added it itself.
+        """Adds a gradient; None records that a layer has added it itself.
 
-        One that comes after the bucket has left can no longer be reduced with it: it is dropped, and unless
-        `clear_grads` comes first, `finish_grad_sync` raises.
+        A gradient that arrives after the bucket was sent is dropped, because it can no longer be reduced with the
+        bucket. `finish_grad_sync` then raises, unless `clear_grads` is called first.
         """
         if self.sums is not None:
             self.sums.enter()
@@ -174,11 +174,11 @@ class BucketGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the gradients of this backward are in, of all parameters that are trainable now."""
+        """Whether this backward has finished the gradients of all parameters that are trainable now."""
         return len(self._ready) >= self._num_awaited
 
     def replace_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Makes a gradient that the user has written this rank's gradient of the parameter, before it is reduced.
+        """Replaces this rank's gradient of the parameter by one that the user has written, before it is reduced.
 
         Raises:
             ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
@@ -197,7 +197,7 @@ class BucketGroup:
         slot.replace(gradient)
 
     def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
-        """Lets further gradients be added to reduced ones, except those of `dropped`, which start from zero."""
+        """Lets a backward add to reduced gradients; gradients of the parameters in `dropped` start from zero."""
         if len(dropped) == len(self.bucket.params):
             self.clear_grads()
             return
@@ -206,7 +206,7 @@ class BucketGroup:
             self.bucket.slot_of(param).show().zero_()
 
     def start_grad_sync(self, *, inspects: bool = True) -> None:
-        """Sends the bucket's gradient, complete or not: what has not arrived is zero.
+        """Sends the bucket's gradient, complete or not, with zeros for gradients that have not arrived.
 
         Args:
             inspects: False for gradients that will be dropped.
@@ -233,14 +233,15 @@ class BucketGroup:
         self._ready.clear()
 
     def wait_for_grads(self) -> None:
-        """Waits for a reduction that is under way."""
+        """Waits for a running reduction."""
         if self._grad_handle is not None:
             handle, self._grad_handle = self._grad_handle, None
             handle.wait()
             self._give_back()
 
     def _give_back(self) -> None:
-        # The lane has been waited for: what takes this memory next runs after the reduction, on CUDA's streams too.
+        # Callers have waited for the lane, so the next user of this memory runs after the reduction, on CUDA too: the
+        # current stream waits for the lane's.
         if self._sent is not None:
             self.bucket.buffer.grad_memory.give_back(self._sent)
             self._sent = None
@@ -248,8 +249,8 @@ class BucketGroup:
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient.
 
-        Where the bucket leaves during backward, it has to have left: the wrapper's `finish_grad_sync` sends first what
-        is incomplete, with zeros for what has not arrived.
+        With ``overlap_grad_reduce`` the bucket must have been sent. The wrapper's `finish_grad_sync` first sends
+        incomplete buckets, with zeros for gradients that have not arrived.
 
         Raises:
             ShardstackError: a gradient came after the bucket had left.
@@ -277,7 +278,7 @@ class BucketGroup:
         self.bucket.update_accumulators()
 
     def reset(self) -> None:
-        """Forgets which gradients are ready and reduced, before the next step; their values stay."""
+        """Forgets which gradients are ready and reduced, before the next step; keeps their values."""
         self.wait_for_grads()
         self._ready.clear()
         self._count_awaited()
@@ -318,8 +319,8 @@ class BucketGroup:
     def free_overlap_buffers(self) -> None:
         """Waits for gathers, before a checkpoint is saved while training goes on. Megatron-LM's name.
 
-        No memory is kept for a gather, which writes into the buffer; what a caller has left in a bucket's
-        ``layerwise_gather_list`` is dropped.
+        Gathers write into the buffer, so there is no memory of theirs to free. Drops a bucket's
+        ``layerwise_gather_list``, which a caller may have set.
         """
         self.finish_param_sync()
         self.bucket.layerwise_gather_list = None

@@ -1,4 +1,4 @@
-"""Lends a layer memory to compute a parameter's gradient in, through an attribute of the parameter."""
+"""Lends bucket memory to a layer, which computes a parameter's gradient in it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .bucket_group import BucketGroup
 
 
 class GradientLender:
-    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
+    """``param.lend_gradient_memory``: returns memory for the parameter's gradient, or None.
 
-    (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
+    `core.tensor_parallel.weight_gradients` calls it in a layer's backward. A pickled parameter has None instead.
     """
 
     def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:

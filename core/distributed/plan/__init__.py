@@ -1,4 +1,4 @@
-"""The plan of a model: what a wrapper will do to it, decided before anything is touched.
+"""The plan of a model: decides everything that a wrapper will do to it, before the model is changed.
 
 values, flat_plan, fsdp2_plan  the plan itself
 units                          which modules FSDP2 gathers together
