@@ -1,4 +1,4 @@
-"""Units as the wrap policies of torch's first FSDP choose them: by parameter count, or by the class of a layer."""
+"""Chooses units as the wrap policies of torch's first FSDP do: by parameter count, or by class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
-    """Adds to `chosen` what is found, and returns how many parameters it holds."""
+    """Adds the units in a module, which may be one itself, to `chosen`; returns the number of their parameters."""
     total = sum(parameter.numel() for parameter in module.parameters())
     if total < least or isinstance(module, _KEPT_WHOLE):
         return 0

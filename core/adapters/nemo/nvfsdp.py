@@ -211,7 +211,10 @@ def _compare_with_meta(model: nn.Module, is_said_to_be_on_meta: bool) -> None:
 
 
 def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
-    """Makes a model in low precision fp32, for shards that are cast, and says to what; None where nothing is done."""
+    """Converts a low-precision model to fp32 and returns its old dtype, to which gathered parameters are cast.
+
+    Returns None, after a warning, for a model of another dtype or of several. The fp32 values take new memory.
+    """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if len(dtypes) == 1 and (dtype := next(iter(dtypes))) in _LOW_PRECISION:
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: what a Hugging Face model says of itself, and a plan's application to a model."""
+"""Tensor parallelism by a plan: reads the plan of a Hugging Face model, and applies a plan to a model."""
 
 from __future__ import annotations
 
@@ -166,7 +166,8 @@ def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> di
 
 
 def _tie(model: nn.Module, names: list[str]) -> None:
-    """Gives all modules the first one's copy again: `parallelize_module` cuts each module's own."""
+    """Ties parameters again: sets the first module's in all others, because `parallelize_module` makes separate ones.
+    """
     first, *others = (model.get_parameter(name) for name in names)
     for name, other in zip(names[1:], others, strict=True):
         if _layout(other) != _layout(first):

@@ -17,7 +17,7 @@ from ...text import choices
 
 
 class ShardingStrategy(str, Enum):
-    """Oumi's strategies: what is sharded, and over which ranks."""
+    """Oumi's sharding strategies."""
 
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
@@ -86,7 +86,7 @@ _FLAGS = ("enable_fsdp", "cpu_offload", "forward_prefetch", "sync_module_states"
 class FSDPParams:
     """The ``fsdp:`` block of an oumi config; fields, defaults and values are oumi's.
 
-    Values may be given by their names; `finalize_and_validate` says what is none.
+    Enum values may be given by name; `finalize_and_validate` rejects unknown names.
     """
 
     enable_fsdp: bool = False
