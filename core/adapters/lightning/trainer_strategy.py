@@ -110,7 +110,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             self._trained, self._norm = Trained(wrap(module, self.settings, self.units)), None
-        self.model = self._trained.wrapper
+        self.model = self._trained.wrapper  # Lightning's attribute: the model that it runs, from here on
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -166,8 +166,7 @@ def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> di
 
 
 def _tie(model: nn.Module, names: list[str]) -> None:
-    """Ties parameters again: sets the first module's in all others, because `parallelize_module` makes separate ones.
-    """
+    """Ties parameters again, which `parallelize_module` has separated: sets the first module's in all others."""
     first, *others = (model.get_parameter(name) for name in names)
     for name, other in zip(names[1:], others, strict=True):
         if _layout(other) != _layout(first):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from ...errors import WrapError
 
 _sharded_here: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
-"""Modules that this library sharded; `note_sharded` adds them."""
+"""Modules that this library sharded. `note_sharded` adds them; freed modules drop out."""
 _TORCH_WRAPPERS = (TorchDistributedDataParallel, FullyShardedDataParallel)
 
 
