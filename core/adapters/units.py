@@ -40,13 +40,13 @@ def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
 
 
 def units_by_class(model: nn.Module, names: str | None, asked_by: str) -> list[type[nn.Module]]:
-    """Returns the classes of these names, with commas between; of the layers that the model repeats where there are
-    none.
+    """Returns the classes that `names` lists, separated by commas; by default those of the layers that the model
+    repeats.
 
     A dotted name is imported; a plain one is looked for among the model's modules.
 
     Raises:
-        WrapError: naming a class that there is none of, and those that there are.
+        WrapError: no module has a named class; lists the classes of the model.
     """
     if names is None:
         return _guessed(model, asked_by)

@@ -87,9 +87,8 @@ class PendingOutcome:
         if changed:
             raise OptimizerError(
                 f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} was written after a step of "
-                "the optimizer that was still running, and the next step has undone that: masters in fp32 are what "
-                "it updates; call the optimizer's reload_model_params() after writing, or take the result of each "
-                "step before"
+                "the optimizer that was still running, and the next step has overwritten the values from the fp32 "
+                "masters; call the optimizer's reload_model_params() after writing, or its finish_step() before"
             )
         return StepOutcome(
             updated=math.isfinite(norm),

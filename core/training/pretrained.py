@@ -40,7 +40,7 @@ from .state import TrainingState
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
-NO_HASHES = "{} keeps no hashes, so that what was read could not be compared with what was written"
+NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared with the saved ones"
 
 
 def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) -> str:

@@ -89,8 +89,8 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer: likewise.
 
     Raises:
-        ParallelConfigError: a strategy that there is none of, a mesh without a data-parallel axis, or tensor-parallel
-            ranks without a plan.
+        ParallelConfigError: an unknown strategy, a mesh without a data-parallel axis, or tensor-parallel ranks without
+            a plan.
         WrapError: a class path that does not import, or a class that no module of the model has.
     """
     strategy = _as_strategy(data_parallel_sharding_strategy)
@@ -168,8 +168,8 @@ def _warn_of_buffers(strategy: str, *, nvfsdp_unit_modules: bool, preserve_fp32_
         )
     if preserve_fp32_weights:
         warn_once(
-            f"preserve_fp32_weights: under {strategy} the optimizer of core.optimizer keeps fp32 weights of what is "
-            "in less, always. No number changes"
+            f"preserve_fp32_weights: under {strategy} the optimizer of core.optimizer always keeps fp32 masters of "
+            "weights in low precision. No number changes"
         )
 
 
@@ -224,6 +224,6 @@ def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
     found = ", ".join(sorted(str(dtype) for dtype in dtypes))
     warn_once(
         f"preserve_fp32_weights acts on models that are in bf16 or fp16 throughout, and this one is in {found}; the "
-        "optimizer of core.optimizer keeps fp32 weights of what is in less. No number changes"
+        "optimizer of core.optimizer keeps fp32 masters of weights in low precision. No number changes"
     )
     return None

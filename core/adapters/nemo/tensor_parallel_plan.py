@@ -94,7 +94,7 @@ def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, dev
                 parallelize_module(model, tensor_mesh, {pattern: style})
             except NotImplementedError as error:
                 raise ParallelConfigError(
-                    f"tp_shard_plan has {pattern!r} as {type(style).__name__}, and torch cannot cut what it names: "
+                    f"tp_shard_plan has {pattern!r} as {type(style).__name__}, and torch cannot split that module: "
                     f"{error}"
                 ) from error
     for names in ties:

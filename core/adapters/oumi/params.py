@@ -134,7 +134,7 @@ class FSDPParams:
         """Reads the block itself, or a whole config that has it under ``fsdp``; checked.
 
         Raises:
-            ConfigError: a field or a value that there is none of.
+            ConfigError: an unknown field or value.
         """
         block = block.get("fsdp", block) if isinstance(block.get("fsdp"), Mapping) else block
         names = [field.name for field in dataclasses.fields(cls)]
@@ -150,7 +150,7 @@ class FSDPParams:
         """Reads a YAML file, or the text of one; see `from_dict`.
 
         Raises:
-            ConfigError: text that is no block, or a field or a value that there is none of.
+            ConfigError: the text is not a block, or has an unknown field or value.
             MissingExtraError: PyYAML is not installed.
         """
         try:

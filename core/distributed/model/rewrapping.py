@@ -36,7 +36,7 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
         if isinstance(submodule, (*wrappers, *_TORCH_WRAPPERS)):
             raise WrapError(
                 f"the model cannot be wrapped again: {where} is a data-parallel wrapper already; "
-                + ("wrap what it holds, its .module" if not name else "wrap the whole model once, from plain modules")
+                + ("wrap its .module" if not name else "wrap the whole model once, from plain modules")
             )
         if not isinstance(submodule, FSDPModule):
             continue
