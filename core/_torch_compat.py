@@ -54,6 +54,8 @@ def reduce_parameters_without_gradient(module: FSDPModule) -> None:
         setter(True)
         return
     state = module._get_fsdp_state()
+    # Both replacements stay on torch's own objects, for good. torch's post-backward calls the method for each
+    # parameter just before it collects gradients; under another name zeros would no longer be added.
     state._state_ctx.all_states = _OnceEach()
     for group in fsdp_param_groups(state):
         for parameter in group.fsdp_params:
@@ -78,7 +80,7 @@ def _or_zeros(accumulate: Callable[[], None], parameter: Any, group: Any) -> Non
     if not group.reduce_grads or unsharded is None or not unsharded.requires_grad:
         return
     if unsharded.grad is None and parameter.unsharded_accumulated_grad is None:
-        unsharded.grad = torch.zeros_like(unsharded)
+        unsharded.grad = torch.zeros_like(unsharded)  # torch's post-backward reduces and clears it
 
 
 def accumulates_into_leaf(node: Any) -> bool:

@@ -24,8 +24,8 @@ class ShardstackError(Exception):
     """Base of every exception that a user's input or environment can cause."""
 
     ended_run = False
-    """Whether the error came after a run's first step, so that no flag was wrong and the run can be continued from its
-    last checkpoint. The loop of a run sets it."""
+    """Whether the error came after a run's first step: flags were valid, and the run can continue from its last
+    checkpoint. `core.training.loop` sets it on the instance that ends a run; False on all others."""
 
 
 class ConfigError(ShardstackError, ValueError):

@@ -33,7 +33,9 @@ def total_bytes() -> int:
 
 
 _LEAST_PASSING_BYTES = 2**20
-_is_torchs = False  # set and restored by `passing_memory_seen_by_profilers`, read on every thread
+_is_torchs = False
+"""Whether `passing_memory` uses torch's allocator, which profilers see. `passing_memory_seen_by_profilers` sets and
+restores it, on one thread; every thread reads it."""
 
 
 def passing_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

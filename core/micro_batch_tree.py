@@ -54,11 +54,11 @@ class MicroBatchTree:
         return number == count - 1 or (self.interleaves and (number + 1) % odd_part(count) == 0)
 
     def additions(self, number: int, count: int) -> int | None:
-        """Returns how many sums join the one that is set aside before micro-batch `number` adds to it; None sets none
-        aside.
+        """Returns how many partial sums are added to the current sum when it is set aside before micro-batch `number`;
+        None if it is not set aside.
 
-        Set aside is what has been added up in place: gradients of micro-batches, or shards where `interleaves`. The
-        sums that wait are the digits of a binary counter.
+        The current sum is the one accumulated in place: of micro-batches' gradients, or of shards if `interleaves`.
+        Partial sums behave like the digits of a binary counter.
         """
         run = self._run(count)
         if number == 0 or number % run:
@@ -67,7 +67,7 @@ class MicroBatchTree:
         return (~carried & (carried + 1)).bit_length() - 1
 
     def num_set_aside(self, count: int) -> int:
-        """Returns how many sums wait at most at one time, without the one that is added to."""
+        """Returns the largest number of partial sums at one time, without the current sum."""
         return (count // self._run(count)).bit_length() - 1
 
     def _run(self, count: int) -> int:

@@ -18,7 +18,8 @@ class _Batch:
 
 
 _batch: _Batch | None = None
-"""Set by `init_num_microbatches_calculator`, cleared by `unset_num_microbatches_calculator`."""
+"""The batch of this process; None until `init_num_microbatches_calculator` sets it.
+`unset_num_microbatches_calculator` clears it."""
 
 
 def init_num_microbatches_calculator(

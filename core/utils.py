@@ -57,7 +57,7 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
         if hasattr(inner, attr) and (allow_none or getattr(inner, attr) is not None):
             return inner if return_model_obj else getattr(inner, attr)
         inner = getattr(inner, "module", None)
-    raise ConfigError(f"neither {type(model).__name__} nor what it wraps has the attribute {attr!r}")
+    raise ConfigError(f"neither {type(model).__name__} nor the model inside it has the attribute {attr!r}")
 
 
 def get_model_config(model: Any) -> Any:

@@ -17,12 +17,13 @@ from ..optimizer.param_groups import collect_main_params
 
 
 class GradientNorm:
-    """The gradient that an optimizer of this model reads, as one vector: its norm is the same on every rank.
+    """The whole gradient of a wrapped model as one vector: measures its norm, clips and clamps it.
 
-    Squares are summed in double over shards and ranks, and rounded once, so that how a model is cut does not show.
+    The norm is equal on every rank. Squares are summed in double over shards and ranks, and rounded once, so that the
+    norm does not depend on the sharding.
 
     Args:
-        wrapper: what `core.distributed.wrap_model` returned.
+        wrapper: the wrapper, from `core.distributed.wrap_model`.
     """
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:

@@ -35,7 +35,7 @@ class ParallelConfig:
     """Settings of data parallelism.
 
     Raises:
-        ConfigError: a strategy that there is none of.
+        ConfigError: an unknown strategy.
     """
 
     use_fsdp: bool = False

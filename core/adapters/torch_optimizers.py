@@ -1,4 +1,4 @@
-"""What torch's optimizers do, as settings of `core.optimizer`'s, which update shards."""
+"""Translates torch's optimizers into settings of `core.optimizer`, whose optimizers update shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def same_update(optimizer: Optimizer, **fields: Any) -> OptimizerConfig | None:
 
 
 def unlike_ours(optimizer: Optimizer) -> str:
-    """Returns what makes a torch optimizer unlike `core.optimizer`'s, as ``AdamW(amsgrad=True)``, or an empty text."""
+    """Names a torch optimizer with an option that `core.optimizer` lacks, as ``AdamW(amsgrad=True)``; "" if none."""
     kind, groups = type(optimizer), optimizer.param_groups
     if kind not in (AdamW, Adam, SGD):
         return kind.__name__

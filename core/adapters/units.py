@@ -1,4 +1,4 @@
-"""Units as the wrap policies of torch's first FSDP choose them: by parameter count, or by the class of a layer."""
+"""Chooses units as the wrap policies of torch's first FSDP do: by parameter count, or by class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def units_by_size(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
 
 def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
-    """Adds to `chosen` what is found, and returns how many parameters it holds."""
+    """Adds the units in a module, which may be one itself, to `chosen`; returns the number of their parameters."""
     total = sum(parameter.numel() for parameter in module.parameters())
     if total < least or isinstance(module, _KEPT_WHOLE):
         return 0
@@ -40,13 +40,13 @@ def _choose(module: nn.Module, least: int, chosen: list[nn.Module]) -> int:
 
 
 def units_by_class(model: nn.Module, names: str | None, asked_by: str) -> list[type[nn.Module]]:
-    """Returns the classes of these names, with commas between; of the layers that the model repeats where there are
-    none.
+    """Returns the classes that `names` lists, separated by commas; by default those of the layers that the model
+    repeats.
 
     A dotted name is imported; a plain one is looked for among the model's modules.
 
     Raises:
-        WrapError: naming a class that there is none of, and those that there are.
+        WrapError: no module has a named class; lists the classes of the model.
     """
     if names is None:
         return _guessed(model, asked_by)

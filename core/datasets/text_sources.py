@@ -198,8 +198,10 @@ class _ZstdReader(io.RawIOBase):
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._raw = raw
-        self._frame: Any = None  # decompressor of the current frame; None between frames
-        self._ready = b""  # decompressed bytes that were not read yet
+        # Decompressor of the current frame; None between frames. `readinto` sets and clears it.
+        self._frame: Any = None
+        # Decompressed bytes that were not read yet. `readinto` fills and drains it.
+        self._ready = b""
 
     def readable(self) -> bool:
         return True

@@ -1,8 +1,7 @@
-"""Rejects an optimizer whose parameters are not the model's: built before it was wrapped, or while FSDP2 had units
-gathered, between a forward and the end of its step.
+"""Rejects an optimizer whose parameters are not the model's.
 
-Such an optimizer changes nothing, because its parameters never get a gradient. They are marked, so that its step
-raises.
+It was built before the model was wrapped, or while FSDP2 had units gathered, between a forward and the end of its
+step. Its parameters never get a gradient, so it would change nothing. The parameters are marked; its step raises.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class _Replaced(StepMark):
 
 
 class _GatheredCopy(StepMark):
-    """The mark of the tensor that FSDP2 gathers the parameter `name` into, which the module shows until it
-    reshards."""
+    """The mark of the tensor that FSDP2 gathers the parameter `name` into; the module holds it until it reshards."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,7 +46,7 @@ class _GatheredCopy(StepMark):
 
 @contextmanager
 def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
-    """Marks the parameters that code inside replaces by others. Keeps none of them alive."""
+    """Marks the parameters that the code inside replaces; keeps only weak references to them."""
     before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
     yield
     after = {id(parameter) for parameter in module.parameters()}

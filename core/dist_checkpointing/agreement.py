@@ -26,6 +26,7 @@ class Ranks:
 
     def __init__(self, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
         joined = dist.is_available() and dist.is_initialized() and not alone
+        # Fixed: make a new instance after the process group is destroyed or replaced.
         self.group = group
         self.size = dist.get_world_size(group) if joined else 1
         self.rank = dist.get_rank(group) if joined else 0

@@ -25,17 +25,21 @@ _GROUP_LIMIT = timedelta(hours=6)
 class AsyncSaver:
     """Writes one checkpoint at a time in the background, on a gloo group of its own; collective over all ranks.
 
-    Each rank copies what it will write into host memory, which it keeps: as large as its part of a checkpoint. A
-    thread writes it as `save` does: the checkpoint appears in one step, and a rank that ends before leaves the last
-    checkpoint as it was. The first time, and when the layout of the state has changed, training also waits until the
-    ranks have planned who writes what. Call `wait` before the process group is destroyed.
+    Each rank copies its part of the checkpoint into host memory of the same size, which it keeps for the next one. A
+    thread writes the copies as `save` does: the checkpoint is published atomically, and if a rank dies earlier, the
+    last checkpoint stays. At the first checkpoint, and after the layout of the state has changed, training also waits
+    until the ranks have planned which rank writes which piece. Call `wait` before the process group is destroyed.
     """
 
     def __init__(self) -> None:
-        self._group: dist.ProcessGroup | None = None  # the first `save` makes it
-        self._staging = HostStaging()  # owns the copies that the thread writes; reused by the next `save`
-        self._thread: threading.Thread | None = None  # `save` starts it, `wait` joins and clears it
-        self._error: BaseException | None = None  # set by the thread, raised and cleared by `wait`
+        # The gloo group of the thread's collectives. The first `save` makes it; never cleared.
+        self._group: dist.ProcessGroup | None = None
+        # Owns the host copies that the thread writes. The next `save` overwrites them, after `wait`.
+        self._staging = HostStaging()
+        # The thread that writes the last checkpoint. `save` starts it, `wait` joins and clears it.
+        self._thread: threading.Thread | None = None
+        # The error of the last checkpoint on this rank. The thread sets it, `wait` raises and clears it.
+        self._error: BaseException | None = None
 
     def save(
         self,

@@ -164,12 +164,12 @@ def _value(value: Any) -> str:
 
 @dataclass
 class _Node:
-    """A name of the tree: a tensor, or what is below the name. `_tree_lines` fills it."""
+    """A node in the tree of tensor names. `_tree_lines` fills it."""
 
     entry: TensorEntry | None = None
-    """The tensor of this name; None for a name that only others begin with."""
+    """The tensor of this name; None if the name is only a prefix of others."""
     below: dict[str, _Node] = field(default_factory=dict)
-    """By the next part of their names, in natural order."""
+    """The nodes below, by the next part of their names, in natural order."""
 
     def entries(self) -> Iterator[TensorEntry]:
         if self.entry is not None:

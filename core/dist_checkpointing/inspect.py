@@ -1,4 +1,4 @@
-"""Describes a checkpoint, and says whether its files are what was saved; or lists the differences of two.
+"""Describes a checkpoint and checks its files against the saved hashes, or lists the differences of two checkpoints.
 
     python -m core.dist_checkpointing.inspect runs/a                        # its latest checkpoint
     python -m core.dist_checkpointing.inspect runs/a runs/b --contents     # and how far apart the tensors are
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--expand", action="store_true", help="list every layer, equal ones too")
     parser.add_argument("--contents", action="store_true", help="read the tensors too, and say how far apart they are")
     parser.add_argument(
-        "--no-verify-checkpoint", action="store_true", help="read the description alone, and not what the files hold"
+        "--no-verify-checkpoint", action="store_true", help="read only the description, not the contents of the files"
     )
     asked = parser.parse_args(arguments)
     if asked.other is None and asked.contents:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _verified(opened: Opened) -> str:
     """Compares a checkpoint's files with its hashes; returns a line about it, or raises CheckpointError on damage."""
     if not have_hashes(opened):
-        return f"{opened.folder} keeps no hashes, so that its files could not be compared with what was saved\n"
+        return f"{opened.folder} has no hashes, so that its files could not be compared with the saved tensors\n"
     alone, started = Ranks(), time.perf_counter()
     with another_offered(opened.folder, alone):
         if problems := damage(opened.folder, alone):

@@ -110,14 +110,14 @@ def load(
         cast: also fill floating tensors of another dtype than the checkpoint's, through a tensor of that dtype; all
             such tensors are held twice until they are loaded.
         optional: names of the checkpoint with this prefix need not be in `state`, even if `strict`.
-        report: called once on every rank with a line that says what was compared with hashes, and how long it took.
+        report: called once on every rank with a line that names the tensors compared with hashes, and the time.
 
     Returns:
         The metadata that was saved; empty for a checkpoint of torch's.
 
     Raises:
         CheckpointError: on all ranks. Names all missing, unexpected and mismatched tensors; or, after tensors were
-            overwritten, all tensors that differ from what was saved, and the damaged files.
+            overwritten, all tensors that differ from the saved ones, and the damaged files.
     """
     ranks, folder = Ranks(process_group), _folder(directory)
     found = folders.existing_folder(folder)
@@ -188,12 +188,12 @@ def _verify(
     hashed = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
     names = set().union(*ranks.all_gather(set(state) if all_ else resharded)) & hashed
     if differing := differing_tensors(state, index, names, ranks) if names else []:
-        files = damage(folder, ranks) or ["its files are what was written: they were put together wrongly, report it"]
-        _refuse(f"{folder}: what was loaded is not what was saved ({'; '.join(files)})", differing)
+        files = damage(folder, ranks) or ["its files are undamaged, and were assembled wrongly: report it"]
+        _refuse(f"{folder}: the loaded tensors differ from the saved ones ({'; '.join(files)})", differing)
     if not all_:
         return f"{folder} was not compared with its hashes, as was asked"
     if not hashed:
-        return f"{folder} keeps no hashes, so that what was loaded could not be compared with what was saved"
+        return f"{folder} has no hashes, so that the loaded tensors could not be compared with the saved ones"
     return verified_line(folder, index, names, time.perf_counter() - started)
 
 

@@ -1,4 +1,4 @@
-"""The contract that every data-parallel wrapper keeps, so that a training script can swap one for another."""
+"""The interface of all data-parallel wrappers, so that a training script can swap one for another."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ class _BaseDataParallel(nn.Module, ABC):
         plan: what `ddp_config` means for this model on these ranks.
 
     Attributes:
-        plan: as given; the library reads this in place of `ddp_config`, which is kept for users.
-        process_group: the ranks that hold replicas; data parallel times context parallel.
+        plan: as given. The library reads it instead of `ddp_config`, which is kept for users.
+        process_group: the ranks that hold replicas: data-parallel times context-parallel ones.
         gradient_state: the phase of this wrapper's gradients. The wrapper, `finalize_model_grads` and optimizers
-            report events to it, and ask it whether they may act.
+            report events to it, and check the phase before they act.
     """
 
-    checks_placement = False  # whether `check_may_step` raises where a parameter is no longer what was wrapped
+    checks_placement = False
+    """Whether `check_may_step` raises if a parameter was moved or replaced after wrapping. Fixed by each class."""
 
     def __init__(
         self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: ShardingPlan
@@ -68,22 +69,22 @@ class _BaseDataParallel(nn.Module, ABC):
         self.ddp_config = ddp_config
         self.plan = plan
         self.process_group = plan.groups.whole
-        # False inside `no_sync`, which sets and restores it by `_set_gradient_sync`; read in each backward.
+        # False inside `no_sync`, which sets and restores it with `_set_gradient_sync`. Each backward reads it.
         self._syncs_gradients = True
-        # Remembers the largest norm of each gradient, with ``check_for_large_grads``; otherwise without state.
+        # With ``check_for_large_grads`` remembers the largest norm of each gradient; otherwise without state.
         self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
-        # Steps whose gradients were reduced, for messages. Counted by `finish_grad_sync`, never reset.
+        # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
         self._step = 0
         self.gradient_state = GradientState()
-        # Where a backward is in the tree of a step, with ``reproducible_across_ranks``; else None.
-        # `expect_micro_batches` configures it, each backward moves it on, `zero_grad_buffer` restarts it.
+        # The step's position in its tree, with ``reproducible_across_ranks``; else None. `expect_micro_batches` sets
+        # the number of backwards, each backward advances it, `zero_grad_buffer` restarts it.
         self._tree: GradientTree | None = None
         if plan.tree is not None:
             self._tree = GradientTree(plan.tree, 1 if self.sums_gradients else self.process_group.size())
 
     @staticmethod
     def _reject_unwrappable(module: nn.Module, config: Any) -> None:
-        """Raises on a model that is wrapped already, or has experts; to be called before it is planned."""
+        """Raises on a model that is wrapped already or has experts; call it before the model is planned."""
         reject_wrapped(module, (_BaseDataParallel,))
         reject_expert_parameters(module, config)
 
@@ -114,16 +115,15 @@ class _BaseDataParallel(nn.Module, ABC):
         self._syncs_gradients = enabled
 
     def expect_micro_batches(self, count: int, *, divides_by_ranks: bool = True) -> None:
-        """Sets how many backwards each step that follows has; read with ``reproducible_across_ranks``, where 1 is
-        the default.
+        """Sets the number of backwards in each step that follows, for ``reproducible_across_ranks``; the default is 1.
 
         Args:
-            divides_by_ranks: gradients are divided by the number of ranks when they are summed, exactly. False: each
-                loss is divided by it instead, so that backward computes with the same numbers on any number of ranks,
-                which matters where small ones vanish, in fp16.
+            divides_by_ranks: divide summed gradients by the number of ranks, exactly. False: the caller divides each
+                loss by it instead. Backward then computes with the same numbers on any number of ranks, which matters
+                in fp16, where small numbers underflow.
 
         Raises:
-            ConfigError: no positive number; or losses divided by ranks, and no ``reproducible_across_ranks``.
+            ConfigError: `count` is below one, or `divides_by_ranks` is False without ``reproducible_across_ranks``.
             ShardstackError: a step has begun.
         """
         if self._tree is not None:
@@ -137,8 +137,8 @@ class _BaseDataParallel(nn.Module, ABC):
     def micro_batch_index(self, number: int) -> int:
         """Returns the index, in the global batch, of this rank's micro-batch `number`, which counts from 0.
 
-        With ``reproducible_across_ranks`` a rank has to run the micro-batches of these indices, in this order: choose
-        samples by it, and seed dropout.
+        With ``reproducible_across_ranks`` a rank has to run the micro-batches with these indices, in this order:
+        choose samples and seed dropout by the index.
         """
         rank = self.process_group.rank() // self.plan.context_parallel_size
         if self._tree is None:
@@ -146,18 +146,18 @@ class _BaseDataParallel(nn.Module, ABC):
         return self._tree.shape.index(rank, number, self._tree.count)
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Starts what `finish_grad_sync` completes; a wrapper that overlaps nothing has nothing to start."""
+        """Starts the reduction that `finish_grad_sync` completes; does nothing in a wrapper that does not overlap."""
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Makes every rank's shard of every gradient the global one.
+        """Reduces gradients over ranks: afterwards every rank has its shard of the global gradient.
 
         Args:
-            force_all_reduce: leave every rank with the whole gradient where the wrapper would have left it a shard;
-                as in Megatron-LM, only wrappers that keep whole gradients have such a form.
+            force_all_reduce: leave the whole gradient on every rank, not a shard; as in Megatron-LM, only in wrappers
+                whose buffers keep whole gradients.
 
         Raises:
-            ShardstackError: inside `no_sync`, or on a gradient that ``check_for_nan_in_grad`` or
-                ``check_for_large_grads`` objects to.
+            ShardstackError: called inside `no_sync`, or a gradient fails ``check_for_nan_in_grad`` or
+                ``check_for_large_grads``.
         """
         if not self._syncs_gradients:
             raise ShardstackError("finish_grad_sync was called inside no_sync; leave the context first")
@@ -195,7 +195,7 @@ class _BaseDataParallel(nn.Module, ABC):
     def _scale_gradients(self, scaling_factor: float | torch.Tensor) -> None: ...
 
     def zero_grad_buffer(self) -> None:
-        """Makes every gradient zero or None, and drops what an exception left of a step."""
+        """Makes every gradient zero or None; also recovers from a step that an exception ended."""
         self._zero_gradients()
         if self._tree is not None:
             self._tree.restart()
@@ -220,17 +220,17 @@ class _BaseDataParallel(nn.Module, ABC):
 
     @abstractmethod
     def _open_reduced_gradients(self) -> bool:
-        """Lets a backward add to gradients that were reduced, as it would to those of a plain module.
+        """Lets a backward add to reduced gradients, as in a plain module.
 
-        Where the user has set them to None since, the backward starts from zero.
+        Gradients that the user has set to None since start from zero.
 
         Returns:
-            False where that is impossible: what is added is then dropped, and the next use of gradients raises.
+            False if that is impossible: new gradients are then dropped, and the next use of gradients raises.
         """
 
     @property
     def _adds_exactly(self) -> bool:
-        """Whether reducing again leaves what was reduced as it is: a mean of equal values does, a sum does not."""
+        """Whether a second reduction leaves reduced gradients unchanged: a mean of equal values does, a sum not."""
         marked = (getattr(parameter, "sequence_parallel", False) for parameter in self.module.parameters())
         return not self.sums_gradients and self._tree is None and not any(marked)
 
@@ -238,43 +238,43 @@ class _BaseDataParallel(nn.Module, ABC):
         """Raises unless an optimizer of `core.optimizer` may read this wrapper's gradients.
 
         Args:
-            optimizer: its name, for the message.
+            optimizer: the optimizer's name, for the message.
 
         Raises:
-            ShardstackError: they were not reduced, or are useless.
+            ShardstackError: gradients were not reduced, or are invalid.
         """
         self._look_for_failures()
         self.gradient_state.check_may_step(optimizer)
 
     def _look_for_failures(self) -> None:
-        """Notes in `gradient_state` a backward that raised, where that left something begun."""
+        """Records in `gradient_state` a backward that raised, where a wrapper can detect it."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
-        """Raises unless an optimizer of torch may step: it reads ``param.grad`` and writes the parameters.
+        """Raises unless an optimizer of torch, which reads ``param.grad`` and writes the parameters, may step.
 
         Raises:
-            ShardstackError: as `check_may_step`; or ``param.grad`` is not all that an optimizer has to read.
+            ShardstackError: as `check_may_step`; or ``param.grad`` is not the gradient that an optimizer has to read.
         """
         self.check_may_step(optimizer)
 
     @abstractmethod
     def settle_parameters(self) -> None:
-        """Makes `module` show the parameters that an optimizer has to update; outside of a forward."""
+        """Makes `module` hold the parameters that an optimizer updates; call it outside of a forward."""
 
     @abstractmethod
     def note_step(self) -> None:
-        """Drops what was gathered; called when an optimizer has written the parameters."""
+        """Drops gathered parameters; called after an optimizer has written its parameters."""
 
     @abstractmethod
     def broadcast_params(self) -> None:
-        """Gives all replicas data-parallel rank 0's parameters and buffers."""
+        """Broadcasts data-parallel rank 0's parameters and buffers to all replicas."""
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
-        """Lets any function of a tensor read and write parameters; what is written counts.
+        """Makes parameters readable and writable as plain tensors; keeps what is written to them.
 
-        Every rank enters it, outside of a forward and a backward, and writes the same. Wrappers whose parameters are
-        always whole, or DTensors, have nothing to do.
+        Every rank enters it, outside of forward and backward, and writes the same values. Does nothing in wrappers
+        whose parameters are always whole, or are DTensors.
         """
         self.settle_parameters()
         yield
@@ -291,45 +291,44 @@ class _BaseDataParallel(nn.Module, ABC):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the wrapped module's, with the names that it has without a wrapper."""
+        """Returns the wrapped module's state dict, under the names of the unwrapped module."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Returns the state of a checkpoint, by Megatron-LM's name."""
+        """Returns the module's state dict for a checkpoint; Megatron-LM's name."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copies into the wrapped module's parameters and buffers."""
+        """Copies a state dict into the wrapped module's parameters and buffers."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def describe(self, format: str = "text", num_microbatches: int = 1) -> str:
         """Describes the wrapped model by unit (of FSDP2) or bucket: what a rank keeps, gathers and sends.
 
-        It talks to no other rank: any may call it alone. Bytes are this rank's; what a step sends is the least that
-        its collectives can, as in a ring, and of the wrapper alone: neither tensor parallelism nor the optimizer's
-        norm is in it.
+        No communication: a rank may call it alone. Bytes are this rank's. The bytes that a step sends are the minimum
+        for its collectives, as in a ring algorithm. They include only the wrapper's collectives, not those of tensor
+        parallelism or of the gradient norm.
 
         Args:
-            format: ``text``, a table of 119 columns at most, in which equal layers are one line; or ``html``, a page
-                in one file, with a picture.
-            num_microbatches: of a step.
+            format: ``text``, a table of at most 119 columns in which equal layers share a line; or ``html``, a page in
+                one file, with a picture.
+            num_microbatches: micro-batches in a step.
 
         Raises:
-            ConfigError: another format.
+            ConfigError: an unknown format.
         """
         return describe(model_facts(self.plan, self.module, num_microbatches), format)
 
     @abstractmethod
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Returns what this rank holds at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
+        """Returns this rank's tensors at this moment: ``parameters``, ``gathered parameters`` and ``gradients``.
 
-        Of these, ``gradients not reduced yet`` are the whole ones that a reduction will free.
-
-        Tensors may share memory, also between categories: it belongs to the first.
+        ``gradients not reduced yet`` are whole gradients that a reduction will free. Tensors may share memory, also
+        between categories; it counts in the first.
         """
 
     def gradient_receivers(self) -> list[nn.Parameter]:
-        """Returns the parameters into whose ``grad`` backward adds at this moment."""
+        """Returns the parameters whose ``grad`` a backward would add to at this moment."""
         return list(self.module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Replicas on contiguous buffers, with optimizer state and gradients sharded over ranks where asked (ZeRO-1, -2)."""
+"""Replicas on contiguous buffers; optionally shards optimizer state (ZeRO-1) and gradients (ZeRO-2)."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 
 
 class DistributedDataParallel(_FlatDataParallel):
-    """Every rank computes with the whole model; gradients are reduced over the group once a step, on flat buffers.
+    """Replicates the model on every rank, and reduces gradients over the group once a step, in flat buffers.
 
-    By the sharding strategy a rank keeps, after `finish_grad_sync`:
+    After `finish_grad_sync` a rank has, by sharding strategy:
 
-    * ``no_shard``: the whole gradient, averaged, in ``param.main_grad``, and the same memory in ``param.grad`` where
-      both have one dtype: any optimizer, and `torch.nn.utils.clip_grad_norm_`, may read and write it there;
-    * ``optim`` (ZeRO-1): the gradient of its shard of each bucket, inside the buffer of whole gradients; the rest of
-      ``main_grad`` is then this rank's own, and not to be read;
-    * ``optim_grads`` (ZeRO-2): its shard alone. Whole gradients are allocated when backward reaches their bucket and
-      freed when the bucket is reduced, during the last micro-batch's backward (or kept for the next step, where
-      ``reproducible_across_ranks`` sets some aside); ``main_grad`` is then None.
+    * ``no_shard``: the whole averaged gradient in ``param.main_grad``. If dtypes are equal, ``param.grad`` shares its
+      memory, and any optimizer and `torch.nn.utils.clip_grad_norm_` may read and write it there;
+    * ``optim`` (ZeRO-1): the reduced gradient of its shard of each bucket, inside the buffer of whole gradients. The
+      rest of ``main_grad`` is not reduced: do not read it;
+    * ``optim_grads`` (ZeRO-2): only its shard. A bucket's whole gradient is allocated when backward reaches the bucket
+      and freed when it is reduced, during the last micro-batch's backward (or kept for the next step, where
+      ``reproducible_across_ranks`` keeps partial sums); ``main_grad`` is then None.
 
     With the last two, parameters are views of flat buffers, an optimizer of `core.optimizer` updates this rank's
     shards, and `start_param_sync` gathers the parameters. Backward moves each gradient into ``main_grad`` and frees
-    ``param.grad``; a gradient that a layer has added there itself is respected (``param.grad_added_to_main_grad``,
-    which is taken back after each use). ``main_grad`` is None between `zero_grad_buffer` and the first gradient.
+    ``param.grad``. A layer that adds its gradient into ``main_grad`` itself sets ``param.grad_added_to_main_grad``;
+    the wrapper resets it after each use. ``main_grad`` is None between `zero_grad_buffer` and the first gradient.
 
     Args:
-        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` are read where
-            present. The latter lets the layers of this package compute gradients in place. In a config that is not of
-            this package it says that layers add into ``main_grad`` themselves, which then always exists.
+        config: the model's config. ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` are read if
+            present. The latter lets the layers of this package compute gradients in place. In the config of another
+            package it means that layers add into ``main_grad`` themselves, which then always exists.
         ddp_config: the wrapper's settings.
-        module: the model. Every rank's becomes that of the group's first; on the meta device it is materialized here.
-        disable_bucketing: reduce each buffer in one piece; the bucket size is ignored.
+        module: the model. All ranks start from the values of the group's first rank; a model on the meta device is
+            materialized.
+        disable_bucketing: reduce each buffer in one piece, regardless of the bucket size.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
-        full_param_layout: from `DistributedOptimizer.compute_full_param_layout`; it has to be what the wrapper
-            computes itself.
-        sub_modules_to_wrap: as `TorchFullyShardedDataParallel` takes it; here of the modules that are recomputed or
+        full_param_layout: from `DistributedOptimizer.compute_full_param_layout`; must equal the layout that the
+            wrapper computes.
+        sub_modules_to_wrap: as in `TorchFullyShardedDataParallel`; here chooses the modules that are recomputed or
             compiled (``activation_checkpointing``, ``compile_units``).
         process_group: the ranks that hold replicas, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism.
@@ -111,10 +112,11 @@ class DistributedDataParallel(_FlatDataParallel):
         transform_units(plan.transforms)
         with replaced_parameters_marked(module):
             start_equal(module, self.process_group)  # replicas that start different would stay different
-        # Own all memory of gradients, and of parameters where something is sharded; for as long as the wrapper exists.
+        # Own all memory of gradients, and of parameters if a strategy shards, for the wrapper's lifetime.
         self._grad_buffers = self._build_buffers(model)
         self._take_buckets([self._grad_buffers[index].buckets[number] for index, number in plan.reduction_order])
-        # Handles, while forwards wait for parameters: from `enable_forward_pre_hook` to `disable_forward_pre_hook`.
+        # Handles of the hooks that make forwards wait for parameters. `enable_forward_pre_hook` adds them,
+        # `disable_forward_pre_hook` removes them.
         self._pre_hooks: list[Any] = []
         if plan.overlaps_params:
             self.enable_forward_pre_hook()
@@ -143,7 +145,7 @@ class DistributedDataParallel(_FlatDataParallel):
 
     @property
     def buffers(self) -> _BufferList:
-        """The flat buffers, in a list, as in Megatron-LM; called, what torch's ``Module.buffers()`` gives."""
+        """The flat buffers, in a list, as in Megatron-LM. Calling the list returns torch's ``Module.buffers()``."""
         dense = [buffer for buffer in self._grad_buffers if not buffer.holds_experts]
         return _BufferList(dense, lambda *args, **kwargs: nn.Module.buffers(self, *args, **kwargs))
 
@@ -168,13 +170,13 @@ class DistributedDataParallel(_FlatDataParallel):
         self.start_param_sync()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gathers the parameters that ranks have updated, those that forward reads first first.
+        """Gathers updated parameters, in the order in which forward reads them.
 
         With ``overlap_param_gather`` it returns at once, and a module's forward waits for the parameters it holds.
 
         Args:
-            force_sync: return when all are there.
-            force_dispatch: as in Megatron-LM's signature; here it is always dispatched.
+            force_sync: return only when all parameters are gathered.
+            force_dispatch: Megatron-LM's; ignored, because the gather is always started.
         """
         self._placement.check_gather(unwrap_model(self))
         for group in reversed(self._bucket_groups):

@@ -1,4 +1,4 @@
-"""The engines that hold parameters and gradients, and which of them settings mean."""
+"""Chooses the engine that holds parameters and gradients, from the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParal
 
 
 class Engine(Enum):
-    """What holds the parameters and gradients of a wrapped model."""
+    """The engine that holds the parameters and gradients of a wrapped model."""
 
     BUFFERS = auto()
     """Whole parameters on every rank, gradients in flat buffers: ``no_shard``, ``optim`` and ``optim_grads``."""
@@ -21,7 +21,7 @@ class Engine(Enum):
 
 
 def engine_of(ddp_config: DistributedDataParallelConfig) -> Engine:
-    """Returns the engine that settings mean: FSDP2 by their type, the others by the sharding strategy."""
+    """Returns the engine for the settings: FSDP2 by their type, the others by the sharding strategy."""
     if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
         return Engine.FSDP2
     return Engine.FLAT_UNITS if ddp_config.shards_parameters else Engine.BUFFERS

@@ -41,34 +41,34 @@ from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 
 
 class FullyShardedDataParallel(_FlatDataParallel):
-    """Parameters, gradients and optimizer state sharded over the group (ZeRO-3), in flat buffers.
+    """Shards parameters, gradients and optimizer state over the group (ZeRO-3), in flat buffers.
 
-    Each unit's parameters are views of one slot of memory, for good; units of one size share few slots, in turn. A
-    step, for each unit:
+    The parameters of a unit are views of a slot of memory, for good. Units of equal size take turns with few slots. A
+    step does, for each unit:
 
-    1. forward: its shards are all-gathered straight into its slot, while the unit before it computes; the unit runs.
-       Nothing is freed: another unit takes the slot when it needs it, so that the last units of a forward are not
-       gathered again;
-    2. backward, in reverse: gathered again where another unit has had the slot. Each gradient goes into the unit's
-       contiguous gradient memory, from the layer's own matrix product where the layer can; when the last has come it
-       is reduced and scattered from there, while backward goes on, and the memory is given back;
-    3. the optimizer updates this rank's shards, one run of elements of each parameter;
+    1. forward: all-gathers the shards into the slot while the unit before computes, and runs the unit. Frees nothing:
+       the slot keeps the unit until another unit is gathered into it, so the last units of a forward are not gathered
+       again;
+    2. backward, in reverse order: gathers the unit again if another unit has used the slot. Accumulates gradients in
+       the unit's contiguous gradient memory; layers of this package compute them there. After the last gradient
+       reduce-scatters this memory while backward goes on, and gives it back;
+    3. optimizer: updates this rank's shards, a run of elements of each parameter;
     4. the next forward gathers again.
 
-    Outside of a forward and a backward a parameter's shape, dtype and gradient may be asked for, and `state_dict`
-    gives this rank's range of each; anything else raises. `whole_parameters` shows all of them.
+    Outside of forward and backward, code may read a parameter's shape, dtype and gradient, and `state_dict` returns
+    this rank's range of each parameter; other uses raise. Inside `whole_parameters` parameters are whole.
 
-    Inside `no_sync` gradients add up whole, as under FSDP2; `reduce_every_micro_batch` is there to save that memory.
+    Inside `no_sync` whole gradients accumulate, as under FSDP2; `reduce_every_micro_batch` saves that memory.
 
     Args:
-        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` are read where
+        config: the model's config; ``calculate_per_token_loss`` and ``gradient_accumulation_fusion`` are read if
             present.
         ddp_config: the wrapper's settings: a `FullyShardedDataParallelConfig`, or any other whose sharding strategy
             is ``optim_grads_params``.
-        module: the model. Every rank's becomes that of the group's first, with ``sync_module_states``; on the meta
-            device it is materialized here. fp32 parameters are kept in fp32 where the model's config computes in less
-            (``bf16``, ``fp16``): they are cast when they are gathered, and are the optimizer's masters.
-        sub_modules_to_wrap: as `TorchFullyShardedDataParallel` takes it.
+        module: the model. With ``sync_module_states`` all ranks start from the values of the group's first rank; a
+            model on the meta device is materialized. If the config computes in ``bf16`` or ``fp16``, fp32 parameters
+            stay in fp32: they are cast when they are gathered, and serve as the optimizer's masters.
+        sub_modules_to_wrap: as in `TorchFullyShardedDataParallel`.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
@@ -109,10 +109,10 @@ class FullyShardedDataParallel(_FlatDataParallel):
         device = next((param.device for param in named.values()), current_device())
         if plan.num_shards > 1:
             self._reduction_group, self._reduction_lane = twin_group(groups.shard), 1
-        # Own the shards and the memory of gradients, for as long as the wrapper exists.
+        # Own the shards and the memory of gradients, for the wrapper's lifetime.
         self._buffers_of_shards = self._allocate_shards(named, device)
         allocate_slots = allocator(groups.shard, device, registers=plan.registers_memory)
-        # In the order of the plan, the root's last. Their slots own the memory that parameters are gathered into.
+        # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
         self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate_slots)
         self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
         for unit in self.units:
@@ -121,8 +121,8 @@ class FullyShardedDataParallel(_FlatDataParallel):
         start.fill()  # what was on the meta device, one tensor at a time, into the shards
         for unit in self.units:
             unit.adopt(with_values=False)
-        # Knows which units are gathered and in which order they run. Hooks of the modules call it in forward and
-        # backward (`watch_calls`); `note_step` and writes to the shards make it forget what is gathered.
+        # Tracks which units are gathered and the order in which they run. Module hooks call it in forward and backward
+        # (`watch_calls`). `note_step`, and writes to the shards, invalidate gathered units.
         self._gathering = ParameterGathering(plan, self.units, self._buffers_of_shards, comm_lane(device))
         watch_calls(plan, self.units, self._gathering)
         if plan.buffer_dtype is not None:
@@ -131,7 +131,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
             set_pending_view(param, partial(whole_view, param))
         self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.reduction_order])
         self._gathering.forget()
-        # True inside `whole_parameters`, which sets and clears it, so that it nests.
+        # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False
 
     def _allocate_shards(self, named: dict[str, nn.Parameter], device: torch.device) -> list[ShardedBuffer]:

@@ -37,14 +37,16 @@ class GradientState:
 
         zeroed -> accumulating -> reduced -> finalized        then zeroed again, from any phase
                                      |           |
-                                     +---> late <+            a backward before which they were not zeroed
+                                     +---> late <+            a backward without zeroing gradients first
 
     The wrapper reports events; `finish_grad_sync`, `finalize_model_grads` and the optimizer's step check the phase
     before they act. Used by the training thread, and by autograd's thread for `note_backward`.
     """
 
     def __init__(self) -> None:
-        self.phase = Phase.ZEROED  # set by the `note_` methods alone; valid at any time
+        # Set by the `note_` methods alone: by autograd's thread when a backward begins, else by the training thread.
+        # Valid at any time.
+        self.phase = Phase.ZEROED
 
     @property
     def is_reduced(self) -> bool:
@@ -52,15 +54,15 @@ class GradientState:
         return self.phase in (Phase.REDUCED, Phase.FINALIZED)
 
     def note_zeroed(self) -> None:
-        """Records that gradients are zero or None, which ends every other phase, a failure included."""
+        """Records that gradients are zero or None; ends every other phase, invalid ones included."""
         self.phase = Phase.ZEROED
 
     def note_backward(self, *, may_add: bool) -> None:
         """Records that a backward of this step has begun.
 
         Args:
-            may_add: a backward may add to reduced gradients, as in a plain module; the next reduction is then of the
-                sum.
+            may_add: whether the backward may add to reduced gradients, as in a plain module. The next reduction then
+                reduces the sum.
         """
         if self.phase is Phase.ZEROED or (self.is_reduced and may_add):
             self.phase = Phase.ACCUMULATING
@@ -72,16 +74,16 @@ class GradientState:
         self.phase = Phase.UNSCALED
 
     def note_skipped(self, before: Phase) -> None:
-        """Records that the step was skipped, so that gradients were not divided: they are again what they were.
+        """Records that the step was skipped, so that gradients were not divided; restores the phase before the step.
 
         Args:
-            before: the phase before the step; where gradients have gone on since, it is no longer theirs.
+            before: the phase before the step. Ignored if gradients were zeroed or added to since.
         """
         if self.phase is Phase.UNSCALED:
             self.phase = before
 
     def note_broken(self) -> None:
-        """Records that a backward raised, and left gradients of some parameters only."""
+        """Records that a backward raised, so that some gradients are missing."""
         self.phase = Phase.BROKEN
 
     def note_reduced(self) -> None:

@@ -1,8 +1,9 @@
-"""Adds up a step's gradients on a rank in the order of `core.micro_batch_tree`, for every wrapper.
+"""Adds up a rank's gradients of a step in the order of `core.micro_batch_tree`, under every wrapper.
 
-A wrapper adds gradients in place, as always. `GradientTree` counts the backwards of a step, and says when a sum is
-complete: what holds gradients then sets it aside in its `PartialSums`, and the next gradient starts a new sum. At the
-end of the step, before the last sum leaves or once it is there, what was set aside is added to it.
+A wrapper accumulates gradients in place, as always. `GradientTree` counts the backwards of a step, and knows when a
+sum of micro-batches is complete. The owner of the gradients then moves the sum into its `PartialSums`, and the next
+gradient starts a new sum. At the end of the step the partial sums are added to the last sum: whole gradients before
+their reduction, shards after it.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from ..errors import ConfigError, ShardstackError
 from ..micro_batch_tree import MicroBatchTree
 
 Begin = Callable[[int | None, bool], None]
-"""Called as a backward begins, before its first gradient is stored: with `MicroBatchTree.additions` of its micro-batch
-and with whether it is reduced at its end (`MicroBatchTree.reduces`)."""
+"""Called when a backward begins, before its first gradient is stored. Arguments: `MicroBatchTree.additions` of its
+micro-batch, and `MicroBatchTree.reduces`, whether ranks add up gradients at its end."""
 
 Sum = Sequence[Tensor | None]
-"""The gradients of some parameters, or one that holds all; None where none has come."""
+"""The gradients of some parameters, or one flat tensor of all; None for a parameter without a gradient."""
 
 
 class PartialSums:
-    """Holds sums of micro-batches, newest last, until they are added to a later one."""
+    """Sums of earlier micro-batches, newest last, until they are added to a later sum."""
 
     def __init__(self) -> None:
-        # Owns its tensors. Filled by `set_aside` as a backward begins; emptied by `added_to` at the end of a step, and
-        # by `clear`.
+        # Owns its tensors. `set_aside` adds a sum when a backward begins, on autograd's thread; `added_to` empties it
+        # at the end of a step, and `clear` when gradients are zeroed.
         self._waiting: list[Sum] = []
 
     @property
@@ -37,10 +38,10 @@ class PartialSums:
         return [tensor for values in self._waiting for tensor in values if tensor is not None]
 
     def set_aside(self, values: Sum, additions: int) -> list[Tensor]:
-        """Keeps `values`, added to the newest sums, as many as `additions`; their memory belongs to it from then on.
+        """Adds `values` to the newest `additions` sums, and keeps the result; takes ownership of the memory.
 
         Returns:
-            Memory that it no longer needs.
+            Tensors that are no longer needed.
         """
         free: list[Tensor] = []
         for _ in range(additions):
@@ -51,13 +52,13 @@ class PartialSums:
         return free
 
     def added_to(self, values: Sum) -> Sum:
-        """Returns `values`, added up in place, with all that was set aside, the newest first."""
+        """Adds all partial sums to `values`, in place, the newest first; returns the result."""
         while self._waiting:
             values = _added(values, self._waiting.pop())
         return values
 
     def clear(self) -> None:
-        """Forgets what was set aside."""
+        """Drops all sums."""
         self._waiting.clear()
 
 
@@ -67,22 +68,27 @@ def _added(into: Sum, values: Sum) -> Sum:
 
 
 class GradientTree:
-    """The place of a step in its tree: how many backwards it has, and how many have begun.
+    """Tracks a step's position in its tree: the number of backwards, and how many of them have begun.
+
+    Autograd's thread calls it during a backward, the main thread between backwards.
 
     Args:
-        mean_over: ranks whose sum becomes a mean; 1 leaves a sum.
+        shape: the tree over the micro-batches of all ranks.
+        mean_over: number that the sum over ranks is divided by; 1 keeps the sum.
     """
 
     def __init__(self, shape: MicroBatchTree, mean_over: int) -> None:
         self.shape = shape
         self._mean_over = mean_over
-        # Whether the root of the tree is divided by `mean_over`; set by `expect`.
+        # Whether the root of the tree is divided by `mean_over`. `expect` sets it, for all steps that follow.
         self._divides = True
-        # Micro-batches of this rank in each step; set by `expect`.
+        # Micro-batches of this rank in each step. `expect` sets it, for all steps that follow.
         self._count = 1
-        # Backwards of this step that have begun, and the last of them; set by `enter`, cleared by `restart`.
+        # Number of backwards of this step that have begun, and the last of them. `enter` sets both, `restart` clears
+        # them.
         self._begun, self._backward = 0, NO_BACKWARD
-        # Those that set sums aside: `register` adds them when a wrapper is built, and `enter` calls them.
+        # Callbacks that set sums aside. `register` adds them when a wrapper is built, `enter` calls them; never
+        # cleared.
         self._holders: list[Begin] = []
 
     @property
@@ -92,7 +98,7 @@ class GradientTree:
 
     @property
     def sets_whole_gradients_aside(self) -> bool:
-        """Whether whole gradients of several micro-batches of a step wait for each other."""
+        """Whether a step keeps whole gradients of several micro-batches at the same time."""
         return not self.shape.interleaves and self.shape.num_set_aside(self._count) > 0
 
     @property
@@ -102,16 +108,16 @@ class GradientTree:
 
     @property
     def reduces(self) -> bool:
-        """Whether ranks add up the gradients of the backward that runs, at its end."""
+        """Whether ranks add up gradients at the end of the running backward."""
         return self.shape.reduces(self._begun - 1, self._count)
 
     @property
     def has_entered(self) -> bool:
-        """Whether the backward that runs, if any, has been noted."""
+        """Whether `enter` was called in the running backward; True if none runs."""
         return current_backward() in (self._backward, NO_BACKWARD)
 
     def register(self, begin: Begin) -> None:
-        """Calls `begin` whenever a backward begins, for as long as this exists."""
+        """Makes `enter` call `begin` at each backward's beginning, for the lifetime of the tree."""
         self._holders.append(begin)
 
     def expect(self, count: int, divides: bool) -> None:
@@ -131,7 +137,7 @@ class GradientTree:
         self._count, self._divides = count, divides
 
     def enter(self) -> None:
-        """Notes the backward that runs; call it before any of its gradients is stored, once or more.
+        """Records the running backward; call it before each of its gradients is stored.
 
         Raises:
             ShardstackError: the step has all its backwards already.

@@ -106,7 +106,7 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a second group of the same ranks, made once for each group; all of its ranks call it.
 
-    What is sent in one of the two does not wait for what is sent in the other.
+    Collectives of one group do not wait for those of the other.
     """
     found = _twins.get(group)
     if found is None or _is_destroyed(found):
@@ -123,7 +123,8 @@ def _is_destroyed(group: dist.ProcessGroup) -> bool:
 
 
 _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-"""`twin_group` sets it; an entry goes with its first group."""
+"""The second group of each group. `twin_group` adds and replaces entries; an entry is dropped when its first group is
+freed."""
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:

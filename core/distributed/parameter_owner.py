@@ -1,8 +1,7 @@
-"""Finds the wrapper of a parameter, so that optimizers, torch's too, check it before a step and notify it after; and
-the gradient that they read.
+"""Finds the wrapper of a parameter, and the gradient that an optimizer reads.
 
-A parameter may be saved inside its model (``torch.save(wrapper.module)``): attributes of wrappers are left out of the
-file, so that loading it gives a plain model.
+Optimizers, torch's included, check with the wrapper before a step and notify it afterwards. Attributes that wrappers
+set on parameters are not pickled, so that ``torch.save(wrapper.module)`` saves a plain model.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ class TrainsParameters(Protocol):
 
     @property
     def plan(self) -> ShardingPlan:
-        """Its plan, with the parameters in it."""
+        """The wrapper's plan, which lists the parameters."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
-        """Raises unless an optimizer of torch may read the gradients of its parameters."""
+        """Raises unless an optimizer of torch may read the parameters' gradients."""
 
     def note_step(self) -> None:
-        """Records that an optimizer has written its parameters."""
+        """Records that an optimizer has written the parameters."""
 
 
 _SHARES_GRADIENT = "_shares_gradient"
-"""An attribute of a parameter: whether `grad` is the memory of `main_grad`. Set when gradients are reduced, cleared
-when they are zeroed."""
+"""An attribute of a parameter: whether ``grad`` shares the memory of ``main_grad``. `share_gradient` sets it: to True
+when reduced gradients are shown, to False when they are zeroed."""
 
 _OF_WRAPPERS = frozenset(
     {
@@ -52,7 +51,7 @@ _OF_WRAPPERS = frozenset(
         "pending_view",  # `set_pending_view` sets it, for good
     }
 )
-"""Attributes of parameters that wrappers set, and that are left out of pickles. A wrapper takes none of them off."""
+"""Attributes that wrappers set on parameters; they are not pickled, and no wrapper deletes them."""
 
 
 class _Owner(StepMark):
@@ -71,12 +70,13 @@ class _Owner(StepMark):
 
 
 def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) -> None:
-    """Makes `wrapper` the one that optimizers of these parameters check; holds only a weak reference to it."""
+    """Registers `wrapper` as the wrapper of these parameters; parameters hold only a weak reference to it."""
     owner = _Owner(wrapper)
     for param in params:
         set_mark(param, owner)
         share_gradient(param, False)
-        # Asked for by pickle. No weak reference: torch could not swap the parameter's tensor then, as `to` does.
+        # Pickle calls it. It is bound to the parameter without a weak reference, because torch cannot swap the tensor
+        # of a parameter (`Module.to`) that has weak references.
         param.__getstate__ = types.MethodType(_state_without_wrapper, param)  # type: ignore[attr-defined]
 
 
@@ -92,7 +92,7 @@ def share_gradient(param: nn.Parameter, shares: bool) -> None:
 
 
 def shares_gradient(param: nn.Parameter) -> bool:
-    """Returns whether ``param.grad`` is the memory of ``param.main_grad``, since gradients were last reduced."""
+    """Returns whether ``param.grad`` has shared the memory of ``main_grad`` since gradients were last reduced."""
     return getattr(param, _SHARES_GRADIENT, False) and isinstance(mark_of(param), _Owner)
 
 

@@ -62,11 +62,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     Args:
         config: the model's config; ``bf16``, ``fp16`` and ``calculate_per_token_loss`` are read where present.
         ddp_config: the wrapper's settings, of either type; a plain one takes FSDP2's defaults.
-        module: the model; with ``sync_module_states`` the group's first rank decides what all start from. Built on
-            the meta device it is sharded first and then filled shard by shard: drawn by name, or, where the first
-            rank alone has values, received from it. Its forward must run the same units on every rank.
-        sub_modules_to_wrap: classes whose outermost instances become units; `DEFAULT_UNIT_CLASSES` by default. In
-            place of an `nn.ModuleList` or `nn.ModuleDict` its items do.
+        module: the model. With ``sync_module_states`` all ranks start from the values of the group's first rank. A
+            model on the meta device is sharded first and then filled shard by shard: values are drawn by parameter
+            name, or received from the first rank if only that has values. Every rank must run the same units in
+            forward.
+        sub_modules_to_wrap: classes whose outermost instances become units; `DEFAULT_UNIT_CLASSES` by default. For an
+            `nn.ModuleList` or `nn.ModuleDict` its items become units.
         disable_bucketing: as in Megatron-LM's signature. Here a unit is the bucket, so that it changes nothing.
         process_group: the ranks to shard over, or a mesh of them, (replicate, shard) for hybrid sharding. Given,
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism,
@@ -75,7 +76,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     Attributes:
         sharded: the sharded model, which frees, reduces and recovers its units.
-        units: those of the plan.
+        units: the plan's units.
 
     Raises:
         ParallelConfigError: a field that FSDP2 cannot honour.
@@ -102,18 +103,18 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self.sharded = ShardedModel(module, plan)
         self.units = plan.units
         self._replicas = groups.replicate
-        # What is set aside of a step's gradients, with ``reproducible_across_ranks``; else None. Filled as backwards
-        # begin, added up by `finish_grad_sync`, cleared by `zero_grad_buffer`.
+        # Partial sums of a step's gradients, with ``reproducible_across_ranks``; else None. Filled when a backward
+        # begins, added up by `finish_grad_sync`, cleared by `zero_grad_buffer`.
         self._sums: MicroBatchSums | None = None
         if self._tree is not None:
             of_shards = plan.reduces_every_micro_batch
             self._sums = MicroBatchSums(module, self._tree, of_shards=of_shards, replicas=groups.replicate)
-        # Set for good by the first `load_state_dict` that loads nothing: it warns once.
+        # Whether `load_state_dict` has warned that it loads nothing. Its first call sets it, for good.
         self._warned_about_load = False
         self._own_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Returns the wrapped module's forward."""
+        """Runs the wrapped module's forward; frees gathered parameters if no backward follows or forward raised."""
         try:
             output = super().forward(*inputs, **kwargs)
         except BaseException:
@@ -128,7 +129,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         return output
 
     def _enter_backward(self, gradient: torch.Tensor) -> None:
-        """Notes a backward; autograd calls it with the gradient of each tensor that forward returned."""
+        """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""
         if torch.is_grad_enabled():
             raise ShardstackError(
                 "a backward with create_graph=True reached a model under FSDP2, which frees parameters during "

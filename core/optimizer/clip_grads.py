@@ -1,10 +1,10 @@
 """The norm of the whole model's gradient, every element counted once, and clipping by it.
 
 Squares are summed in double, on each rank over its own shards, then over the ranks; the norm is rounded to fp32 once.
-What double leaves of the order of summation is far below fp32's resolution, so how tensors are cut does not show:
-a replicated and a sharded run clip by the same number. (torch's own fp32 norm is off by up to 3e-3 on large tensors,
-by an amount that depends on the shard's shape.) Where the same bits are promised on any number of ranks, that is not
-enough: there the sum is exact (`exact_squares`).
+In double, the effect of the order of summation is far below fp32's resolution, so a replicated and a sharded run clip
+by the same number. (torch's fp32 norm is off by up to 3e-3 on large tensors, by an amount that depends on the shard's
+shape.) Where the same bits are promised on any number of ranks, that is not enough: the sum is then exact
+(`exact_squares`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .main_params import MainParam
 
 
 class GradientStatistics:
-    """Sums over the gradient of the whole model, the same on every rank.
+    """Computes the norm of the whole model's gradient, and its number of zeros; equal on every rank.
 
-    A parameter is summed over the ranks that share in its update, so replicas count once. Parameters that
-    tensor-parallel ranks all hold count on the first of them only, and a copy marked ``shared`` (tied weights of
-    another pipeline stage) not at all. One small all-reduce for each distinct set of groups, one over the
-    model-parallel ranks: the sums of all parameters, and the count of zeros with them, travel together.
+    A parameter is summed over the ranks that share its update, so replicas count once. A parameter that every
+    tensor-parallel rank holds counts only on the first of them; a copy marked ``shared`` (tied weights of another
+    pipeline stage) does not count. Starts one small all-reduce for each distinct set of groups, and one over the
+    model-parallel ranks; each carries the sums of all its parameters and their number of zeros.
 
     Args:
         is_exact: the sum does not depend on the number of ranks, by construction. Ranks then agree on the largest
@@ -54,8 +54,8 @@ class GradientStatistics:
             self._model_group = parallel_state.get_model_parallel_group()
             tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self._is_first_of_model = tp_rank == 0
-        # By the names of the groups over which a parameter's update is shared, and fixed from here on: the groups;
-        # those that sum over tensor-parallel ranks already; and the indices of the parameters that count on this rank.
+        # Keys are the names of the groups that share a parameter's update. Values: the groups; whether they include
+        # the tensor-parallel ranks; and the indices of parameters that count on this rank. Filled here, then fixed.
         self._shard_groups: dict[tuple[str, ...], tuple[dist.ProcessGroup, ...]] = {}
         self._summed_over_model: set[tuple[str, ...]] = set()
         self._members: dict[tuple[str, ...], list[int]] = {}

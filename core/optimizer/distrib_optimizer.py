@@ -1,9 +1,9 @@
-"""The optimizer of a model whose wrapper shards optimizer state, ZeRO-1, gradients too, ZeRO-2, or parameters too,
-ZeRO-3, in flat buffers.
+"""The optimizer for wrappers that shard optimizer state (ZeRO-1), gradients (ZeRO-2) or parameters (ZeRO-3) in flat
+buffers.
 
-A rank updates of each bucket its own equal share. A share
-ends anywhere inside a parameter, so what a rank updates of one is a run of its elements. The gradient's shard, the
-moments and, in low precision, the fp32 masters exist for that run alone. (Rajbhandari et al., 2020.)
+Each rank updates an equal share of every bucket. A share may end inside a parameter, so a rank updates a run of the
+parameter's elements. The gradient's shard, the moments and, in low precision, the fp32 masters exist only for that
+run. (Rajbhandari et al., 2020.)
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from .param_groups import collect_main_params
 
 @dataclass(eq=False)
 class MainRange(MainParam):
-    """A run of a parameter's elements, flat: what the plan gives this rank of it to update, which may be nothing."""
+    """The run of a parameter's elements that this rank updates, by the plan; may be empty."""
 
     wrapper: _FlatDataParallel = field(repr=False)
-    """Holds the parameter in its buffers, and reduces its gradient."""
+    """The wrapper whose buffers hold the parameter, and which reduces its gradient."""
 
     start: int
     end: int
     """The run: elements ``[start, end)`` of the flattened parameter."""
 
     _run: Tensor = field(init=False, repr=False)
-    """A view of the run in the wrapper's buffer; valid while the parameter is there, which `check_storage` checks."""
+    """A view of the run in the wrapper's buffer, which owns the memory. Set once; valid while the parameter is in the
+    buffer, which `check_storage` checks."""
 
     def __post_init__(self) -> None:
         self._run = self.wrapper.elements_of(self.param, self.start, self.end)
@@ -63,14 +64,14 @@ class MainRange(MainParam):
 
 
 class DistributedOptimizer(MegatronOptimizer):
-    """The same update, norm and state as its base, on this rank's shares of flat buffers; then shares are exchanged.
+    """Updates this rank's shares of flat buffers as `MegatronOptimizer` does, then gathers the updated parameters.
 
     The wrapper has reduced each gradient into the share that this rank updates (`finalize_model_grads`). A step ends
-    with the wrapper's all-gather of the parameters, straight into the buffers that they are views of; with
-    ``overlap_param_gather`` it is left running during what follows: the first use of a parameter waits for it.
+    with the wrapper's all-gather of the parameters, in place in the buffers. With ``overlap_param_gather`` the gather
+    still runs when the step returns, and the first use of a parameter waits for it.
 
-    Its checkpoint is that of any other optimizer: `state_tensors` are flat ranges of the whole model's tensors, so
-    that any wrapper and world size continues it.
+    Checkpoints have the same format as those of other optimizers: `state_tensors` are flat ranges of the whole model's
+    tensors, so that any wrapper and world size can continue.
     """
 
     @staticmethod
@@ -80,12 +81,12 @@ class DistributedOptimizer(MegatronOptimizer):
         data_parallel_world_size: int,
         ddp_config: DistributedDataParallelConfig,
     ) -> FullParamLayout:
-        """Returns the places that a wrapper which shards will give these parameters; allocates nothing.
+        """Returns the layout of these parameters in the buffers of a wrapper that shards; allocates nothing.
 
         Args:
-            params: those of the model that require gradients, in order.
-            bucket_size: elements; None means one bucket for each dtype.
-            data_parallel_world_size: ranks that share a bucket.
+            params: the model's trainable parameters, in order.
+            bucket_size: elements in a bucket; None means one bucket for each dtype.
+            data_parallel_world_size: number of ranks that share a bucket.
             ddp_config: the wrapper's settings.
         """
         return full_param_layout(params, bucket_size, data_parallel_world_size, ddp_config)
@@ -100,7 +101,7 @@ class DistributedOptimizer(MegatronOptimizer):
 def collect_main_ranges(
     model_chunks: Sequence[nn.Module], wrappers: Sequence[_FlatDataParallel], *, has_master: bool = True
 ) -> list[MainParam]:
-    """Returns what this rank updates of every trainable parameter, as `collect_main_params` names them.
+    """Returns this rank's run of every trainable parameter, under the names of `collect_main_params`.
 
     Raises:
         OptimizerError: a parameter that is in none of the wrappers' plans, or no longer in their buffers.
@@ -121,7 +122,7 @@ def collect_main_ranges(
 def _planned_ranges(
     wrapper: _FlatDataParallel,
 ) -> Iterator[tuple[nn.Parameter, tuple[_FlatDataParallel, int, int]]]:
-    """Yields each parameter that still is the one planned for, with the arguments of its `MainRange`."""
+    """Yields the planned parameters that are still in the model, with the arguments of their `MainRange`."""
     plan, index = wrapper.plan, wrapper.plan.updated_part
     planned = plan.trained
     for name, param in unwrap_model(wrapper).named_parameters():

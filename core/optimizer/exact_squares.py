@@ -1,9 +1,9 @@
-"""A sum of squares that depends neither on the order of its addends nor on how they are cut.
+"""Sums squares exactly, so that the result depends neither on their order nor on sharding.
 
-All ranks agree on a unit, 2^-46 of the square of the power of two above the largest magnitude. Each square, computed
-in double, is rounded to a multiple of it; the sum of these integers is exact, in any order. The rounding is of each
-element alone, so that the sum depends on the elements and on nothing else; it is off by half a unit an element at
-most. Every number stays on the device of the gradients: the host waits for none.
+All ranks agree on a unit: 2^-46 of the square of the power of two above the largest magnitude. Each square, computed
+in double, is rounded to a multiple of the unit; the sum of these integers is exact in any order. Each element is
+rounded by itself, so the sum depends only on the elements; its error is at most half a unit for each element. Numbers
+stay on the device of the gradients, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def largest_magnitude(grads: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def exponent_of_unit(largest: Tensor) -> Tensor:
-    """Returns the exponent, even, of the unit for these magnitudes, 0-dim; of no meaning unless `sum_fits`."""
+    """Returns the unit's exponent, an even 0-dim number, for these magnitudes; meaningless unless `sum_fits`."""
     above = _exponent_of_square(largest).clamp(max=_LARGEST_EXPONENT)
     return (above - _BITS).clamp(min=_LEAST_EXPONENT)
 
 
 def sum_fits(largest: Tensor) -> Tensor:
-    """Returns whether double holds every square: not where a value is not finite."""
+    """Returns whether double can hold every square; False if a value is not finite."""
     return largest.isfinite() & (_exponent_of_square(largest) <= _LARGEST_EXPONENT)
 
 
@@ -72,7 +72,7 @@ def sum_of_squares(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
 
 
 def root_of_digits(digits: Tensor, exponent: Tensor) -> Tensor:
-    """Returns the square root, 0-dim in double, of a sum of `sum_of_squares`, which it rounds once."""
+    """Returns the square root of a sum of `sum_of_squares`, 0-dim in double, rounded once."""
     high, low = digits.unbind()
     high, low = high + (low >> _LOW_BITS), low & _LOW  # now both are exact in double
     return (high.double() * float(1 << _LOW_BITS) + low.double()).sqrt() * power_of_two(exponent // 2)
@@ -93,12 +93,12 @@ def _exponent_of_square(largest: Tensor) -> Tensor:
 
 
 def _anchor(exponent: Tensor) -> Tensor:
-    """Returns a number that those just above it differ from by multiples of ``2^exponent``."""
+    """Returns a number above which doubles are spaced by ``2^exponent``."""
     return 1.5 * power_of_two(exponent + 52)
 
 
 def _sum_on_host(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
-    """Returns the same for tensors of the CPU; none is converted to double as a whole."""
+    """Returns `sum_of_squares` of CPU tensors; converts them to double in chunks."""
     sums, sizes = [], []
     buffer = torch.empty(CHUNK_ELEMENTS, dtype=torch.float64, device="cpu")
     anchor = _anchor(exponent)
@@ -108,6 +108,6 @@ def _sum_on_host(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
             units = double.mul_(double).add_(anchor).view(torch.int64)  # the anchor's bits, plus the units
             sums.append(units.sum())
             sizes.append(chunk.numel())
-    # Sums are modulo 2^64; of the units alone, 62 bits are left.
+    # Sums are modulo 2^64. Without the anchors' bits, the units' sum has at most 62 bits.
     units_of_chunks = torch.stack(sums) - torch.tensor(sizes, device="cpu") * anchor.view(torch.int64)
     return torch.stack([(units_of_chunks >> _LOW_BITS).sum(), (units_of_chunks & _LOW).sum()])

@@ -1,4 +1,4 @@
-"""Loss scales: the factor that lifts fp16 gradients out of underflow."""
+"""Loss scaling, which keeps fp16 gradients from underflow."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from .optimizer_config import OptimizerConfig
 
 
 class GradScaler(ABC):
-    """A loss scale that reacts to overflow. It is equal on all ranks, because they agree on each overflow first."""
+    """A loss scale. It is equal on all ranks, because ranks agree on an overflow before they update it."""
 
     def __init__(self, initial_scale: float) -> None:
-        # What losses are multiplied by. Set by `update`, once a step, and by `load_state_dict`.
+        # The factor of losses, equal on all ranks. `update` sets it once a step, and `load_state_dict` when a run
+        # resumes. A constant scale never changes.
         self.scale = initial_scale
 
     @abstractmethod

@@ -1,6 +1,6 @@
-"""A parameter as the update sees it: a plain local tensor, fp32 at least, with its gradient.
+"""Converts parameters to plain local tensors in fp32 or wider, which the update rules work on.
 
-The update never meets a DTensor, so torch's fused kernels run on it without a dispatch per operation.
+Update rules never see a DTensor, so torch's fused kernels run without a DTensor dispatch for each operation.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class MainParam:
     """One trainable parameter of the model, `param`, and `main`, the tensor that the optimizer updates for it.
 
-    `main` is a detached view that shares the storage of what this rank updates of the parameter (:meth:`local`); for
-    a parameter in fp16 or bf16 it is an fp32 master copy, from which the parameter is refreshed after each step.
+    `main` is a detached view of this rank's part of the parameter (:meth:`local`). For a parameter in fp16 or bf16 it
+    is an fp32 master copy, from which the parameter is refreshed after each step.
 
-    What this rank updates is here all that it holds: the whole of a plain parameter, or its shard of a DTensor. The
-    distributed optimizer updates a run of elements of a parameter that all ranks hold
-    (:class:`~core.optimizer.distrib_optimizer.MainRange`); everything else treats both equally.
+    This rank's part is the whole of a plain parameter, or the local shard of a DTensor. In the distributed optimizer
+    it is a run of elements of a whole parameter (:class:`~core.optimizer.distrib_optimizer.MainRange`).
     """
 
     name: str
@@ -49,14 +48,15 @@ class MainParam:
     """The parameter's name in `owner`."""
 
     has_master: bool = field(default=True, kw_only=True)
-    """False: `main` is a view in low precision too, where gradients are read and nothing is updated."""
+    """False makes `main` a view in low precision too, for callers that only read gradients."""
 
     main: Tensor = field(init=False)
-    """In the shape of `local`. A view is valid while the parameter keeps its storage, which `check_storage` checks; a
-    master is the optimizer's own memory. Its ``grad`` is set during the update alone."""
+    """In the shape of `local`; set once. A view shares the parameter's memory, and is valid while the parameter keeps
+    its storage, which `check_storage` checks. A master is memory of the optimizer. Its ``grad`` is set only during the
+    update: `MegatronOptimizer.start_step` sets and clears it."""
 
     _address: int = field(init=False)
-    """Address of this rank's part of the parameter when `main` was made; `check_storage` compares it."""
+    """Address of this rank's part of the parameter when `main` was made; fixed. `check_storage` compares it."""
 
     def __post_init__(self) -> None:
         if self.param.is_complex():
@@ -78,12 +78,11 @@ class MainParam:
         return self.local().dtype in _LOW_PRECISION
 
     def local(self) -> Tensor:
-        """Returns what this rank updates of the parameter, sharing its storage."""
+        """Returns this rank's part of the parameter, sharing its storage."""
         return local_part(self.param).detach()  # the other order would cost a dispatch
 
     def local_gradient(self) -> Tensor | None:
-        """Returns the gradient of what this rank updates, in the same shape; None leaves the parameter out of the
-        step."""
+        """Returns the gradient of this rank's part, in the same shape; None leaves the parameter out of the step."""
         grad = read_gradient(self.param)
         if grad is None:
             return None
@@ -92,7 +91,7 @@ class MainParam:
         return local_part(grad).detach()
 
     def shard_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Returns the groups over whose ranks together the parameter is updated once.
+        """Returns the groups whose ranks share the parameter's update.
 
         Raises:
             OptimizerError: the parameter is a partial sum.
@@ -110,20 +109,19 @@ class MainParam:
         return tuple(groups)
 
     def whole(self, state: Tensor) -> Tensor:
-        """Returns `state`, in the shape of `main`, as the tensor of the whole model for a checkpoint; shares its
-        storage."""
+        """Views `state`, in the shape of `main`, as a tensor of the whole model for a checkpoint; no copy."""
         return global_view(self.param, state)
 
     def check_storage(self) -> None:
-        """Raises where the parameter has moved since the optimizer was built, which would update a stale tensor.
+        """Raises if the parameter was moved after the optimizer was built, so that a stale tensor would be updated.
 
         Raises:
             OptimizerError: the module holds another parameter under this name, or the parameter another storage.
         """
         reject_replaced("the optimizer", self.param)
         held = self.owner._parameters.get(self.attribute)
-        # While FSDP2 has a unit gathered, the module holds a plain parameter in place of the sharded one; between
-        # forward and backward of a unit that a part of the ranks keeps whole, a DTensor on the mesh of those.
+        # While FSDP2 has a unit gathered, the module holds a plain parameter instead of the sharded one. If some ranks
+        # keep the unit whole between forward and backward, it then holds a DTensor on the mesh of these ranks.
         replaced = held is not self.param and _mesh_of(held) == _mesh_of(self.param)
         if replaced or local_part(self.param).data_ptr() != self._address:
             raise OptimizerError(
@@ -158,7 +156,7 @@ def _mesh_of(parameter: nn.Parameter | None) -> DeviceMesh | None:
 
 
 def take_gradients(params: Sequence[MainParam]) -> list[Tensor | None]:
-    """Returns the gradients of a step in the dtypes of the main tensors; copies where that differs, all at once.
+    """Returns the step's gradients in the dtypes of the main tensors; copies those of another dtype, in one call.
 
     Raises:
         OptimizerError: as `MainParam.take_gradient`.

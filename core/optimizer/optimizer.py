@@ -22,22 +22,22 @@ from .update_rules import skips_on_device, take_back_step
 
 
 class MegatronOptimizer(OptimizerState):
-    """Updates the parameters of a model from the gradients that its data-parallel wrapper left.
+    """Updates a model's parameters from the gradients that its data-parallel wrapper has reduced.
 
-    The protocol of a step, in the order of :meth:`step`; every rank of the model takes part in all of it::
+    The protocol of a step, in the order of :meth:`step`; every rank of the model takes part in all phases::
 
         gather and check   each gradient's local part, ``main_grad`` where present, else ``grad``; the global norm
         clip               gradients are multiplied in place, once, by 1 / loss scale and the clip coefficient
         update             each rank updates its own shards
-        publish            parameters in low precision are refreshed from masters; ranks that share the update of a
-                           parameter exchange what they updated (:class:`DistributedOptimizer` alone)
+        publish            parameters in low precision are refreshed from masters; ranks that share a parameter's
+                           update exchange the updated shards (only in :class:`DistributedOptimizer`)
 
-    The wrapper must have finished its gradients before (`finalize_model_grads`), else the step raises. Parameters
-    without a gradient are left out of the update, as torch does: under a wrapper those that are frozen at the moment.
-    What something else has written into parameters in low precision since the last step is taken into their masters.
-    A gradient that is not finite on any rank makes every rank skip the step,
-    in any precision: parameters, moments and step counts stay as they were. (Megatron-LM skips only where there is a
-    loss scale, and else lets the weights be poisoned unless its wrapper's ``check_for_nan_in_grad`` stops the run.)
+    Call `finalize_model_grads` before the step; otherwise the step raises. Parameters without a gradient are not
+    updated, as in torch: under a wrapper these are the frozen ones. If other code has written to parameters in low
+    precision since the last step, their masters take the written values first.
+    A gradient that is not finite on any rank makes every rank skip the step, in any precision: parameters, moments and
+    step counts stay unchanged. (Megatron-LM skips only with a loss scale. Without one its weights become NaN, unless
+    its wrapper's ``check_for_nan_in_grad`` stops the run.)
 
     `param_groups` hold the tensors that are updated; a scheduler sets their ``lr`` and ``weight_decay``.
     """
@@ -55,31 +55,31 @@ class MegatronOptimizer(OptimizerState):
         note_own_optimizer(rule)
         self._statistics = statistics
         self._wrappers = wrappers
-        # Parameters whose storage no wrapper checks in `check_may_step`; fixed.
+        # Parameters whose storage is checked here, because their wrapper's `check_may_step` does not; fixed.
         checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
         self._checked_here = [p for p in params if owner_of(p.param) not in checking]
-        # Whether the norm stays in double; fixed.
+        # Whether the norm stays in double, instead of being rounded to fp32; fixed.
         self._is_double = all(p.main.dtype == torch.float64 for p in params)
-        # The step whose outcome the host does not know yet. `start_step` sets it; `_conclude` clears it, and
-        # `_update` if the rule raised.
+        # The outcome of the last step, while the device may still compute it. `start_step` sets it; `_conclude` clears
+        # it, and so does `_update` if the rule raised.
         self._pending: PendingOutcome | None = None
-        # Called with the outcome of `_pending`; set and cleared with it. None if the caller gave no function.
+        # The caller's function for the outcome of `_pending`; None if none was given. Set and cleared with `_pending`.
         self._concluded: Callable[[StepOutcome], None] | None = None
-        # Whether steps follow each other without the host waiting for them: set by `start_step`, cleared by
-        # `finish_step`.
+        # Whether a step was started and `finish_step` was not called since. `start_step` sets it, `finish_step` clears
+        # it.
         self._is_ahead = False
-        # Of each wrapper the phase of its gradients before the last update: `start_step` sets it, `_conclude` returns
-        # to it where the device skipped the update.
+        # The phase of each wrapper's gradients before the last update. `start_step` sets it; `_conclude` restores the
+        # phases if the device skipped the update. Never cleared.
         self._phases: list[Phase] = []
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Makes one update, or agrees with all ranks to skip it, and waits for the device to know which.
+        """Makes one update, or skips it on all ranks; waits until the device has decided.
 
         Returns:
-            ``(True, grad_norm, num_zeros_in_grad)``: the norm before clipping, without the loss scale; the count of
-            zeros where the configuration asks for it, else None. Skipped: ``(False, None, None)`` with a loss scale,
-            which is then lowered; without one ``(False, grad_norm, num_zeros_in_grad)`` with a norm that is not
-            finite.
+            ``(True, grad_norm, num_zeros_in_grad)`` after an update: the norm before clipping, without the loss scale;
+            the number of zeros if the configuration asks for it, else None. After a skipped step with a loss scale,
+            which is lowered, ``(False, None, None)``; without one ``(False, grad_norm, num_zeros_in_grad)`` with a
+            norm that is not finite.
 
         Raises:
             ShardstackError: gradients that were not reduced, or are incomplete.
@@ -99,14 +99,13 @@ class MegatronOptimizer(OptimizerState):
     ) -> None:
         """Queues one update, which the device skips if a gradient is not finite; does not wait for it.
 
-        The host learns the outcome when it calls :meth:`finish_step`, as checkpoints do, or during the next step:
-        before its update, or in :meth:`scale_loss` where the loss scale adapts. Between two steps without a
-        `finish_step` something else must not write into parameters in low precision, or has to call
-        :meth:`reload_model_params`.
+        The host learns the outcome in :meth:`finish_step`, which checkpoints call, or else in the next step: before
+        its update, or in :meth:`scale_loss` with a dynamic loss scale. Other code that writes to parameters in low
+        precision between two steps has to call `finish_step` before, or :meth:`reload_model_params` after.
 
         Args:
-            report: `[n]`, numbers on the device, for example a loss, that travel to the host in the same copy.
-            concluded: called once with the outcome, before anything of a later step is decided.
+            report: `[n]`, numbers on the device, for example a loss, that are copied to the host with the outcome.
+            concluded: called once with the outcome, before the next step's update.
 
         Raises:
             ShardstackError, OptimizerError: as :meth:`step`; of the step before also as :meth:`finish_step`.
@@ -173,14 +172,13 @@ class MegatronOptimizer(OptimizerState):
                 p.main.grad = None
 
     def finish_step(self) -> None:
-        """Waits until the device has decided about the step that was started last, if it is not known yet.
+        """Waits until the device has decided whether the last step made an update.
 
-        After it, parameters may be read and written as after :meth:`step`.
+        Afterwards parameters may be read and written as after :meth:`step`.
 
         Raises:
             OutOfStepError: not all ranks took part in the step.
-            OptimizerError: something wrote into parameters in low precision before the step, and after one that was
-                not finished.
+            OptimizerError: other code wrote to parameters in low precision between this step and an unfinished one.
         """
         self._conclude()
         self._is_ahead = False
@@ -202,12 +200,12 @@ class MegatronOptimizer(OptimizerState):
             concluded(outcome)
 
     def _publish_parameters(self) -> None:
-        """Brings what was updated, or loaded, into the model's parameters."""
+        """Copies updated or loaded values into the model's parameters."""
         refresh_parameters(self._params)
         self._written_params.note_agreement()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Makes every gradient zero or None; those of a wrapped model are None or unused memory in both forms."""
+        """Makes every gradient zero or None; for wrapped models as `zero_grad_buffer`, for any `set_to_none`."""
         for wrapper in self._wrappers:
             wrapper.zero_grad_buffer()
         for p in self._params:
@@ -219,7 +217,7 @@ class MegatronOptimizer(OptimizerState):
                 p.param.grad.zero_()
 
     def get_loss_scale(self) -> Tensor:
-        """Returns the factor of losses before their backward: a 0-dim fp32 tensor, 1 without loss scaling."""
+        """Returns the loss scale as a 0-dim fp32 tensor; 1 without loss scaling."""
         self.finish_step()
         return torch.tensor(self.grad_scaler.scale if self.grad_scaler is not None else 1.0)
 

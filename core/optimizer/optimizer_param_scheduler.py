@@ -38,7 +38,7 @@ class HasParamGroups(Protocol):
 class OptimizerParamScheduler:
     """Sets ``lr`` and ``weight_decay`` of every parameter group from the number of steps made.
 
-    A step is what the caller counts, iterations or samples, in :meth:`step` and in every ``*_steps``.
+    A step is one unit of the caller's count, an iteration or a sample, in :meth:`step` and in every ``*_steps``.
 
     The learning rate rises linearly from `init_lr` to `max_lr` over `lr_warmup_steps`, then falls to `min_lr` at
     `lr_decay_steps`, and stays there: along a line, a half cosine (Loshchilov & Hutter, 2017), or, with ``"WSD"``
@@ -91,7 +91,7 @@ class OptimizerParamScheduler:
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.wsd_decay_steps = wsd_decay_steps
         self.lr_wsd_decay_style = lr_wsd_decay_style
-        # Steps made so far, in the caller's unit. Moved on by `step`, set by `load_state_dict`.
+        # Number of steps so far, in the caller's unit. `step` advances it, `load_state_dict` sets it.
         self.num_steps = 0
         self._check()
         self._check_groups()

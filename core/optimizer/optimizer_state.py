@@ -1,4 +1,4 @@
-"""The state of an optimizer: what checkpoints hold of it, and how a run continues from them."""
+"""The state of an optimizer, as checkpoints store it and a resumed run loads it."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class OptimizerState(ABC):
         self.grad_scaler = grad_scaler
         self._params = params
         self._state_names = state_names(config)
-        # Notices writes to parameters in low precision by others. Updates, loads and `reload_model_params` tell it
-        # when masters and parameters agree.
+        # Detects writes to parameters in low precision by other code. Updates, loads and `reload_model_params` report
+        # to it that masters and parameters agree.
         self._written_params = WrittenParams(params)
 
     @abstractmethod
     def finish_step(self) -> None:
-        """Waits until the host knows all that the last step has changed."""
+        """Waits until the host knows the outcome of the last step."""
 
     @abstractmethod
     def _publish_parameters(self) -> None:
-        """Brings what was updated, or loaded, into the model's parameters."""
+        """Copies updated or loaded values into the model's parameters."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -69,7 +69,7 @@ class OptimizerState(ABC):
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
-        """Takes the model's parameters into the fp32 masters, after something else has written the parameters."""
+        """Copies the model's parameters into the fp32 masters, after other code has written the parameters."""
         refresh_masters(self._params)
         self._written_params.note_agreement()
 

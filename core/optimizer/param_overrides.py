@@ -1,4 +1,4 @@
-"""Settings of single parameters, as Megatron-LM's ``config_overrides`` gives them: a key says whose they are."""
+"""Settings of single parameters, by Megatron-LM's ``config_overrides``: a key selects the parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class ParamKey:
-    """Names parameters: those that any of its conditions, each one thing or a tuple, holds for."""
+    """Selects the parameters that meet any of its conditions; each field is one condition or a tuple."""
 
     name: str | tuple[str, ...] = ()
     """Shell patterns of the name in the unwrapped model; one that begins with ``module.``, as in wrappers, serves."""
@@ -65,7 +65,7 @@ class ParamKey:
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
 
     def matches(self, param: nn.Parameter, param_name: str) -> bool:
-        """Returns whether `param`, of this name and of its full shape, is one of those."""
+        """Returns whether a parameter with this name and its full shape is selected."""
         names = (param_name, f"module.{param_name}")
         return (
             any(fnmatchcase(name, pattern) for pattern in _as_tuple(self.name) for name in names)
@@ -79,7 +79,7 @@ ConfigOverrides = Mapping[ParamKey, ParamGroupOverride]
 
 
 def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """Returns the overrides that hold where none are given: no weight decay for biases and 1-D parameters.
+    """Returns the default overrides: no weight decay for biases and 1-D parameters.
 
     Args:
         config: Megatron-LM's argument; none of its fields that are taken here changes the answer.
@@ -89,7 +89,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, Par
 
 
 def override_of(overrides: ConfigOverrides, name: str, param: nn.Parameter) -> ParamGroupOverride:
-    """Returns all that `overrides` say of one parameter.
+    """Merges all overrides that apply to one parameter.
 
     Raises:
         ConfigError: two keys that give it different values of one setting.

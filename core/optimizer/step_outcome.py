@@ -24,31 +24,35 @@ class StepOutcome:
     """Global norm of the gradient before clipping, without the loss scale; not finite if the step was skipped."""
 
     num_zeros: int
-    """Zeros in the gradient; 0 where they are not counted."""
+    """Number of zeros in the gradient; 0 if they are not counted."""
 
     report: tuple[float, ...]
-    """The numbers that `MegatronOptimizer.start_step` was given to bring along."""
+    """The numbers that the caller gave to `MegatronOptimizer.start_step` as `report`."""
 
     lr: float
     """Largest learning rate of the update."""
 
     loss_scale: float
-    """What losses were multiplied by."""
+    """The factor that losses were multiplied by."""
 
 
 class PendingOutcome:
-    """The outcome while it is copied to the host.
+    """The outcome of a step while it is copied to the host.
 
     Args:
         norm: 0-dim, in double.
-        num_zeros: likewise.
-        report: `[n]`, numbers of the caller, copied with it; None for none.
-        written: for each of `names` whether it was written behind the masters' back; None if that is known already.
-        stepped: main tensors whose step was counted in advance.
-        lr, loss_scale: of the step.
+        num_zeros: 0-dim, in double.
+        report: `[n]`, the caller's numbers, copied in the same read; None for none.
+        written: for each of `names`, whether code other than the optimizer has written the parameter; None if the
+            masters have taken such values already.
+        names: names of parameters in low precision.
+        stepped: main tensors whose step count was raised in advance.
+        lr: largest learning rate of the step.
+        loss_scale: the step's loss scale.
 
     Attributes:
-        stepped: as given; the optimizer empties it where it makes no update, so that no step is taken back.
+        stepped: as given. `MegatronOptimizer.start_step` empties it if it makes no update, so that `take_back_step`
+            lowers no step count.
     """
 
     def __init__(
@@ -71,7 +75,7 @@ class PendingOutcome:
         self.stepped = stepped
 
     def wait(self) -> StepOutcome:
-        """Returns the outcome once the device knows it.
+        """Waits for the device, and returns the outcome.
 
         Raises:
             OutOfStepError: not all ranks took part in the step.
@@ -83,9 +87,8 @@ class PendingOutcome:
         if changed:
             raise OptimizerError(
                 f"{', '.join(changed[:3])}{' and others' if len(changed) > 3 else ''} was written after a step of "
-                "the optimizer that was still running, and the next step has undone that: masters in fp32 are what "
-                "it updates; call the optimizer's reload_model_params() after writing, or take the result of each "
-                "step before"
+                "the optimizer that was still running, and the next step has overwritten the values from the fp32 "
+                "masters; call the optimizer's reload_model_params() after writing, or its finish_step() before"
             )
         return StepOutcome(
             updated=math.isfinite(norm),

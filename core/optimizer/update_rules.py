@@ -1,9 +1,9 @@
-"""AdamW and SGD on plain local tensors, computed so that how a tensor is cut into shards never shows.
+"""AdamW and SGD on plain local tensors, with results that do not depend on how a tensor is sharded.
 
-torch's fused CPU kernels are four times as fast as its foreach ones, but what does not fill a vector register at the
-end of a tensor goes through scalar code that rounds otherwise (it contracts multiply and add differently). A cut
-moves that end, so a sharded run would drift from a replicated one by an ulp a step. Here those ends are gathered into
-one padded tensor, and every element meets the vector code.
+torch's fused CPU kernels are four times as fast as its foreach ones. But scalar code computes the elements at the end
+of a tensor that do not fill a vector register, and rounds differently (it contracts multiply and add differently).
+Sharding moves that end, so a sharded run would drift from a replicated one by an ulp a step. Here the ends of all
+tensors are copied into one padded tensor, so that vector code computes every element.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VECTOR_ELEMENTS = 16
 
 
 class _SkippableRule(torch.optim.Optimizer):
-    """An update that a device can skip without the host: its kernels write nothing where `found_inf` holds 1."""
+    """An update that the device can skip without the host: its kernels write nothing if `found_inf` is 1."""
 
     found_inf: Tensor | None = None
     """A 0-dim fp32 tensor, in torch's form: 1 skips the update, 0 and None make it. `MegatronOptimizer.start_step`
@@ -165,7 +165,7 @@ def skips_on_device(rule: torch.optim.Optimizer) -> bool:
 
 
 def take_back_step(rule: torch.optim.Optimizer, params: Iterable[Tensor]) -> None:
-    """Counts a step less for `params`: the device has skipped it."""
+    """Lowers the step counts of `params` by one, after the device has skipped the step."""
     for p in params:
         rule.state[p]["step"] -= 1
 

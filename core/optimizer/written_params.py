@@ -1,6 +1,6 @@
-"""Notices parameters in low precision that something else than the optimizer has written: a load, a clamp, an average.
+"""Detects writes to low-precision parameters by code other than the optimizer: a load, a clamp, an average.
 
-Their fp32 masters would win at the next step, and undo the write.
+Without detection, the next step would overwrite the new values from the fp32 masters.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from .main_params import MainParam
 
 
 class WrittenParams:
-    """Compares the parameters in low precision with what they were when their masters last agreed with them.
+    """Compares low-precision parameters with their values when masters and parameters last agreed.
 
-    Torch's count of in-place writes would be cheaper to compare, but does not see all: not writes through ``.data``,
-    nor those of a checkpoint's loader to the local part of a DTensor. So the bits themselves are summed. (A sum does
-    not see values that only change places in memory.)
+    It compares sums of the parameters' bits. Torch's count of in-place writes would be cheaper, but misses writes
+    through ``.data``, and a checkpoint loader's writes to the local part of a DTensor. (A sum does not detect values
+    that only change places in memory.)
 
     Args:
-        params: what the optimizer updates.
+        params: the parameters that the optimizer updates.
     """
 
     def __init__(self, params: Sequence[MainParam]) -> None:
         self._params = [p for p in params if p.is_low_precision and p.main.numel()]  # fixed
-        # Sums of bits when masters and parameters agreed last, on the device: set by `note_agreement`, which does not
-        # wait for it, and compared by `find_written`. None without parameters in low precision.
+        # Sums of bits when masters and parameters last agreed, on the device. `note_agreement` sets it without waiting
+        # for the device, `find_written` compares it. None without parameters in low precision.
         self._sums: Tensor | None = None
         self.note_agreement()
 
     def note_agreement(self) -> None:
-        """Notes that masters and parameters agree; called after either was written into the other."""
+        """Records that masters and parameters agree; called after one was copied into the other."""
         self._sums = self._sums_of_bits()
 
     @property
     def names(self) -> list[str]:
-        """The parameters that are watched."""
+        """Names of the watched parameters."""
         return [p.name for p in self._params]
 
     def refresh_masters(self) -> None:
-        """Takes into the masters what was written into their parameters since; waits for the device once.
+        """Copies values that other code has written to parameters into the masters; waits for the device once.
 
-        An element that still is its master rounded keeps all digits of the master: a checkpoint's weights may be
-        loaded after its masters.
+        An element that still equals its rounded master keeps the master's full precision, because a checkpoint's
+        weights may be loaded after its masters.
         """
         found = self.find_written()
         if found is None:
@@ -56,7 +56,7 @@ class WrittenParams:
                 p.main.copy_(torch.where(p.main.to(local.dtype) == local, p.main, local.float()))
 
     def find_written(self) -> Tensor | None:
-        """Returns which parameters were written since, `[len(names)]` bools on the device; None if there are none."""
+        """Returns which parameters were written since, as bools `[len(names)]` on the device; None without any."""
         found = self._sums_of_bits()
         return None if found is None or self._sums is None else found != self._sums
 

@@ -12,14 +12,15 @@ from ..errors import ParallelStateError
 from .make_groups import ParallelGroups, RankGroup
 
 _groups: ParallelGroups | None = None
-"""Set and cleared by `set_groups`, which `parallel_state` calls on initialisation and on destruction."""
+"""The groups of this process; None while there is no parallel state. `set_groups` sets and clears it;
+`parallel_state` calls that on initialisation and on destruction."""
 
 assumed_sizes: dict[str, int] = {}
 """Sizes by kind of group, set by the setters of `make_getters`; valid until that setter gets None, or the groups are
 destroyed."""
 
 assumed_ranks: dict[str, int] = {}
-"""This rank's places by kind of group, likewise."""
+"""This rank's index in each kind of group. Set, and valid, as `assumed_sizes`."""
 
 
 def set_groups(groups: ParallelGroups | None) -> None:

@@ -170,7 +170,7 @@ class _WritesWhole(TorchDispatchMode):
         if returns_view:
             raise ConfigError(
                 f"the initialisation of {self._name.rstrip('.')} looks at a part of a sharded parameter of another "
-                f"module ({func}), and what it writes there would be lost; fill that parameter in the "
+                f"module ({func}), and values written there would be lost; fill that parameter in the "
                 "reset_parameters() of the module that owns it"
             )
         target: Any = args[0] if func._schema.is_mutable and args and self._is_sharded(args[0]) else None

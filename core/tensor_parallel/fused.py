@@ -15,10 +15,10 @@ _COMPILED_ON = ["cuda"]
 
 
 class Fused:
-    """A function of a matrix and of vectors over its rows; compiled for a GPU, elsewhere called as it is.
+    """A function of a matrix and of vectors over its rows, compiled on a GPU and called directly elsewhere.
 
     One compilation serves every number of rows; each number of columns has its own, so that its kernels read whole
-    words. If torch cannot compile here, it warns once, and the function is called as it is.
+    words. If torch cannot compile here, warns once and calls the function directly.
 
     Args:
         function: `(matrix, *vectors) -> tensors`; may write to the matrix.
@@ -26,8 +26,10 @@ class Fused:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self._compiled: Callable[..., Any] | None = None  # set by the first call on a GPU
-        self._cannot_compile = False  # set by a call for which torch has no compiler, and never cleared
+        # The compiled function. The first call on a GPU sets it; never cleared.
+        self._compiled: Callable[..., Any] | None = None
+        # Whether torch cannot compile on this machine. The first call that fails sets it; never cleared.
+        self._cannot_compile = False
 
     def __call__(self, matrix: torch.Tensor, *vectors: torch.Tensor) -> Any:
         is_traced = torch.compiler.is_compiling()  # the compiler of what is around it takes this too

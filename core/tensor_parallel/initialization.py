@@ -41,7 +41,7 @@ Initializer = Callable[..., Any]
 has an argument ``generator``, from the generator passed as that."""
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
-"""Whether `deferred_initialization` is entered, in this context."""
+"""Whether this context (thread or task) is inside `deferred_initialization`, which sets and resets it."""
 
 # Parts of names that come from wrappers and are not counted as part of a parameter's name.
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -62,9 +62,13 @@ class ParameterOwner(nn.Module):
     def __init__(self, tp_group: Group = None) -> None:
         super().__init__()
         self.tp_group = resolve_group(tp_group)
-        self.initializers: dict[str, Initializer] = {}  # by parameter name; `add_parameter` adds
-        self.initial_dtypes: dict[str, torch.dtype] = {}  # that have each initial value; `add_parameter` adds
-        self.parameter_marks: dict[str, dict[str, Any]] = {}  # attributes by parameter name; `add_parameter` adds
+        # By parameter name; `add_parameter` adds an entry to each, and nothing removes it, so that parameters can be
+        # filled and marked again after torch has replaced them.
+        self.initializers: dict[str, Initializer] = {}
+        # Dtype that the initial values are rounded to.
+        self.initial_dtypes: dict[str, torch.dtype] = {}
+        # Megatron's attributes of the parameter.
+        self.parameter_marks: dict[str, dict[str, Any]] = {}
 
     def add_parameter(
         self,

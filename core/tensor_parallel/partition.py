@@ -26,7 +26,7 @@ def copy_partition(whole: torch.Tensor, parameter: torch.Tensor, group: Group) -
 
 
 def copy_shard(whole: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Fills a parameter, or what this rank keeps of a sharded one, from one tensor-parallel rank's tensor `whole`."""
+    """Fills a parameter, or this rank's part of a sharded one, from one tensor-parallel rank's tensor `whole`."""
     if kept_range(parameter) is not None:
         fill_range(parameter, whole)
     elif isinstance(parameter, DTensor):

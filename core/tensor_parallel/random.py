@@ -41,7 +41,9 @@ class RNGStatesTracker:
     """Named random streams next to torch's default one, on the device of this process."""
 
     def __init__(self) -> None:
-        self._states: dict[str, torch.Tensor] = {}  # by name; `add` and `set_states` set them, `fork` advances them
+        # State of each stream by name, byte tensors on the CPU. `add` and `set_states` set them, `fork` replaces a
+        # state on exit, `reset` clears all. While a stream is forked, its current state is torch's default stream.
+        self._states: dict[str, torch.Tensor] = {}
 
     def reset(self) -> None:
         """Forgets every stream."""
@@ -99,6 +101,8 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
+"""The tracker of this process, for good. `model_parallel_manual_seed` fills it; `_TrackedStates` swaps its streams
+while backward recomputes."""
 
 
 def get_rng_tracker() -> RNGStatesTracker:
@@ -223,12 +227,13 @@ def _with_tracked_states(inner: Callable[[], Contexts] | None) -> Contexts:
 
 
 class _TrackedStates:
-    """Restores the tracked streams of the forward while it is entered. Entered by each backward through the graph."""
+    """Sets the tracked streams of a forward while backward recomputes it. Each backward through the graph enters."""
 
     def __init__(self, states: dict[str, torch.Tensor], inner: AbstractContextManager[Any]) -> None:
         self._states = states
         self._inner = inner
-        self._outer: list[dict[str, torch.Tensor]] = []  # streams to restore: pushed on entering, popped on leaving
+        # Streams to restore, for each nested entry. `__enter__` pushes, `__exit__` pops.
+        self._outer: list[dict[str, torch.Tensor]] = []
 
     def __enter__(self) -> None:
         self._outer.append(_tracker.get_states())

@@ -26,7 +26,7 @@ BATCHES_AHEAD = 2
 
 
 def to_device(batch: Batch) -> Batch:
-    """Returns a batch on this process's device, but for what the host reads. Does not wait for copies of pinned
+    """Copies a batch to this process's device, except tensors that the host reads; does not wait for copies of pinned
     memory."""
     here, host = device.current_device(), torch.device("cpu")
     return {
@@ -94,9 +94,10 @@ class DeviceBatches(Iterator[Batch]):
     def __init__(self, batches: Iterator[Batch], copies: Copies | None = None) -> None:
         self._batches = batches
         self._copies = SideStream() if copies is None and device.device_type() == "cuda" else copies
-        # Of batches to come, in order: the reading thread fulfils them, `__next__` takes them.
+        # Futures of the next batches, in order. `__next__` appends and takes them; the reading thread fulfils them.
         self._ahead: deque[Future[Copy]] = deque()
-        self._reader: ThreadPoolExecutor | None = None  # one thread, ended by `close`; None: batches pass through
+        # The reading thread. Set here, and shut down by `close`; None if batches are not read ahead.
+        self._reader: ThreadPoolExecutor | None = None
         if self._copies is not None:
             self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
             for _ in range(BATCHES_AHEAD):

@@ -19,14 +19,14 @@ _BITS = 28
 """Of each of the two numbers: 2^24 of them add up in the 53 bits of double."""
 
 _LARGEST_EXPONENT = 900
-"""Of an addend; those beyond it, and below its negative, lose bits."""
+"""Largest exponent of an addend; addends above it, or below its negative, lose bits."""
 
 
 def exact_totals(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Sums each column over the rows of all ranks, rounded once, so that neither order nor place of a row shows.
+    """Sums each column over the rows of all ranks, rounded once; the result does not depend on the order of rows.
 
-    Exact for addends in fp32 of which none is below 2^-32 of the largest; of smaller ones the last bits are cut, of
-    each alone. Where an addend is not finite, so is the sum.
+    Exact for fp32 addends of at least 2^-32 of the largest one. Smaller addends lose their last bits, each by itself.
+    If an addend is not finite, the sum is not finite.
 
     Args:
         rows: a row `[n]` for each micro-batch of this rank; every rank has as many.

@@ -151,19 +151,22 @@ def _seeds(state: TrainingState, config: PretrainConfig) -> MicroBatchSeeds:
 
 
 class _Reporter:
-    """Logs and judges each step when its result is known: while the next one is queued, or when the run needs it.
+    """Logs and checks each step when its result is known: while the next step is queued, or when the run needs it.
 
-    So the device always has a step to compute. What follows from a result, which is to stop, or to give up after too
-    many skipped steps, comes one step later than it did.
+    So the device always has a step to compute. The run stops, or gives up after too many skipped steps, one step after
+    the step that caused it.
     """
 
     def __init__(self, state: TrainingState, log: RunLog, writer: CheckpointWriter, skipped: SkippedSteps) -> None:
         self._state, self._log, self._writer, self._skipped = state, log, writer, skipped
-        # Seconds since the last step was taken; `restart_watch` leaves out what is no part of a step.
+        # Seconds since the last step was taken. `take` and `restart_watch` restart it; the latter leaves out time that
+        # belongs to no step.
         self._watch = Stopwatch()
-        # The last step, with its iteration, tokens and seconds. `take` sets it, `_report` clears it.
+        # The last step, while it is not reported, with its iteration, tokens and seconds. `take` sets it, `_report`
+        # clears it.
         self._waiting: tuple[RunningStep, int, int, float] | None = None
-        # Of the weights after that step. `note_hash` sets it, `_report` clears it.
+        # The hash of the weights after that step; None if it was not asked for. `note_hash` sets it, `_report` clears
+        # it.
         self._hash: str | None = None
 
     def take(self, running: RunningStep, num_tokens: int) -> bool:

@@ -143,7 +143,9 @@ class _Block:
     nbytes: int
     start: int
     end: int
+    """Time of its release in ns; the end of the step until `_pieces` or `_end_what_is_missed` finds an earlier one."""
     category: int = _REST
+    """Index in `CATEGORIES`. `_sort_into_categories` sets it, from the last record of the block's address."""
 
 
 def _timeline(events: Sequence[Any], notes: Sequence[_Note], kind: str, before: int | None) -> MemoryTimeline:

@@ -40,7 +40,7 @@ from .state import TrainingState
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
-NO_HASHES = "{} keeps no hashes, so that what was read could not be compared with what was written"
+NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared with the saved ones"
 
 
 def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) -> str:
@@ -53,7 +53,7 @@ def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) 
         verify: compare tensors of a run with the hashes that were saved.
 
     Returns:
-        A line that says what was compared with hashes, and how long it took.
+        A line that names the tensors compared with hashes, and the time it took.
 
     Raises:
         CheckpointError: the folder is none of these, damaged, of another model, or has LoRA adapters.

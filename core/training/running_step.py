@@ -1,4 +1,4 @@
-"""A step whose update is queued, and what is known of it once the host has read it."""
+"""A step whose update is queued, and its result, which the host reads later."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepResult:
     """Largest learning rate of the update."""
 
     loss_scale: float
-    """What the losses were multiplied by before their backward."""
+    """The factor that losses were multiplied by before backward."""
 
 
 class RunningStep:
@@ -50,7 +50,7 @@ class RunningStep:
 
     def __init__(self, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, totals: torch.Tensor) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
-        # Set once by `_conclude`, which the optimizer calls when the host knows the outcome.
+        # None until the host knows the outcome: the optimizer then calls `_conclude`, which sets it once.
         self._result: StepResult | None = None
         optimizer.start_step(totals, concluded=self._conclude)
 

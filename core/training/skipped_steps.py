@@ -20,8 +20,9 @@ class SkippedSteps:
     def __init__(self, *, scale_adapts: bool) -> None:
         self._scale_adapts = scale_adapts
         self.in_a_row = 0
-        """Skipped steps in a row, up to the last one. `note` counts them, and resets it at a step that was made."""
-        self._warned = False  # `note` sets it, so that only the first skipped step of a run is a warning
+        """Skipped steps in a row, up to the last step. `note` counts; a step that was made resets it."""
+        self._warned = False
+        """Whether a skipped step was warned about. `note` sets it, for the rest of the run."""
 
     def note(self, iteration: int, updated: bool) -> None:
         """Counts one step.

@@ -21,9 +21,9 @@ class TrainingState:
     vocab_size: int
     """Rows of the model's embedding, padding included."""
     iteration: int = 0
-    """Steps made, skipped ones included."""
+    """Number of steps so far, skipped ones included. `loop` counts; a checkpoint sets it when a run resumes."""
     consumed_samples: int = 0
-    """Samples of the training split in these steps, over all ranks."""
+    """Samples of the training split in these steps, over all ranks. Set as `iteration`."""
     skipped_steps: int = 0
     """Steps in a row, up to this one, that were skipped because a gradient was infinite or NaN, without a dynamic loss
     scale. `loop` sets it; a resumed run starts at 0."""

@@ -43,7 +43,7 @@ def train_step(
     micro-batches and ranks.
 
     Where the wrapper computes the same bits on any number of ranks (`ShardingPlan.tree`), each loss is divided by the
-    number of all micro-batches and ranks, which does not depend on that of ranks; and reported losses are added
+    number of micro-batches on all ranks, which does not depend on the number of ranks; and reported losses are added
     exactly.
 
     Args:
@@ -131,6 +131,7 @@ def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, 
 def _own_chunks(batch: Batch) -> Batch:
     """Returns this rank's chunks of a batch, on the device.
 
-    It is copied before it is cut: what is cut on the host is no longer pinned, and its copy would be waited for.
+    Copies to the device before it cuts: cutting on the host would give tensors that are not pinned, and the host would
+    wait for their copies.
     """
     return {name: own_chunks(tensor) for name, tensor in to_device(batch).items()}

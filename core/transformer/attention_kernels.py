@@ -128,7 +128,7 @@ def combine(first: Attended, second: Attended) -> Attended:
 
 
 def no_random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what a backward kernel on CUDA takes, and does not read, where nothing was dropped."""
+    """Returns the random state that a backward kernel on CUDA takes as an argument; without dropout it is not read."""
     return _zero_state(query.device, query.dtype in LOW_PRECISION)
 
 

@@ -28,8 +28,8 @@ def define_attention(
         forward: given query, key, value and the layout, returns the output and the log-sum-exp of the scores.
         backward: given the output's gradient, query, key, value, output, log-sum-exp and the layout, returns the
             gradients of query, key and value.
-        empty_like: returns a tensor with the shape and strides of the output, given the query, and of a gradient,
-            given what it is the gradient of.
+        empty_like: returns an empty tensor with the shape and strides of the output, given the query, or of a
+            gradient, given the tensor that it is the gradient of.
         empty_logsumexp: returns a tensor with the shape and dtype of the log-sum-exp, given the query.
 
     Returns:

@@ -39,7 +39,7 @@ def attend_within_documents(
         `[s, b, n, d]`.
     """
     output: torch.Tensor
-    if dropout > 0.0:  # what it saves for backward has not the same shape on every device: no operation of ours
+    if dropout > 0.0:  # torch's own kernel: with dropout the shapes of its saved tensors differ between devices
         output = _unflattened(_attend(query, key, value, bounds, counts, dropout)[0], query)
     else:
         output = torch.ops.shardstack.attend_within_documents(query, key, value, bounds, counts)[0]
@@ -54,7 +54,7 @@ def _attend(
     counts: torch.Tensor,
     dropout: float,
 ) -> Any:
-    """Returns what the kernel does: the output, `[b * s, n, d]` with padded channels, and the log-sum-exp."""
+    """Runs the kernel; returns its results: the output, `[b * s, n, d]` with padded channels, the log-sum-exp, ..."""
     flat = [_flattened(tensor) for tensor in (query, key, value)]
     scale = 1.0 / math.sqrt(query.shape[-1])
     return torch.ops.aten._flash_attention_forward(*flat, *_lengths(bounds, counts), dropout, True, False, scale=scale)

@@ -40,12 +40,17 @@ _Layer = ColumnParallelLinear | RowParallelLinear
 
 
 class Adapter(nn.Module):
-    """The update of one layer: maps the layer's input to the addend of its output.
+    """The update of one layer: maps the layer's input to a tensor that is added to its output.
+
+    The layer owns the adapter, as its attribute ``adapter``, from `add_lora` until `merge_into`.
 
     Args:
         layer: decides the sizes and the layout.
         rank: rank of the update.
         alpha: the update is scaled by `alpha / rank`.
+
+    Attributes:
+        hook: handle of the hook that adds the update to the layer's output. `merge_into` removes it.
     """
 
     def __init__(self, layer: _Layer, rank: int, alpha: float) -> None:

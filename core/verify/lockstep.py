@@ -227,7 +227,7 @@ def _first_difference(
     total = 0.0
     for (name, found), (other, expected) in zip(ours, theirs, strict=True):
         if name != other:
-            raise ConfigError(f"the parameter {other} is {name} under a wrapper; its module renames what it holds")
+            raise ConfigError(f"the parameter {other} is {name} under a wrapper; its module renames its parameters")
         norm = float(expected.double().norm())
         total += norm * norm
         if not bool(torch.equal(found, expected)) or not math.isfinite(norm):

@@ -207,7 +207,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoint(corpus: Path, saved_r
     assert ended.err.splitlines()[-1].startswith("error: gradients have been infinite or NaN for 10 steps"), ended
     # Skipped steps left nothing to continue from: with one to keep, the last step that was made stays too.
     assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000002", "iter_0000012"]
-    assert "warning: the order of samples is not that of the checkpoint (" not in ended.err  # one epoch, as before
+    assert "warning: the order of samples differs from the checkpoint's (" not in ended.err  # one epoch, as before
 
 
 def test_a_missing_and_a_foreign_checkpoint_are_refused(corpus: Path, saved_run: Path, tmp_path: Path) -> None:

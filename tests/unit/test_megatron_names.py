@@ -43,7 +43,7 @@ def test_helpers_see_through_wrappers():
     assert utils.get_model_config(model) is config
     assert utils.get_model_type(model) is inner.model_type
     assert utils.get_attr_wrapped_model(model, "linear", return_model_obj=True) is inner
-    with pytest.raises(ConfigError, match="neither Float16Module nor what it wraps has the attribute 'absent'"):
+    with pytest.raises(ConfigError, match="neither Float16Module nor the model inside it has the attribute 'absent'"):
         utils.get_attr_wrapped_model(model, "absent")
     with pytest.raises(ConfigError, match="given a list"):
         utils.get_model_config([model])

@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate's loops on this library's wrappers, by one line: `use_shardstack`."""
+"""Runs transformers' Trainer and accelerate's loops on this library's wrappers; `use_shardstack` is the only call."""
 
 from ..versions import check_version
 

@@ -1,4 +1,4 @@
-"""`ShardstackAccelerator`: accelerate's, whose models run in this library's wrappers."""
+"""`ShardstackAccelerator`: accelerate's Accelerator, with models in this library's wrappers."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from .plugin import ShardstackPlugin
 
 
 class ShardstackAccelerator(Accelerator):
-    """An `Accelerator` that `use_shardstack` has made of another; its loop is that of any accelerate script.
+    """The class that `use_shardstack` gives to an `Accelerator`; scripts use it as accelerate's.
 
-    `prepare` wraps each model that has something to train, and continues each optimizer on what this rank updates.
-    Gradients cross ranks once a step, in the last backward or after it. Everything that a script calls in the loop
-    (`accumulate`, `backward`, `clip_grad_norm_`, ...) and for checkpoints acts on them.
+    `prepare` wraps each model with trainable parameters, and makes each optimizer update this rank's part of them.
+    Gradients are reduced once a step, in the last backward or after it. The methods that a script calls in its loop
+    (`accumulate`, `backward`, `clip_grad_norm_`, ...) and for checkpoints act on wrapped models and their optimizers.
     """
 
     plugin: ShardstackPlugin
-    """The wrapper of models; `use_shardstack` sets it, once."""
+    """Chooses the wrapper of models. `use_shardstack` sets it, once."""
 
-    # Accelerate's: what is prepared at the moment. Its `prepare` adds and `free_memory` clears; `prepare_model` puts a
-    # wrapper in place of its model; `save_state` and `load_state` leave out our optimizers while they run.
+    # Accelerate's lists of prepared models and optimizers. Its `prepare` adds to them and `free_memory` clears them.
+    # `prepare_model` replaces a model by its wrapper. `save_state` and `load_state` take our optimizers out while
+    # accelerate's methods run, and put them back.
     _models: list[nn.Module]
     _optimizers: list[torch.optim.Optimizer]
 
     # ---- preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepares as accelerate's: models are wrapped before optimizers, in any order of arguments."""
+        """Prepares as accelerate does, but wraps models before it prepares optimizers, in any order of arguments."""
         before = {arg: dict(arg.named_parameters()) for arg in args if isinstance(arg, nn.Module)}
         models = {arg: self.prepare_model(arg) for arg in before}
         replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -56,10 +57,10 @@ class ShardstackAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Wraps a model that has something to train.
+        """Wraps a model that has trainable parameters.
 
         Raises:
-            WrapError: it is wrapped already, or cannot be.
+            WrapError: the model is wrapped already, or cannot be.
         """
         if StepGradients.of(model) is not None:
             if not any(known is model for known in self._models):
@@ -77,10 +78,10 @@ class ShardstackAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
-        """Continues an optimizer of a wrapped model on what this rank updates.
+        """Makes an optimizer update this rank's part of a wrapped model.
 
         Raises:
-            OptimizerError: it was built before its model was wrapped, or cannot update shards.
+            OptimizerError: the optimizer was built before its model was wrapped, or cannot update shards.
         """
         prepared: torch.optim.Optimizer = self._with_own_gradients(optimizer, {})
         if not isinstance(prepared, PreparedOptimizer):
@@ -91,7 +92,7 @@ class ShardstackAccelerator(Accelerator):
         return prepared
 
     def _with_own_gradients(self, arg: Any, replaced: dict[nn.Parameter, nn.Parameter]) -> Any:
-        """Returns an optimizer of a wrapped model prepared for it; anything else as it is."""
+        """Prepares an optimizer of a wrapped model; returns any other object unchanged."""
         if not isinstance(arg, torch.optim.Optimizer) or isinstance(arg, AcceleratedOptimizer):
             return arg
         params = [param for group in arg.param_groups for param in group["params"]]

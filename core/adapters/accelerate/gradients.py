@@ -1,4 +1,4 @@
-"""The gradients of a prepared model: summed over ranks once a step, and divided as the loss demands."""
+"""Reduces the gradients of a prepared model once a step, as a sum or a mean, depending on the loss."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class StepGradients:
     """Gradients of one wrapped model, from the last backward of a step to its update.
 
     Attributes:
-        wrapper: it sums gradients over ranks.
-        optimizer: updates its parameters, set by `ShardstackAccelerator.prepare`; None before, and where the user's
-            own updates replicas.
+        wrapper: the model's wrapper, which sums gradients over ranks.
+        optimizer: updates the wrapper's parameters. `prepare_optimizer` sets it, once. None before, and if the user's
+            own optimizer updates replicas.
         loss_is_global: whether losses of the step are divided by the tokens of all ranks already, so that the sum of
-            gradients is the result. Else each rank's loss is a mean, and so is the result. The trainer sets it before
-            a step's gradients are finished.
+            gradients is the result. Else each rank's loss is a mean, and the result is the mean of gradients. The
+            trainer sets it before a step's gradients are finished.
     """
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:

@@ -1,4 +1,4 @@
-"""The user's torch optimizer, continued by this library's on what each rank updates."""
+"""Prepares the user's torch optimizer: this library's optimizer makes its updates, on this rank's shards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from .gradients import StepGradients
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """What `Accelerator.prepare` returns for an optimizer of a prepared model.
+    """The result of `Accelerator.prepare` for an optimizer of a prepared model.
 
-    `optimizer` is the user's: its ``step`` first runs this library's update, and then finds no gradient left. Its
-    ``param_groups`` and state are those of the update, so that schedulers that were built on it, or on this, act.
+    `optimizer` is the user's optimizer. Its ``step`` first runs this library's update, and then finds no gradient to
+    apply. It shares ``param_groups`` and state with this library's optimizer, so that schedulers built on either
+    optimizer take effect.
 
     Args:
-        optimizer: the user's.
-        gradients: those of its model. Their `optimizer` updates, where there is one, else the user's does.
+        optimizer: the user's optimizer.
+        gradients: the gradients of its model. `gradients.optimizer` makes the updates; if it is None, the user's does.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, gradients: StepGradients) -> None:
@@ -40,17 +41,19 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return self.gradients.optimizer
 
     def _share(self) -> None:
+        # The user's optimizer gets the same list and dict as the update's, not copies. `load_state_dict` replaces the
+        # update's, so it calls this again.
         if self.megatron is not None:
             self.optimizer.param_groups = self.megatron.param_groups
             self.optimizer.state = self.megatron.optimizer.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Updates the weights, in the last micro-batch of a step; in the others it does nothing.
+        """Updates the weights in the last micro-batch of a step; does nothing in the others.
 
         A gradient that is not finite skips the update on all ranks (`step_was_skipped`).
 
         Raises:
-            OptimizerError: a closure.
+            OptimizerError: a closure was given.
         """
         if self.gradient_state.sync_gradients:
             self.optimizer.step(closure)
@@ -62,15 +65,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
             )
         self.gradients.finish()
         if self.megatron is not None:
-            self._is_overflow = not self.megatron.step()[0]  # accelerate's, which `step_was_skipped` returns
+            # Accelerate's attribute, which `step_was_skipped` returns. Valid until the next step.
+            self._is_overflow = not self.megatron.step()[0]
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops the gradients, after the last micro-batch of a step; in the others it does nothing."""
+        """Zeroes the gradients after the last micro-batch of a step; does nothing in the others."""
         if self.gradient_state.sync_gradients:
             self.gradients.wrapper.zero_grad_buffer()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state, which `load_state_dict` takes; checkpoints of any layout are `save_state`'s."""
+        """Returns this rank's state, for `load_state_dict` on the same layout; `save_state` saves for any layout."""
         return (self.optimizer if self.megatron is None else self.megatron).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -82,16 +86,16 @@ class PreparedOptimizer(AcceleratedOptimizer):
 def prepare_optimizer(
     optimizer: torch.optim.Optimizer, gradients: StepGradients, replaced: Mapping[nn.Parameter, nn.Parameter]
 ) -> PreparedOptimizer:
-    """Makes an optimizer of torch, built over the plain or the wrapped model, step the wrapped one.
+    """Makes a torch optimizer, built over the plain or the wrapped model, update the wrapped model.
 
-    AdamW, SGD and Adam without weight decay are continued by `get_megatron_optimizer`'s, with the groups and settings
-    that they have. Over replicas any other is kept.
+    For AdamW, SGD and Adam without weight decay, an optimizer of `get_megatron_optimizer` makes the updates, with
+    their groups and settings. Over replicas, any other optimizer makes its own updates.
 
     Args:
-        replaced: the wrapped model's parameter for each of the plain one.
+        replaced: maps parameters of the plain model to those of the wrapped model.
 
     Raises:
-        OptimizerError: an optimizer that cannot update shards, one that has stepped, or parameters of another model.
+        OptimizerError: the optimizer cannot update shards, has stepped already, or has parameters of another model.
     """
     groups = [
         {**group, "params": [replaced.get(param, param) for param in group["params"]]}

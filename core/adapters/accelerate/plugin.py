@@ -1,4 +1,4 @@
-"""`ShardstackPlugin`: which wrapper an accelerator puts around its model, and its settings."""
+"""`ShardstackPlugin`: chooses the wrapper of an accelerator's model, and its settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ShardstackPlugin:
             `FullyShardedDataParallelConfig` and `TorchFullyShardedDataParallelConfig` for the others.
 
     Raises:
-        ConfigError: a strategy or a setting that there is none of, or settings that contradict each other.
+        ConfigError: an unknown strategy or setting, or settings that contradict each other.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`ShardstackTrainer`: transformers' Trainer, whose model runs in this library's wrappers."""
+"""`ShardstackTrainer`: transformers' Trainer, with its model in this library's wrappers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from .gradients import StepGradients
 
 
 class ShardstackTrainer(Trainer):
-    """A `Trainer` that `use_shardstack` has made of another, or of a subclass.
+    """The class that `use_shardstack` gives to a `Trainer`, or to an instance of a subclass.
 
     As under torch's DDP, `model` is the model, whose ``generate`` works, and `model_wrapped` the wrapper around it.
     """
 
     accelerator: ShardstackAccelerator
-    _is_in_step = False  # `training_step` sets and clears it
+    _is_in_step = False
+    """Whether `training_step` runs; it sets and clears it."""
     _leaves_out_ranks = False
-    """Whether the loss of the last micro-batch was divided by all ranks' tokens. `training_step` clears it at its
-    beginning; `get_tp_size`, which `compute_loss` asks for that factor alone, sets it."""
+    """Whether the loss of the last micro-batch was divided by the tokens of all ranks. `training_step` clears it when
+    it begins; `get_tp_size` sets it, because `compute_loss` calls that only for such a loss."""
 
     # ---- a step
 

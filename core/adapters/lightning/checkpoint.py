@@ -32,7 +32,7 @@ _MODEL, _OPTIMIZER, _VALUES, _RNG = "model.", "optimizer.", "values", "rng."
 
 @dataclass
 class Trained:
-    """A wrapped model, and what updates it."""
+    """A wrapped model, and the optimizer that updates it."""
 
     wrapper: _BaseDataParallel
     optimizer: Optimizer | None = None

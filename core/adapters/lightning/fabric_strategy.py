@@ -39,7 +39,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         **arguments: ``units``, ``process_group_backend`` and ``timeout``, as there; and Lightning's.
 
     Raises:
-        ConfigError: a sharding that there is none of.
+        ConfigError: an unknown sharding.
     """
 
     launcher_class = _SubprocessScriptLauncher
@@ -47,9 +47,10 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
         super().__init__(sharding, **arguments)
         self._backward_sync_control = self._no_sync = NoSync()
-        # Norms by wrapper, made when the first clip asks for one; never cleared.
+        # Norms by wrapper. The first clip of a wrapper adds its norm; never cleared.
         self._norms: dict[nn.Module, GradientNorm] = {}
-        # By the user's optimizer its wrapper and what updates; added as optimizers are set up, never cleared.
+        # For each optimizer of the user, its wrapper and the optimizer that updates the wrapper's parameters. Added
+        # when an optimizer is set up; never cleared.
         self._updates: dict[Optimizer, tuple[_BaseDataParallel, Updates]] = {}
 
     @property

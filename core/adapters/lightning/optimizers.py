@@ -1,4 +1,4 @@
-"""Optimizers as Lightning passes them around, and what updates the parameters for each."""
+"""Optimizers for Lightning: for each optimizer of the user, the one that updates the wrapped parameters."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class ShardstackOptimizer(Optimizer):
 class TranslatedOptimizer:
     """Carries out a torch optimizer's update on a wrapper's shards.
 
-    The optimizer stays what the user holds: schedulers set the settings of its groups, and each step reads them.
+    Schedulers set the settings in the groups of the user's optimizer, and each step reads them there.
 
     Raises:
-        OptimizerError: an update that shards of flat buffers do not support.
+        OptimizerError: shards of flat buffers do not support the optimizer's update.
     """
 
     def __init__(self, optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
@@ -146,9 +146,10 @@ def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
 
 
 class _ZeroesThroughWrapper:
-    """Mixed in before the class of an optimizer by `zero_through_wrapper`."""
+    """`zero_through_wrapper` mixes it into the class of an optimizer."""
 
     wrapper: _BaseDataParallel
+    """Set by `zero_through_wrapper` on the user's optimizer, for good."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of the whole model, unless they are zero."""
@@ -159,7 +160,7 @@ def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> No
     """Lets ``optimizer.zero_grad()`` zero the wrapper's gradients, which ``param.grad`` may not show."""
     if not isinstance(optimizer, (ShardstackOptimizer, _ZeroesThroughWrapper)):
         kind = type(optimizer)
-        # Both are set on the user's optimizer, for good: its parameters belong to this wrapper.
+        # Both attributes are set on the user's optimizer, for good: its parameters belong to this wrapper.
         optimizer.wrapper = wrapper  # type: ignore[attr-defined]
         optimizer.__class__ = type(kind.__name__, (_ZeroesThroughWrapper, kind), {})
 

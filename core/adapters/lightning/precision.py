@@ -1,4 +1,4 @@
-"""Precision plugins of the Trainer whose clipping and steps are the strategy's."""
+"""Precision plugins of the Trainer that clip and step through the strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
 
 
 class StepsAndClips(Protocol):
-    """The strategy, as a plugin calls it."""
+    """The methods of the strategy that a plugin calls."""
 
     def clip_by_norm(self, max_norm: float) -> None:
         """Clips the gradient of the model by its global norm."""
@@ -28,9 +28,10 @@ class StepsAndClips(Protocol):
 
 
 class _OfStrategy(Precision):
-    """Mixed in before one of Lightning's plugins."""
+    """Clips and steps through the strategy; mixed in before one of Lightning's plugins."""
 
     strategy: StepsAndClips
+    """Set by `of_strategy`, once, before Lightning gets the plugin."""
 
     def optimizer_step(
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -66,7 +67,7 @@ def of_strategy(plugin: Precision | None, strategy: StepsAndClips) -> Precision:
     """Returns the counterpart of one of Lightning's plugins.
 
     Raises:
-        ConfigError: a precision that there is none for.
+        ConfigError: a precision without a counterpart.
     """
     made: _OfStrategy
     if plugin is None or type(plugin) is Precision:

@@ -1,4 +1,4 @@
-"""What the strategies of the Trainer and of Fabric share: their arguments, and how ranks start, meet and talk."""
+"""The common base of the strategies for Trainer and Fabric: arguments, starting ranks, and collectives."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ class Processes:
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # Attributes of Lightning's functions, for the whole process: they decide which rank prints and logs.
         rank_zero_only.rank = rank_zero_only_of_utilities.rank = self.global_rank
 
     def join_process_group(self) -> None:

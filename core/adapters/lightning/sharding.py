@@ -1,4 +1,4 @@
-"""What a strategy's arguments say: how a model is sharded, over which ranks, and what its units are."""
+"""Interprets a strategy's arguments: how to shard a model, over which ranks, and its units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A strategy of Lightning's Trainer: the LightningModule in one of this library's wrappers."""
+"""A strategy of Lightning's Trainer that puts the LightningModule into one of this library's wrappers."""
 
 from __future__ import annotations
 
@@ -43,23 +43,25 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         **lightning: arguments of Lightning's `ParallelStrategy`, for a Trainer's parts that are given here.
 
     Raises:
-        ConfigError: a sharding that there is none of.
+        ConfigError: an unknown sharding.
     """
 
     strategy_name = "shardstack"
     launcher_class = _SubprocessScriptLauncher
     _precision_plugin: Precision | None
+    """Lightning's. Its constructor and the setter of `precision_plugin` set it; always from `of_strategy` or None."""
 
     grad_norm: Tensor | None = None
-    """The norm of the last step's gradient before clipping, 0-dim in fp32; None where nothing measured it."""
+    """The norm of the last step's gradient before clipping, 0-dim in fp32; None if it was not measured. `make_step`
+    sets it."""
 
-    # Of the current step: `clip_by_norm` sets it, `make_step` clears it.
+    # The norm of the current step's gradient before clipping. `clip_by_norm` sets it, `make_step` clears it.
     _clipped_norm: Tensor | None = None
-    # Of the wrapped model: made when it is first needed, dropped by `setup` for another model.
+    # Measures the wrapped model's gradient. Made at its first use; `setup` clears it for another model.
     _norm: GradientNorm | None = None
-    # `setup` sets it, again for another model; None before.
+    # The wrapped model and its optimizer. `setup` sets it, again for another model; None before.
     _trained: Trained | None = None
-    # `block_backward_sync` sets and clears it.
+    # True inside `block_backward_sync`, which sets and clears it: backward then reduces no gradients.
     _is_accumulating = False
 
     # ---- parts
@@ -108,7 +110,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
             self._trained, self._norm = Trained(wrap(module, self.settings, self.units)), None
-        self.model = self._trained.wrapper
+        self.model = self._trained.wrapper  # Lightning's attribute: the model that it runs, from here on
         if is_fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

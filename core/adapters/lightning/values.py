@@ -81,4 +81,4 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
             return {decode(key, tensor): decode(item, tensor) for key, item in held}
         return (tuple if kind == _TUPLE else set)(decode(item, tensor) for item in held)
     except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the checkpoint's values hold {kind} with what is none ({error})") from None
+        raise CheckpointError(f"the checkpoint's values hold an invalid {kind} ({error})") from None

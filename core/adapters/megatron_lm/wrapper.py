@@ -86,7 +86,8 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
             disable_bucketing,
             process_group,
         )
-        self.ddp_config = ddp_config  # what Megatron-LM reads of it are fields of its own class
+        self.ddp_config = ddp_config  # Megatron-LM reads fields that only its own config has
+        # Read by Megatron-LM's checkpoints. These attributes and `config.no_sync_func` are set for good.
         for parameter in module.parameters():
             parameter.is_torch_fsdp2_param = True  # type: ignore[attr-defined]
         config.no_sync_func = self.no_sync
@@ -141,7 +142,11 @@ _UNSUPPORTED = {
 
 
 def _mark_embeddings(module: nn.Module) -> None:
-    """Marks weights that the output layer reads from the embedding, and units whose backward reads no weight."""
+    """Marks weights that the output layer reads from the embedding, and units whose backward reads no weight.
+
+    The marks stay for good. Planning reads them: it leaves such a weight to the root, and frees such a unit after
+    forward without gathering it in backward.
+    """
     submodule: Any
     for submodule in module.modules():
         if getattr(submodule, "share_embeddings_and_output_weights", False):

@@ -1,4 +1,4 @@
-"""Any model on this library's engines, under the names of NeMo Automodel's module of this name."""
+"""Runs any model on this library's engines, under the names of NeMo Automodel's module of this name."""
 
 from .class_paths import import_classes_from_paths
 from .fsdp2 import fsdp2_strategy_parallelize

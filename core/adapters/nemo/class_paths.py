@@ -1,4 +1,4 @@
-"""Module classes by their dotted names, and whether a model has any of them."""
+"""Finds module classes by their dotted names, and checks that a model contains them."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer: likewise.
 
     Raises:
-        ParallelConfigError: a strategy that there is none of, a mesh without a data-parallel axis, or tensor-parallel
-            ranks without a plan.
+        ParallelConfigError: an unknown strategy, a mesh without a data-parallel axis, or tensor-parallel ranks without
+            a plan.
         WrapError: a class path that does not import, or a class that no module of the model has.
     """
     strategy = _as_strategy(data_parallel_sharding_strategy)
@@ -168,8 +168,8 @@ def _warn_of_buffers(strategy: str, *, nvfsdp_unit_modules: bool, preserve_fp32_
         )
     if preserve_fp32_weights:
         warn_once(
-            f"preserve_fp32_weights: under {strategy} the optimizer of core.optimizer keeps fp32 weights of what is "
-            "in less, always. No number changes"
+            f"preserve_fp32_weights: under {strategy} the optimizer of core.optimizer always keeps fp32 masters of "
+            "weights in low precision. No number changes"
         )
 
 
@@ -211,7 +211,10 @@ def _compare_with_meta(model: nn.Module, is_said_to_be_on_meta: bool) -> None:
 
 
 def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
-    """Makes a model in low precision fp32, for shards that are cast, and says to what; None where nothing is done."""
+    """Converts a low-precision model to fp32 and returns its old dtype, to which gathered parameters are cast.
+
+    Returns None, after a warning, for a model of another dtype or of several. The fp32 values take new memory.
+    """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if len(dtypes) == 1 and (dtype := next(iter(dtypes))) in _LOW_PRECISION:
         for parameter in model.parameters():
@@ -221,6 +224,6 @@ def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
     found = ", ".join(sorted(str(dtype) for dtype in dtypes))
     warn_once(
         f"preserve_fp32_weights acts on models that are in bf16 or fp16 throughout, and this one is in {found}; the "
-        "optimizer of core.optimizer keeps fp32 weights of what is in less. No number changes"
+        "optimizer of core.optimizer keeps fp32 masters of weights in low precision. No number changes"
     )
     return None

@@ -77,7 +77,7 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
 
 
 class ReplicatedWithGradAllReduce(ParallelStyle):
-    """A module whose parameters all ranks hold, and use on their own part of the activations, as Qwen3's q_norm.
+    """Replicates a module's parameters; ranks use them on their own part of the activations, as Qwen3's q_norm.
 
     Inputs and outputs are plain, and stay as they are. The gradients of its parameters are sums over the ranks.
     """
@@ -94,12 +94,12 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
             with _local_parameters(module):
                 return forward(*args, **kwargs)
 
-        module.forward = computed_on_a_part
+        module.forward = computed_on_a_part  # on the instance, for good
         return module
 
 
 class Untouched(ParallelStyle):
-    """A module that every rank computes whole."""
+    """Leaves a module whole on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
@@ -107,7 +107,10 @@ class Untouched(ParallelStyle):
 
 @contextmanager
 def _local_parameters(module: nn.Module) -> Iterator[None]:
-    """Lets the module compute with plain tensors; each rank then has an addend of their gradients."""
+    """Replaces the module's DTensor parameters by local tensors inside, and puts them back on exit.
+
+    Each rank's gradient is then one addend of the sum over ranks (`Partial`).
+    """
     owners = [(owner, dict(owner._parameters)) for owner in module.modules()]
     for owner, parameters in owners:
         for name, parameter in parameters.items():

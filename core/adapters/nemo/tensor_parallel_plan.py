@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: what a Hugging Face model says of itself, and a plan's application to a model."""
+"""Tensor parallelism by a plan: reads the plan of a Hugging Face model, and applies a plan to a model."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def apply_plan(model: nn.Module, tensor_mesh: DeviceMesh, plan: Plan | None, dev
                 parallelize_module(model, tensor_mesh, {pattern: style})
             except NotImplementedError as error:
                 raise ParallelConfigError(
-                    f"tp_shard_plan has {pattern!r} as {type(style).__name__}, and torch cannot cut what it names: "
+                    f"tp_shard_plan has {pattern!r} as {type(style).__name__}, and torch cannot split that module: "
                     f"{error}"
                 ) from error
     for names in ties:
@@ -166,7 +166,7 @@ def _plan_of_partners(model: nn.Module, plan: Plan, ties: list[list[str]]) -> di
 
 
 def _tie(model: nn.Module, names: list[str]) -> None:
-    """Gives all modules the first one's copy again: `parallelize_module` cuts each module's own."""
+    """Ties parameters again, which `parallelize_module` has separated: sets the first module's in all others."""
     first, *others = (model.get_parameter(name) for name in names)
     for name, other in zip(names[1:], others, strict=True):
         if _layout(other) != _layout(first):

@@ -39,18 +39,18 @@ class Collective:
 
 
 class MeshCollective(Collective):
-    """All ranks, as a mesh ``(dp_replicate, dp_shard, tp)``; what is not given is what the launcher said.
+    """All ranks, as a mesh ``(dp_replicate, dp_shard, tp)``. Missing arguments are read from the launcher's variables.
 
     Args:
-        rank: this process's, among all.
-        world_size: of all.
-        local_world_size: ranks of a machine.
-        local_rank: this process's, in its machine.
-        device_type: of the mesh.
-        mesh: with these three axes; made here by default.
-        process_group: all of these ranks; the default group, where none is given.
-        tp_size: ranks that share each layer.
-        sharding_world_size: ranks that share a parameter; by default the data-parallel ones of a machine.
+        rank: this process's rank.
+        world_size: number of ranks.
+        local_world_size: number of ranks on a machine.
+        local_rank: this process's rank on its machine.
+        device_type: device type of the mesh.
+        mesh: a mesh with these three axes; made here by default.
+        process_group: a group of all ranks; the default group by default.
+        tp_size: number of ranks that share each layer.
+        sharding_world_size: number of ranks that share a parameter; by default the data-parallel ranks of a machine.
 
     Raises:
         ParallelConfigError: sizes that do not divide the ranks, or differ from what the process group has.

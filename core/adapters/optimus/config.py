@@ -28,7 +28,7 @@ def dtype_of(name: str | None, field: str = "dtype") -> torch.dtype | None:
 
 @dataclass
 class DDPTransformConfig:
-    """Settings of torch's DDP; on this library's buffers each of these is always so."""
+    """Settings of torch's DDP; accepted and ignored, because buffers here always behave as each field says."""
 
     find_unused_parameters: bool = False
     """A parameter that no backward reaches has a zero gradient here in any case."""
@@ -45,7 +45,7 @@ class MixedPrecisionConfig:
     """Dtypes by name, as ``bfloat16``, ``bf16``, ``fp16``, ``float32`` or ``double``; None changes nothing.
 
     Raises:
-        ConfigError: a name that there is none of.
+        ConfigError: an unknown name.
     """
 
     param_dtype: str | None = None

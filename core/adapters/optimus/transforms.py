@@ -1,4 +1,4 @@
-"""The transforms: a model in, a data-parallel one out."""
+"""Transforms that make a model data parallel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BaseDistributedTransform:
     Args:
         cfg: the transform's settings.
         collective: the ranks.
-        device: where the model is to be.
+        device: the device to move the model to.
     """
 
     def __init__(self, cfg: Any, collective: Collective, device: torch.device, **kwargs: Any) -> None:
@@ -92,7 +92,7 @@ class DDPWrappedModel(Replicas):
 
 
 class DDPTransform(BaseDistributedTransform):
-    """Replicates the model over the data-parallel ranks; alone, a rank keeps the model as it is."""
+    """Replicates the model over the data-parallel ranks; leaves the model unchanged on a single rank."""
 
     cfg: DDPTransformConfig
 
@@ -115,11 +115,11 @@ class DDPTransform(BaseDistributedTransform):
 
 
 class FullyShardTransform(BaseDistributedTransform):
-    """Shards the model in place over the data-parallel ranks; alone, a rank keeps the model as it is.
+    """Shards the model in place over the data-parallel ranks; leaves the model unchanged on a single rank.
 
-    Units are what the model's own ``fully_shard(**kwargs)`` shards, where it has one, with the resharding that it
-    chooses; else the items of its lists. It is called on a copy of the model without values, and the units that it
-    shards there are sharded here, together with everything else that a sharded model needs.
+    If the model has a method ``fully_shard(**kwargs)``, units and their resharding are those that the method chooses;
+    else units are the items of the model's lists. The method runs on a copy of the model without values, to find the
+    units, which this library then shards.
     """
 
     cfg: FullyShardTransformConfig

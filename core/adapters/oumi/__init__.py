@@ -1,4 +1,4 @@
-"""Oumi's `FSDPParams`, and `prepare_model`, which runs a model as they say, on this library's wrappers."""
+"""Oumi's `FSDPParams`, and `prepare_model`, which wraps a model by these settings in this library's wrappers."""
 
 from .model import load_model_state_dict, model_state_dict, prepare_model
 from .params import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType

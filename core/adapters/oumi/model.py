@@ -1,4 +1,4 @@
-"""A model wrapped as `FSDPParams` say, and its state dicts."""
+"""Wraps a model by `FSDPParams`, and saves and loads its state dicts."""
 
 from __future__ import annotations
 

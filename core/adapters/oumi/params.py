@@ -17,7 +17,7 @@ from ...text import choices
 
 
 class ShardingStrategy(str, Enum):
-    """Oumi's strategies: what is sharded, and over which ranks."""
+    """Oumi's sharding strategies."""
 
     FULL_SHARD = "FULL_SHARD"
     SHARD_GRAD_OP = "SHARD_GRAD_OP"
@@ -86,7 +86,7 @@ _FLAGS = ("enable_fsdp", "cpu_offload", "forward_prefetch", "sync_module_states"
 class FSDPParams:
     """The ``fsdp:`` block of an oumi config; fields, defaults and values are oumi's.
 
-    Values may be given by their names; `finalize_and_validate` says what is none.
+    Enum values may be given by name; `finalize_and_validate` rejects unknown names.
     """
 
     enable_fsdp: bool = False
@@ -134,7 +134,7 @@ class FSDPParams:
         """Reads the block itself, or a whole config that has it under ``fsdp``; checked.
 
         Raises:
-            ConfigError: a field or a value that there is none of.
+            ConfigError: an unknown field or value.
         """
         block = block.get("fsdp", block) if isinstance(block.get("fsdp"), Mapping) else block
         names = [field.name for field in dataclasses.fields(cls)]
@@ -150,7 +150,7 @@ class FSDPParams:
         """Reads a YAML file, or the text of one; see `from_dict`.
 
         Raises:
-            ConfigError: text that is no block, or a field or a value that there is none of.
+            ConfigError: the text is not a block, or has an unknown field or value.
             MissingExtraError: PyYAML is not installed.
         """
         try:

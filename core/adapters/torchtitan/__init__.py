@@ -2,8 +2,8 @@
 
     torchtitan_train --module core.adapters.torchtitan --config llama3_8b     # every config of torchtitan, by its name
 
-In a config function of your own, `with_fsdp2` does the same to any ``Trainer.Config``, and `parallelize` is what it
-puts in the place of the model's ``parallelize_fn``.
+In a config function of your own, `with_fsdp2` does the same to any ``Trainer.Config``: it replaces the model's
+``parallelize_fn`` by `parallelize`.
 """
 
 from ..versions import check_version

@@ -1,4 +1,4 @@
-"""`parallelize`: what a torchtitan model is given to in place of its own ``parallelize_fn``."""
+"""`parallelize`, which replaces the ``parallelize_fn`` of a torchtitan model."""
 
 from __future__ import annotations
 
@@ -91,22 +91,23 @@ def parallelize(
 
 
 class _LastReduces:
-    """Lets the last micro-batch of each step reduce gradients, and the others keep theirs on their rank.
+    """Reduces gradients only in the last micro-batch of each step; the others accumulate on their rank.
 
-    The trainer does not say which micro-batch is the last, and runs the same number in every step: forwards with
-    gradients are counted. A loss in chunks runs forward and backward of the output layer once for each chunk, between
-    the forward and the backward of the rest: it has the last chunk reduce, which counts in the last micro-batch alone,
-    and in these backwards the rest, which has no gradients yet, must not reduce.
+    The trainer does not say which micro-batch is the last, but runs the same number in every step, so this class
+    counts forwards with gradients. With a loss in chunks, the output layer runs forward and backward once for each
+    chunk, between forward and backward of the other units. torchtitan makes the last chunk reduce; here only the last
+    chunk of the last micro-batch does. The other units have no gradients yet in these backwards, and must not reduce.
 
     Args:
         sharded: the model.
-        num_micro_batches: of a step.
+        num_micro_batches: micro-batches in a step.
     """
 
     def __init__(self, sharded: ShardedModel, num_micro_batches: int) -> None:
         self._sharded = sharded
         self._num_micro_batches = num_micro_batches
-        self._num_forwards = 0  # with gradients, of all steps so far; `_before_forward` counts
+        # Number of forwards with gradients in all steps so far. `_before_forward` counts; never reset.
+        self._num_forwards = 0
         head: Any = getattr(sharded.module, "lm_head", None)
         # All units but the output layer; fixed.
         self._rest = [module for module in sharded.fsdp_modules if module is not head]
@@ -114,7 +115,7 @@ class _LastReduces:
         if head is not None:  # a unit, by `_units`
             sharded.module.register_forward_hook(self._after_forward)
             head.register_forward_pre_hook(self._before_head)
-            # On the head's object ours replaces torch's own method, for good; torchtitan's loss in chunks calls it.
+            # Replaces torch's method on this instance, for good; torchtitan's loss in chunks calls it.
             self._set_sync_of_head = head.set_requires_gradient_sync
             head.set_requires_gradient_sync = self._set_sync_of_last
 
@@ -154,7 +155,7 @@ class _LastReduces:
 
 
 def _units(model: nn.Module) -> list[UnitChoice]:
-    """Returns what becomes a unit: items of lists of layers, and the embedding and output layer of a decoder."""
+    """Returns the modules that become units: items of lists of layers, a decoder's embedding and output layer."""
     embedding, head = (getattr(model, name, None) for name in ("tok_embeddings", "lm_head"))
     if embedding is not None and (head is None or embedding.weight is not head.weight):
         # Set for good; `plan.units` reads it when it plans, once.

@@ -22,8 +22,10 @@ class BoxReader:
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         self.index = index
         self.reader = IndexedReader(folder, index)
-        self.last: tuple[Piece, torch.Tensor] | None = None  # the piece unpacked last; the next one replaces it
-        self.files: dict[str, Any] = {}  # open safetensors files by name, until `close_files`
+        # The piece that was unpacked last, and its tensor, which owns its memory. The next unpacked piece replaces it.
+        self.last: tuple[Piece, torch.Tensor] | None = None
+        # Open safetensors files by name; tensors read from them may be views of their pages. `close_files` clears it.
+        self.files: dict[str, Any] = {}
 
     def close_files(self) -> None:
         """Closes all files: they are mapped, and pages that were read count as this process's memory while open."""

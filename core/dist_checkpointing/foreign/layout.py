@@ -129,7 +129,7 @@ def _check(
     for name in sorted(expected.keys() & index.tensors.keys()):
         entry = index.tensors[name]
         if entry.shape != expected[name]:
-            problems.append(f"{name} is {list(entry.shape)} there, and {list(expected[name])} is what the model takes")
+            problems.append(f"{name} is {list(entry.shape)} there, and the model takes {list(expected[name])}")
     for recipe in known:
         target = targets[recipe.name]
         rows, given = (target.shape[0] if target.dim() else 0), sum(run.count for run in recipe.runs)

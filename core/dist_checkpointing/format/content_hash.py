@@ -5,7 +5,7 @@ its position::
 
     hash = sum over j of  w[j] * key[j]   modulo 2^64
 
-which is multilinear hashing (Carter and Wegman, 1979). Each rank hashes what it holds, with zeros for the missing
+which is multilinear hashing (Carter and Wegman, 1979). Each rank hashes its part, with zeros for the missing
 bytes of a word that it holds in part, and the sum over ranks is the hash of the whole tensor. Keys are odd random
 64-bit numbers that never change: the key of a position in a block times the key of the block. A change of one word is
 always detected; other damage is missed about once in 2^32. The hash finds errors. It is no signature: values can be

@@ -23,7 +23,8 @@ class Record:
     kind = ""
 
     def __init__(self, *args: Any) -> None:
-        self.state: Any = args  # the arguments, until `__setstate__` replaces them
+        # The arguments of the constructor. `__setstate__` replaces them while the pickle is read.
+        self.state: Any = args
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

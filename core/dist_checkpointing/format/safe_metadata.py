@@ -88,7 +88,7 @@ def decode_index(text: str) -> CheckpointIndex:
         for name, entry in entries.items():
             adds_up = entry.content_hash == _hash_value(name, tensors[name]["hash"])
             _expect(adds_up, f"tensor {brief(name)} has a hash that is not the sum of its pieces' hashes")
-        _expect(document["sha256"] == seal(document), "its text is not what was written (sha256)")
+        _expect(document["sha256"] == seal(document), "its text does not match its sha256")
     return index
 
 

@@ -1,4 +1,4 @@
-"""Copies what a rank is about to write to the host, so that training can go on while it is written."""
+"""Copies a rank's part of a checkpoint to the host, so that training goes on while the copies are written."""
 
 from __future__ import annotations
 
@@ -20,25 +20,29 @@ _ALIGNMENT_BYTES = 64
 
 
 class HostStaging:
-    """Host memory for copies, kept from one checkpoint to the next: only the first one allocates it.
+    """Host memory for copies, allocated by the first checkpoint and reused by later ones.
 
-    It is as large as this rank's part of a checkpoint, and pinned if copies come from a GPU. The pieces that a rank
-    writes are known once all ranks have planned together. If the layout of the state is the last one's on all ranks,
-    they are known before; then the copies are taken ahead of the plan, which is made in the background too.
+    It is as large as this rank's part of a checkpoint, and pinned if copies come from a GPU. Ranks plan together which
+    pieces each of them writes. If no rank's layout has changed since the last checkpoint, a rank knows its pieces
+    before the plan: it copies them at once, and the ranks plan in the background.
+
+    The training thread calls `begin` and waits for `done`; the thread that writes calls `take`.
     """
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        """Set when the copies are complete; `begin` clears it."""
+        """Set when the copies are complete, so that the state may change. `begin` clears it. `begin` or `take` sets
+        it, and so does `AsyncSaver` when the thread ends, also after an error."""
         self._memory = torch.empty(0, dtype=torch.uint8)
-        """Holds the copies of the last checkpoint; `_copy` grows it, and overwrites it for the next one."""
+        """Owns the copies of the last checkpoint. `_copy` grows it, and overwrites it for the next one."""
         self._layout: dict[str, Any] | None = None
-        """Layout of the state of the last `begin`."""
+        """Layout of the last checkpoint's state. `begin` sets it; None before the first."""
         self._planned: list[MetadataIndex] | None = None
-        """The pieces that this rank writes for `_layout`. `take` sets it, and `begin` clears it when the layout
+        """The pieces that this rank writes for `_layout`. `take` sets it; `begin` clears it when the layout
         changes."""
         self._ahead: dict[MetadataIndex, Tensor] | None = None
-        """Copies that the last `begin` took ahead of the plan; None if it took none."""
+        """Copies that the last `begin` made before the plan, as views of `_memory`; None if it made none. Each `begin`
+        replaces it."""
 
     def begin(self, state: Mapping[str, Tensor], agree: Callable[[bool], bool]) -> None:
         """Begins a checkpoint of `state`; takes its copies now if the pieces that this rank writes are known.

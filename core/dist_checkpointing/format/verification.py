@@ -24,7 +24,7 @@ BoxHash = tuple[Box, int]
 
 
 def differing_tensors(state: Mapping[str, Tensor], index: CheckpointIndex, names: set[str], ranks: Ranks) -> list[str]:
-    """Returns which of the loaded tensors in `names` differ from what was saved, over all ranks. Collective.
+    """Returns which of the loaded tensors in `names` differ from the saved ones, over all ranks. Collective.
 
     Args:
         state: this rank's part of the loaded tensors.

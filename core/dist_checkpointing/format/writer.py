@@ -43,8 +43,7 @@ class RawWriter(StorageWriter):
     Args:
         metadata: copied at construction.
         keep: which older checkpoints stay when this one is complete; None keeps all.
-        staging: takes copies of what this rank writes before the first byte is written; the state may change from
-            then on.
+        staging: copies this rank's tensors before the first byte is written; the state may change from then on.
     """
 
     def __init__(
@@ -58,7 +57,8 @@ class RawWriter(StorageWriter):
         self.metadata = copy.deepcopy(dict(metadata))
         self.keep = keep
         self.staging = staging
-        self.is_first = False  # `set_up_storage_writer` sets it: whether this is the coordinator
+        self.is_first = False
+        """Whether this rank is the coordinator. `set_up_storage_writer` sets it; False before."""
         self._locked: tuple[int, str] | None = None
         """Key of the folder's lock on the first rank, from the plan until `release`; None on other ranks."""
 
@@ -75,7 +75,7 @@ class RawWriter(StorageWriter):
         return plan
 
     def release(self, *, failed: bool) -> None:
-        """Releases the folder's lock; after a failure also removes what was written."""
+        """Releases the folder's lock; after a failure also removes the unfinished checkpoint."""
         if self._locked is not None:
             if failed:
                 folders.discard(self.folder)
@@ -141,7 +141,7 @@ class RawWriter(StorageWriter):
 
 
 def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
-    """Compares a file with what was written; reads it from disk if the system can drop its cached copy."""
+    """Compares a file with the tensors written to it; reads from disk if the system can drop its cached pages."""
     with path.open("rb") as stream:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -163,15 +163,17 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _MeshCache:
-    """The joint meshes, one per (tp group, data-parallel mesh, device type), dropped with the parallel state.
+    """Caches the joint meshes, one for each (tp group, data-parallel mesh, device type).
 
-    A new parallel state with equal ranks must not find a mesh of destroyed groups, so that the cache belongs to the
-    *identity* of the state's mesh, not to its contents.
+    The cache is valid for one parallel state, identified by its mesh object: a later state with equal ranks must not
+    get meshes of destroyed groups.
     """
 
     def __init__(self) -> None:
-        self._owner: weakref.ref[Any] | None = None  # the state's mesh that `_meshes` belong to; `entries` sets it
-        self._meshes: dict[tuple[Any, ...], DeviceMesh] = {}  # cleared when `_owner` is freed or replaced
+        # The mesh of the parallel state that `_meshes` are valid for; None without a state. `entries` sets it.
+        self._owner: weakref.ref[Any] | None = None
+        # The joint meshes. Callers of `entries` add to it; cleared when `_owner` is freed, or replaced by `entries`.
+        self._meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
     def entries(self) -> dict[tuple[Any, ...], DeviceMesh]:
         owner = parallel_state.get_device_mesh() if parallel_state.model_parallel_is_initialized() else None

@@ -1,4 +1,4 @@
-"""A bucket of a flat buffer: its parameters, and their gradients, whole and as this rank's shard."""
+"""A bucket: the part of a flat buffer that one collective reduces or gathers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from .grad_slot import GradSlot
 
 
 class Bucket:
-    """A part of a buffer: the parameters whose gradients are reduced, and that are gathered, in one collective.
+    """Parameters of a flat buffer whose gradients one collective reduces, and whose values one collective gathers.
 
     The thread that runs a backward stores gradients, the main thread clears them between steps. While a collective
     runs in a lane, the lane's thread or stream reads and writes `grad_data`, `param_data` and the shards.
 
     Attributes:
-        params: its parameters, in the order of their places.
+        params: the bucket's parameters, in the order of their places.
         slots: the places of their gradients, in the same order.
-        layout: its place in the buffer, and theirs in it.
-        offset: its first element in the buffer.
-        numel: its elements, padding included, a multiple of the number of shards.
+        layout: the bucket's place in the buffer, and the parameters' places in the bucket.
+        offset: the bucket's first element in the buffer.
+        numel: number of elements, padding included; a multiple of the number of shards.
         buffer: owns `param_data`, and `grad_data` unless `releases_grads`.
-        param_data: `[numel]`, a view of the buffer's. Parameters are views of it for good; None where they keep their
-            own memory.
+        param_data: `[numel]`, a view of the buffer's `param_data`; the parameters are views of it for good. None where
+            parameters keep their own memory.
         local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates. Set once,
             by the constructor or by `ShardedBuffer`, whose shards have memory of their own.
-        grad_data: `[numel]`, whole gradients. A view of the buffer's, for good; or, with `releases_grads`, the
-            bucket's own memory: allocated for the first gradient of a step or to send the bucket, dropped by
-            `release_grads`, None in between.
+        grad_data: `[numel]`, whole gradients. Without `releases_grads` a view of the buffer's `grad_data`, for good.
+            With `releases_grads` memory of the bucket: allocated for the first gradient of a step or to send the
+            bucket, dropped by `release_grads`, None in between.
         separate_shard: `[numel / shards]`, memory of `local_grad_shard` with `releases_grads`. Allocated when it is
             first asked for in a step; dropped by `clear_grads`, and by `BucketSums`, which then owns it.
         layerwise_gather_list: Megatron-LM's name. A caller that gathers parameters itself sets it;
@@ -91,7 +91,7 @@ class Bucket:
 
     @property
     def param_to_index(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """`range_of` every parameter."""
+        """Each parameter's elements, as `range_of` returns them."""
         return {param: (slot.start, slot.end) for param, slot in self._slots.items()}
 
     def range_of(self, param: nn.Parameter) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class Bucket:
 
     @property
     def params_with_extra_main_grads(self) -> list[nn.Parameter]:
-        """Those whose ``main_grad`` is an fp32 tensor of its own, by Megatron-LM's name."""
+        """The parameters whose ``main_grad`` is a separate fp32 tensor, by Megatron-LM's name."""
         return [slot.param for slot in self.slots if slot.accumulates_in_fp32]
 
     @property
@@ -123,10 +123,10 @@ class Bucket:
 
     @property
     def local_grad_shard(self) -> Tensor:
-        """`[numel / shards]`, where this rank's part of the reduced gradient is kept.
+        """`[numel / shards]`, this rank's part of the reduced gradient.
 
-        A part of `grad_data`; or, where whole gradients are released, memory of its own, which is allocated when it
-        is first asked for after `clear_grads`: until gradients are reduced one of the two is enough.
+        A part of `grad_data`. Where whole gradients are released, it is `separate_shard`, which is allocated at the
+        first access after `clear_grads`: until the reduction the whole gradient is enough.
         """
         if not self.releases_grads:
             return self._held_grads().chunk(self.buffer.num_shards)[self.buffer.shard_index]
@@ -142,7 +142,7 @@ class Bucket:
             torch._foreach_zero_([data[start:end] for start, end in self._gaps])
 
     def release_grads(self) -> None:
-        """Frees the whole gradient, once the reduction that holds it has ended too."""
+        """Drops the whole gradient. A reduction that still reads it keeps the memory until it has finished."""
         self.grad_data = None
         for slot in self.slots:
             slot.release()
@@ -172,19 +172,18 @@ class Bucket:
         self.prepare_for_layers()
 
     def prepare_for_layers(self) -> None:
-        """Gives layers that add into ``main_grad`` themselves the zeros to add to."""
+        """Zeros ``main_grad`` for layers that add into it themselves."""
         for slot in self.slots:
             slot.prepare_for_layer()
 
     def complete_grads(self) -> Tensor:
-        """Returns the whole gradient, `[numel]`, zero where none has arrived; every ``main_grad`` is there
-        afterwards."""
+        """Returns the whole gradient `[numel]`, with zeros where no gradient has arrived; sets every ``main_grad``."""
         for slot in self.slots:
             slot.complete()
         return self._held_grads()
 
     def update_accumulators(self) -> None:
-        """Copies what has been reduced into each ``main_grad`` that is no view of the bucket."""
+        """Copies reduced gradients into each ``main_grad`` that is not a view of the bucket."""
         for slot in self.slots:
             slot.take_reduced()
 

@@ -22,14 +22,14 @@ from .reduction import BucketReduction
 class BucketGroup:
     """Takes one bucket through a step.
 
-    Gradients arrive (`note_grad_ready`), leave (`start_grad_sync`) and are global (`finish_grad_sync`); the
-    optimizer updates this rank's shard of the parameters, which are then gathered (`start_param_sync`,
-    `finish_param_sync`). `life_cycle.BucketPhase` lists the phases of that way. Megatron-LM's class of this name may
-    hold several buckets; here it is always one.
+    A backward adds gradients (`add_gradient`, `note_grad_ready`), `start_grad_sync` sends them, and after
+    `finish_grad_sync` this rank's shard is global. The optimizer updates this rank's shard of the parameters, and
+    `start_param_sync` and `finish_param_sync` gather them. `life_cycle.BucketPhase` lists the phases. Megatron-LM's
+    class of this name may hold several buckets; here it always holds one.
 
     Args:
-        inspect: called with the bucket before its gradient leaves, to raise on what it should not contain.
-        lane: where collectives run.
+        inspect: called with the bucket before its gradient is sent, to raise on invalid gradients.
+        lane: runs the collectives: a thread on CPU, a stream on CUDA.
         overlaps_grads: reductions run during backward, instead of before `start_grad_sync` returns.
         overlaps_params: parameters are gathered during forward, instead of before `start_param_sync` returns.
         reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
@@ -37,12 +37,12 @@ class BucketGroup:
 
     Attributes:
         bucket: the bucket, for good.
-        phase: how far the bucket is in the step; set by the methods of this class alone.
-        sums: what is set aside over micro-batches, for good; None without `tree`.
-        param_gather_handle: a gather of parameters under way, set by `start_param_sync` and cleared by
-            `finish_param_sync`; None with gathers that have ended on return.
-        param_gather_dispatched: `start_param_sync` was called since gradients were last reduced; it sets it,
-            `finish_grad_sync` clears it.
+        phase: the bucket's phase in the step. Only methods of this class set it.
+        sums: sums of earlier micro-batches, for good; None without `tree`.
+        param_gather_handle: the gather of parameters that is running. `start_param_sync` sets it and
+            `finish_param_sync` clears it; None if the gather finished before `start_param_sync` returned.
+        param_gather_dispatched: whether parameters were gathered since gradients were last reduced.
+            `start_param_sync` sets it, `finish_grad_sync` clears it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class BucketGroup:
 
     @property
     def has_reduced(self) -> bool:
-        """Whether the shard has gradients of this step; else it has what an earlier step left there."""
+        """Whether the shard has gradients of this step; otherwise its values are from an earlier step."""
         return self.phase.has_reduced
 
     @property
@@ -119,10 +119,10 @@ class BucketGroup:
         return None if is_late else self.bucket.slot_of(param).lend()
 
     def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> None:
-        """Adds a gradient, or with None notes that a layer has added it itself.
+        """Adds a gradient; None records that a layer has added it itself.
 
-        One that comes after the bucket has left can no longer be reduced with it: it is dropped, and unless
-        `clear_grads` comes first, `finish_grad_sync` raises.
+        A gradient that arrives after the bucket was sent is dropped, because it can no longer be reduced with the
+        bucket. `finish_grad_sync` then raises, unless `clear_grads` is called first.
         """
         if self.sums is not None:
             self.sums.enter()
@@ -170,11 +170,11 @@ class BucketGroup:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the gradients of this backward are in, of all parameters that are trainable now."""
+        """Whether this backward has finished the gradients of all parameters that are trainable now."""
         return len(self._ready) >= self._num_awaited
 
     def replace_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Makes a gradient that the user has written this rank's gradient of the parameter, before it is reduced.
+        """Replaces this rank's gradient of the parameter by one that the user has written, before it is reduced.
 
         Raises:
             ShardstackError: a gradient of the bucket has been reduced already, or is a part of a tree.
@@ -193,7 +193,7 @@ class BucketGroup:
         slot.replace(gradient)
 
     def open_again(self, dropped: Sequence[nn.Parameter]) -> None:
-        """Lets further gradients be added to reduced ones, except those of `dropped`, which start from zero."""
+        """Lets a backward add to reduced gradients; gradients of the parameters in `dropped` start from zero."""
         if len(dropped) == len(self.bucket.params):
             self.clear_grads()
             return
@@ -202,7 +202,7 @@ class BucketGroup:
             self.bucket.slot_of(param).show().zero_()
 
     def start_grad_sync(self, *, inspects: bool = True) -> None:
-        """Sends the bucket's gradient, complete or not: what has not arrived is zero.
+        """Sends the bucket's gradient, complete or not, with zeros for gradients that have not arrived.
 
         Args:
             inspects: False for gradients that will be dropped.
@@ -229,14 +229,15 @@ class BucketGroup:
         self._ready.clear()
 
     def wait_for_grads(self) -> None:
-        """Waits for a reduction that is under way."""
+        """Waits for a running reduction."""
         if self._grad_handle is not None:
             handle, self._grad_handle = self._grad_handle, None
             handle.wait()
             self._give_back()
 
     def _give_back(self) -> None:
-        # The lane has been waited for: what takes this memory next runs after the reduction, on CUDA's streams too.
+        # Callers have waited for the lane, so the next user of this memory runs after the reduction, on CUDA too: the
+        # current stream waits for the lane's.
         if self._sent is not None:
             self.bucket.buffer.grad_memory.give_back(self._sent)
             self._sent = None
@@ -244,8 +245,8 @@ class BucketGroup:
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient.
 
-        Where the bucket leaves during backward, it has to have left: the wrapper's `finish_grad_sync` sends first what
-        is incomplete, with zeros for what has not arrived.
+        With ``overlap_grad_reduce`` the bucket must have been sent. The wrapper's `finish_grad_sync` first sends
+        incomplete buckets, with zeros for gradients that have not arrived.
 
         Raises:
             ShardstackError: a gradient came after the bucket had left.
@@ -273,7 +274,7 @@ class BucketGroup:
         self.bucket.update_accumulators()
 
     def reset(self) -> None:
-        """Forgets which gradients are ready and reduced, before the next step; their values stay."""
+        """Forgets which gradients are ready and reduced, before the next step; keeps their values."""
         self.wait_for_grads()
         self._ready.clear()
         self._count_awaited()
@@ -314,8 +315,8 @@ class BucketGroup:
     def free_overlap_buffers(self) -> None:
         """Waits for gathers, before a checkpoint is saved while training goes on. Megatron-LM's name.
 
-        No memory is kept for a gather, which writes into the buffer; what a caller has left in a bucket's
-        ``layerwise_gather_list`` is dropped.
+        Gathers write into the buffer, so there is no memory of theirs to free. Drops a bucket's
+        ``layerwise_gather_list``, which a caller may have set.
         """
         self.finish_param_sync()
         self.bucket.layerwise_gather_list = None
@@ -327,9 +328,9 @@ class BucketGroup:
 
 
 class GradientLender:
-    """``param.lend_gradient_memory``: asked by a layer for memory to compute the parameter's gradient in, or None.
+    """``param.lend_gradient_memory``: returns memory for the parameter's gradient, or None.
 
-    (`core.tensor_parallel.weight_gradients` calls it.) It belongs to this parameter: in a pickled one it is None.
+    `core.tensor_parallel.weight_gradients` calls it in a layer's backward. A pickled parameter has None instead.
     """
 
     def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:

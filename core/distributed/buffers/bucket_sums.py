@@ -1,4 +1,4 @@
-"""Sets gradients of a bucket aside, to add them up over micro-batches in a tree."""
+"""Sums a bucket's gradients over micro-batches in the order of a tree."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from .bucket import Bucket
 
 
 class BucketSums:
-    """Sets gradients of a bucket aside: whole ones, or, where each chunk is reduced, this rank's part of them.
+    """Keeps sums of a bucket's earlier micro-batches, until the tree adds them to later ones.
 
     Args:
-        tree: of the wrapper; says when to set aside.
-        of_shards: each chunk is reduced on its own.
-        wait: returns when no reduction of the bucket is under way.
+        tree: the wrapper's tree; it decides when a sum is set aside.
+        of_shards: each chunk is reduced on its own, so that sums are of this rank's shard; else of whole gradients.
+        wait: returns when no reduction of the bucket is running.
     """
 
     def __init__(self, bucket: Bucket, tree: GradientTree, *, of_shards: bool, wait: Callable[[], None]) -> None:
         self._bucket, self._tree, self._of_shards, self._wait = bucket, tree, of_shards, wait
-        # Owns the memory of what is set aside, from `_begin` until `complete` or `finish`, or until `clear`.
+        # Owns the memory of the sums that are set aside: `_begin` adds them; `complete` takes whole gradients out,
+        # `finish` takes shards out, `clear` drops all. On the thread that runs backward, or between backwards.
         self._sums = PartialSums()
-        # The shard holds the root of the tree: set by `finish`, cleared by `clear`.
+        # Whether the shard holds the root of the tree. `finish` sets it, `clear` clears it.
         self._is_finished = False
         tree.register(self._begin)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that it holds."""
+        """All sums that are set aside."""
         return self._sums.tensors
 
     def enter(self) -> None:
@@ -39,7 +40,7 @@ class BucketSums:
         self._tree.enter()
 
     def reject_written_by_layer(self, name: str) -> None:
-        """Raises because a layer has added to what may be the sum of other micro-batches.
+        """Raises because a layer has added its gradient to a sum of other micro-batches.
 
         Raises:
             ShardstackError: names the parameter.
@@ -76,7 +77,7 @@ class BucketSums:
 
     @torch.no_grad()
     def complete(self, whole: Tensor) -> None:
-        """Adds what was set aside to the last sum of a step, `whole` `[numel]`, before it is reduced."""
+        """Adds the earlier sums to the last sum of a step, `whole` `[numel]`, before it is reduced."""
         if self._of_shards:
             return
         set_aside = self._sums.tensors
@@ -86,7 +87,7 @@ class BucketSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Makes the bucket's shard the root of the tree, once all that was sent has arrived."""
+        """Makes the bucket's shard the root of the tree, once all reductions have finished."""
         if self._is_finished:
             return
         self._is_finished = True
@@ -97,6 +98,6 @@ class BucketSums:
             shard.mul_(self._tree.factor)
 
     def clear(self) -> None:
-        """Begins a step: drops what was set aside."""
+        """Begins a step: drops the sums of the last one."""
         self._sums.clear()
         self._is_finished = False

@@ -1,4 +1,4 @@
-"""The base of both kinds of memory that buckets are parts of."""
+"""The base class of flat buffers."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from .grad_memory import GradMemory
 
 
 class FlatMemory:
-    """Owns the memory that buckets are parts of.
+    """Owns a flat buffer, which buckets divide among them.
 
-    A `ParamAndGradBuffer` or a `ShardedBuffer`; their constructors set every field, and nothing changes it later.
+    The subclasses are `ParamAndGradBuffer` and `ShardedBuffer`. Their constructors set every field; no field is set
+    again later.
     """
 
     names: list[str]
-    """Of `params`, in the model."""
+    """Names of `params` in the model."""
     params: list[nn.Parameter]
     """In the order of their places in the buffer."""
     param_dtype: torch.dtype
-    """Of `param_data`, or of the shards."""
+    """Dtype of `param_data`, or of the shards."""
     grad_dtype: torch.dtype
-    """Of whole gradients, in which they are reduced."""
+    """Dtype of whole gradients, which are reduced in it."""
     shard_grad_dtype: torch.dtype
-    """Of a reduced shard that has memory of its own."""
+    """Dtype of `Bucket.separate_shard`."""
     device: torch.device
-    """Where the model computes; of `param_data` and whole gradients."""
+    """The device that the model computes on; holds `param_data` and whole gradients."""
     shard_device: torch.device
-    """Of shards that have memory of their own: the host's, where they are offloaded."""
+    """The device of separate shards; the CPU if they are offloaded."""
     num_shards: int
     """Equal parts that each bucket is cut into; a rank keeps the reduced gradient of one of them."""
     shard_index: int
     """The part that this rank keeps."""
     accumulated_in_fp32: frozenset[str]
-    """Names of parameters whose gradient adds up in fp32 memory of its own (`GradSlot.accumulator`)."""
+    """Names of parameters whose gradients accumulate in a separate fp32 tensor (`GradSlot.accumulator`)."""
     param_data: Tensor | None
     """`[numel]`; parameters are views of it. None where they keep their own memory."""
     grad_data: Tensor | None
@@ -44,5 +45,6 @@ class FlatMemory:
 
     @property
     def holds_experts(self) -> bool:
-        """Whether its parameters carry Megatron-LM's mark of experts; those with and without share no buffer."""
+        """Whether the parameters carry Megatron-LM's mark of experts. A buffer holds only marked or only unmarked
+        ones."""
         return is_expert_parameter(self.params[0])

@@ -1,4 +1,4 @@
-"""Lets parameters be gathered while forward runs: each module's forward waits for those that it reads."""
+"""Overlaps the all-gather of parameters with forward: each module waits for its own parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .bucket_group import BucketGroup
 
 
 def wait_before_forwards(module: nn.Module, group_of: Mapping[nn.Parameter, BucketGroup]) -> Iterator[Any]:
-    """Makes each module below `module` wait for its parameters before its forward; gives the hooks' handles.
+    """Makes each module below `module` wait for its parameters before its forward; yields the hooks' handles.
 
-    All other code that reads a parameter waits too (`pending_parameters`). A module of torch with children may read
-    their weights itself, and choose its kernel by whether it can: it waits for all below it.
+    All other code that reads a parameter waits too (`pending_parameters`). A module of torch with children waits for
+    all parameters below it, because it may read its children's weights itself, and choose a kernel by them.
     """
     for submodule in module.modules():
         params = submodule.parameters(recurse=_reads_weights_of_children(submodule))

@@ -1,4 +1,4 @@
-"""One parameter's place in a bucket: where its gradient is computed, added up and read."""
+"""One parameter's place in a bucket, where its gradient is accumulated and reduced."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ _ALLOCATION_ALIGNMENT = 64
 class GradSlot:
     """One parameter's place in a bucket.
 
-    ``param.main_grad`` is a view of it: zeros at first, or None after `clear` until a gradient arrives, which is then
-    copied instead of added to zeros.
+    ``param.main_grad`` is a view of the place. After `clear` it is None until the first gradient arrives, which is
+    copied into the place instead of added to zeros.
     """
 
     param: nn.Parameter
     name: str
-    """In the model, for messages."""
+    """The parameter's name in the model, for messages."""
 
     start: int
     end: int
     """Elements ``[start, end)`` of the bucket."""
 
     grad_dtype: torch.dtype
-    """Of `view`."""
+    """Dtype of `view`."""
 
     allocate: Callable[[], None]
-    """Allocates the bucket's whole gradient, after which `view` of each of its places is set."""
+    """Allocates the bucket's whole gradient and calls `hold` of each slot of the bucket."""
 
     accumulates_in_fp32: bool = False
     """``param.main_grad`` is `accumulator`; its values are rounded into `view` when the bucket is reduced."""
 
     accumulator: Tensor | None = None
-    """fp32, of the parameter's shape. Owned by the slot: allocated when a gradient arrives, freed by `release`; kept
-    over steps where the bucket keeps its whole gradients."""
+    """fp32, in the parameter's shape, owned by the slot; None unless `accumulates_in_fp32`. Allocated when a gradient
+    arrives, freed by `release`. Where the bucket keeps whole gradients, it stays allocated from step to step."""
 
     view: Tensor | None = None
-    """The parameter's part of the bucket's whole gradient, of the parameter's shape. Set by `hold` while the bucket
-    has that memory, cleared by `release`."""
+    """The parameter's part of the bucket's whole gradient, in the parameter's shape; the bucket or its buffer owns the
+    memory. `hold` sets it when the bucket gets the memory, `release` clears it."""
 
     content: Content = Content.STALE
-    """What is in memory; changed by the methods of this class alone, to what `Content` says."""
+    """The state of the gradient in memory. Only methods of this class set it."""
 
     borrower: int = NO_BACKWARD
-    """The backward that computes the gradient in memory. Set by `lend`; read only while the content is LENT."""
+    """The backward that computes the gradient in the memory. `lend` sets it; valid only while `content` is LENT."""
 
     is_written_by_layer: bool = False
-    """A layer adds into ``main_grad`` itself, in its backward, and must find it there, zeroed. Set for good by the
-    first such gradient, or by the wrapper."""
+    """Whether a layer's backward adds into ``main_grad`` itself, which must then exist and be zeroed. The first such
+    gradient or the wrapper sets it, for good."""
 
     @property
     def main_grad_dtype(self) -> torch.dtype:
@@ -68,21 +68,21 @@ class GradSlot:
     def has_gradient(self) -> bool:
         """Whether an optimizer has to read a gradient of this parameter.
 
-        One that is trainable now always has one, zeros where no backward reached it; a frozen one has what came
-        before it was frozen.
+        True for a trainable parameter, whose gradient is zero if no backward reached it. For a frozen parameter true
+        if a gradient arrived before it was frozen.
         """
         return self.param.requires_grad or self.content.has_arrived
 
     # ---- memory
 
     def hold(self, data: Tensor) -> None:
-        """Takes its part of the bucket's whole gradient `data` `[numel]`."""
+        """Makes `view` the slot's part of the bucket's whole gradient `data` `[numel]`."""
         self.view = data[self.start : self.end].view(self.param.shape)
         if self.accumulates_in_fp32:
             self.param.main_grad_copy_in_grad_buffer = self.view  # type: ignore[attr-defined]
 
     def release(self) -> None:
-        """Lets go of the memory, whose values were sent."""
+        """Drops the memory, after its values were sent."""
         self.view, self.accumulator, self.content = None, None, self.content.released()
         self.param.main_grad = None  # type: ignore[attr-defined]
         if self.accumulates_in_fp32:
@@ -94,7 +94,7 @@ class GradSlot:
         self.param.main_grad = None  # type: ignore[attr-defined]
 
     def show(self) -> Tensor:
-        """Makes ``main_grad`` its memory, allocating it where it was released."""
+        """Sets ``main_grad`` to the slot's memory, which is allocated if it was released."""
         memory = self._memory()
         self.param.main_grad = memory  # type: ignore[attr-defined]
         return memory
@@ -116,14 +116,14 @@ class GradSlot:
         """Returns whether `gradient` is the parameter's place here."""
         return self.view is not None and not gradient.is_sparse and gradient.data_ptr() == self.view.data_ptr()
 
-    # ---- gradients that come
+    # ---- gradients that arrive
 
     def lend(self) -> Tensor | None:
-        """Returns ``main_grad``, for a layer to compute a gradient in, until that gradient is added.
+        """Lends ``main_grad`` to a layer, which computes a gradient in it; returns None if it cannot be lent.
 
-        None where it holds a gradient already, is of another dtype than the layer's, is lent to another use, or is not
-        aligned as memory of its own would be: the last bits of a matrix product depend on that, and would differ
-        from those under a strategy with parameters at other addresses.
+        It cannot be lent if it holds a gradient already, has another dtype than the parameter, or is lent already. Nor
+        if it is less aligned than an allocation of torch: the last bits of a matrix product depend on the alignment,
+        and results would differ between sharding strategies, which place parameters at different addresses.
         """
         is_free = self.content is not Content.LENT and not self.content.counts
         if not is_free or self.param.dtype != self.main_grad_dtype:
@@ -135,10 +135,10 @@ class GradSlot:
         return memory.detach()  # autograd copies a gradient that has other references, so not the view
 
     def take_back(self) -> None:
-        """Ends what `lend` began, as the gradient of the backward is there to be added.
+        """Ends a loan of `lend`, when the gradient arrives.
 
         Raises:
-            ShardstackError: the backward that borrowed has not ended.
+            ShardstackError: another backward has borrowed the memory and has not returned it.
         """
         if self.content is Content.LENT and self.borrower != current_backward():
             raise ShardstackError(
@@ -149,7 +149,7 @@ class GradSlot:
         self.content = self.content.returned()
 
     def add(self, gradient: Tensor) -> None:
-        """Adds into ``main_grad``. A `gradient` that was computed there is left there; one may be sparse."""
+        """Adds a dense or sparse `gradient` into ``main_grad``; does nothing if it was computed in that memory."""
         memory = self.show()
         if gradient.is_sparse:
             if not self.content.counts:
@@ -164,7 +164,7 @@ class GradSlot:
         self.content = self.content.added()
 
     def replace(self, gradient: Tensor) -> None:
-        """Makes `gradient` the parameter's, in place of what has been added."""
+        """Replaces the accumulated gradient by `gradient`."""
         self.take_back()
         self.content = self.content.cleared()
         self.add(gradient)
@@ -182,7 +182,7 @@ class GradSlot:
         self.content = self.content.cleared()
 
     def complete(self) -> None:
-        """Makes zero what has not arrived, and rounds what was added elsewhere into `view`."""
+        """Zeros the gradient if none has arrived, and rounds the accumulator into `view`."""
         memory = self.show()
         if not self.content.counts:
             memory.zero_()
@@ -191,17 +191,17 @@ class GradSlot:
             self._place().copy_(self.accumulator)
 
     def note_zeros(self) -> None:
-        """Exposes zeroed memory as ``main_grad``; writes before the next backward count."""
+        """Exposes zeroed memory as ``main_grad``; the next backward adds to values written there before it."""
         self.show()
         self.content = self.content.zeroed()
 
     def prepare_for_layer(self) -> None:
-        """Gives a layer that adds into ``main_grad`` itself the zeros to add to."""
+        """Zeros ``main_grad`` for a layer that adds into it itself."""
         if self.is_written_by_layer:
             self.show().zero_()
             self.content = self.content.zeroed()
 
     def take_reduced(self) -> None:
-        """Copies what was reduced into a ``main_grad`` that is no view of the bucket."""
+        """Copies the reduced gradient into a ``main_grad`` that is not a view of the bucket."""
         if self.accumulator is not None and self.view is not None:
             self.accumulator.copy_(self.view)

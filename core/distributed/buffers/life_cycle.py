@@ -21,20 +21,20 @@ class BucketPhase(Enum):
     """
 
     FILLING = "filling"
-    """Gradients add up on this rank, and the shard counts as zeros: what is in its memory is of an earlier step.
+    """Gradients accumulate on this rank. The shard counts as zeros: its memory has values of an earlier step.
 
     Begins with the bucket, with each step (`BucketGroup.clear_grads`, `reset`), and where a backward adds to gradients
     that were reduced (`open_again`). Ends with `start_grad_sync`.
     """
 
     SENT = "sent"
-    """The sum of this rank was sent: it is reduced into the shard, or will be once `wait_for_grads` has returned.
+    """This rank's sum was sent. The shard is valid once `wait_for_grads` has returned.
 
     Begins with `start_grad_sync`. Ends with the next micro-batch, a gradient that comes too late, or the step.
     """
 
     REFILLING = "refilling"
-    """The gradients of a further micro-batch are being computed, to be added to what the shard has.
+    """A further micro-batch computes gradients, which will be added to the shard.
 
     Begins for all buckets with the first gradient of a backward, so that all ranks send each bucket once per backward.
     Ends with `start_grad_sync`.
@@ -54,7 +54,7 @@ class BucketPhase(Enum):
         return self in (BucketPhase.SENT, BucketPhase.LATE)
 
     def begun(self, reduces_each: bool) -> BucketPhase:
-        """Returns the phase once a gradient, or another bucket's, has come.
+        """Returns the phase after a gradient of this bucket or, with `reduces_each`, of any bucket has arrived.
 
         Args:
             reduces_each: each micro-batch is reduced on its own.
@@ -64,11 +64,11 @@ class BucketPhase(Enum):
         return self
 
     def sent(self) -> BucketPhase:
-        """Returns the phase once the bucket has left, complete or not."""
+        """Returns the phase after the bucket was sent, complete or not."""
         return self if self is BucketPhase.LATE else BucketPhase.SENT
 
     def restarted(self) -> BucketPhase:
-        """Returns the phase with which a step begins."""
+        """Returns the phase at the beginning of a step."""
         return BucketPhase.FILLING
 
 
@@ -84,58 +84,58 @@ class Content(Enum):
     """
 
     STALE = "stale"
-    """Nothing, or values of an earlier step: the first gradient is copied over them. ``main_grad`` is None.
+    """Invalid: no memory, or values of an earlier step. The first gradient overwrites them. ``main_grad`` is None.
 
-    Set by `GradSlot.clear` at the beginning of a step, and by `release` where no gradient had come. It ends when one
-    comes, and when zeros are needed: for a layer that adds, or to send a bucket whose gradients are incomplete.
+    Set by `GradSlot.clear` at the beginning of a step, and by `release` if no gradient had arrived. Ends when a
+    gradient arrives, and when zeros are needed: for a layer that adds, or to send an incomplete bucket.
     """
 
     LENT = "lent"
-    """A layer's backward computes the gradient there (`GradSlot.lend`), which ends with that gradient.
+    """A layer's backward computes the gradient in the memory (`GradSlot.lend`). Ends when the gradient arrives.
 
-    Without it, after a backward that raised, it ends when the step is cleared or its bucket is sent.
+    After a backward that raised no gradient arrives: ends when gradients are cleared, or the bucket is sent.
     """
 
     ZEROS = "zeros"
-    """Zeros, to which the first gradient is added: of a new buffer, so that what is written there before a backward
-    counts, or for a layer that adds in its own backward. Ends with a gradient, or with the step."""
+    """Zeros, to which the first gradient is added. Set for a new buffer, so that values written before a backward
+    count, and for a layer that adds in its own backward. Ends with a gradient, or with the step."""
 
     GRADIENT = "gradient"
-    """The sum of what has come, to which the next gradient is added. Ends with `release` or with the step."""
+    """The sum of the gradients so far, to which the next one is added. Ends with `release` or with the step."""
 
     SENT = "sent"
-    """Nothing: a gradient had come, its bucket was sent, and the memory released. Otherwise like STALE."""
+    """Invalid, because the gradient was sent and its memory released. Otherwise like STALE."""
 
     @property
     def counts(self) -> bool:
-        """Whether the next gradient is added to what is in memory, rather than copied over it."""
+        """Whether the values in memory are valid: the next gradient is added to them, not copied over them."""
         return self in (Content.ZEROS, Content.GRADIENT)
 
     @property
     def has_arrived(self) -> bool:
-        """Whether a gradient has come in this step."""
+        """Whether a gradient has arrived in this step."""
         return self in (Content.GRADIENT, Content.SENT)
 
     def lent(self) -> Content:
-        """Returns the content while a layer computes there; only of memory that does not count."""
+        """Returns the content while a layer computes in the memory, whose old values are invalid."""
         return Content.LENT
 
     def returned(self) -> Content:
-        """Returns the content once a gradient has come, and is about to be stored."""
+        """Returns the content when a gradient has arrived and is about to be stored."""
         return Content.STALE if self is Content.LENT else self
 
     def added(self) -> Content:
-        """Returns the content once a gradient is stored."""
+        """Returns the content after a gradient was stored."""
         return Content.GRADIENT
 
     def zeroed(self) -> Content:
-        """Returns the content once memory that did not count was made zero."""
+        """Returns the content after invalid memory was zeroed."""
         return Content.GRADIENT if self.has_arrived else Content.ZEROS
 
     def released(self) -> Content:
-        """Returns the content once its memory is gone."""
+        """Returns the content after the memory was released."""
         return Content.SENT if self.has_arrived else Content.STALE
 
     def cleared(self) -> Content:
-        """Returns the content with which a step begins."""
+        """Returns the content at the beginning of a step."""
         return Content.STALE

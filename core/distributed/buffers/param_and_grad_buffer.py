@@ -23,14 +23,16 @@ class ParamAndGradBuffer(FlatMemory):
 
     Args:
         params: names and parameters, in reverse order of construction.
-        grad_dtype: of the gradients.
-        layouts: how to cut it, from `plan.layout.lay_out`.
-        num_shards: ranks among which each bucket is cut, 1 where nothing is sharded.
-        shard_index: this rank's place among them.
-        holds_params: make the parameters views of one buffer; their values are kept, their old memory is freed.
-        releases_grads: allocate whole gradients by the bucket, when they arrive, and free them when they are reduced.
-        accumulated_in_fp32: names of parameters whose gradient adds up over micro-batches in fp32 memory of its own,
-            and is rounded to `grad_dtype` when it is reduced.
+        grad_dtype: dtype of the gradients.
+        layouts: the buckets, from `plan.layout.lay_out`.
+        num_shards: number of ranks that shard each bucket; 1 if nothing is sharded.
+        shard_index: this rank's index among them.
+        holds_params: make the parameters views of `param_data`. Copies their values; their old memory is freed unless
+            something else refers to it.
+        releases_grads: allocate a bucket's whole gradient when one of its gradients arrives, and free it once it is
+            reduced.
+        accumulated_in_fp32: names of parameters whose gradients accumulate over micro-batches in separate fp32
+            tensors, and are rounded to `grad_dtype` when they are reduced.
 
     Attributes:
         param_data: `[numel]`, or None without `holds_params`.
@@ -87,16 +89,16 @@ class ParamAndGradBuffer(FlatMemory):
 
     @property
     def extra_main_grads(self) -> list[Tensor]:
-        """Every fp32 ``main_grad`` that has memory of its own, by Megatron-LM's name."""
+        """All separate fp32 ``main_grad`` tensors, by Megatron-LM's name."""
         return [gradient for bucket in self.buckets for gradient in bucket.extra_main_grads]
 
     def reset(self) -> None:
-        """Makes gradients zero in the memory that they have; a wrapper's `zero_grad_buffer` does not write."""
+        """Writes zeros into all gradients in memory. A wrapper's `zero_grad_buffer` is cheaper: it writes nothing."""
         for gradient in self._held_grads():
             gradient.zero_()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiplies all gradients that are held, reduced or not; a wrapper's method of this name, what is reduced."""
+        """Multiplies all gradients in memory, reduced or not; a wrapper's `scale_gradients` only reduced ones."""
         for gradient in self._held_grads():
             gradient.mul_(scaling_factor)
 
@@ -106,7 +108,7 @@ class ParamAndGradBuffer(FlatMemory):
         return [*whole, *shards, *self.extra_main_grads]
 
     def _adopt_params(self, data: Tensor) -> None:
-        """Moves values over one parameter at a time, so that no second copy of the model exists at any moment."""
+        """Moves parameters one at a time, so that no second copy of the model exists at any moment."""
         for bucket in self.buckets:
             bucket.zero_padding(data[bucket.offset : bucket.offset + bucket.numel])
         for param, (start, end) in self.ranges.items():

@@ -1,4 +1,4 @@
-"""Notices when a module no longer computes with the parameters that its wrapper's buffers hold."""
+"""Detects parameters that were moved, replaced, added or removed after the model was wrapped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ class _Checks(Enum):
 
 
 class ParamPlacement:
-    """Remembers where each of the parameters `params`, with their names, was when the model was wrapped."""
+    """Remembers the memory of each parameter at wrapping, and compares it later.
+
+    Args:
+        params: names and parameters.
+    """
 
     def __init__(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
         # Name, address and dtype of each; fixed, because buffers never move their parameters.
@@ -56,10 +60,10 @@ class ParamPlacement:
             self._checks = _Checks.BY_OPTIMIZER
 
     def check(self, module: nn.Module) -> None:
-        """Compares with what the module holds now.
+        """Compares the module's parameters with those at wrapping.
 
         Raises:
-            WrapError: naming a parameter that was moved, replaced, added, removed or made trainable since.
+            WrapError: a parameter was moved, replaced, added, removed or made trainable since.
         """
         missing = dict(self._places)
         for name, param in module.named_parameters():

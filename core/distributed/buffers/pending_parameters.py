@@ -1,10 +1,10 @@
 """Makes the first use of a parameter wait until it is gathered.
 
 An optimizer that shards its state leaves the all-gather of the parameters running. A module's forward is not their
-only reader: a parent reads its child's weights (`torch.nn.MultiheadAttention`), hooks do, a state dict, code that
-clamps weights or averages them. So the parameters themselves wait: while they are pending their class is a subclass
-that torch asks before any function of a tensor; it waits, gives all that were gathered together their own class back,
-and goes on.
+only reader: a parent may read its child's weights (`torch.nn.MultiheadAttention`), and so may hooks, a state dict, or
+code that clamps or averages weights. The wait is therefore in the parameter: while it is pending, its class is a
+subclass whose ``__torch_function__`` waits for the gather, restores `nn.Parameter` as the class of all parameters of
+that gather, and runs the function.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 
 _WAIT = "_wait_until_gathered"
-"""An attribute of a parameter: the function that its first reader calls. Set by `make_pending`, deleted by
-`end_pending`; there exactly while the parameter's class is `_PendingParameter`."""
+"""An attribute of a parameter: the function that its first reader calls. `make_pending` sets it and `end_pending`
+deletes it; it exists exactly while the parameter's class is `_PendingParameter`."""
 
 _VIEW = "pending_view"
-"""An attribute of a parameter: the function that gives its ``detach()`` and ``data`` while it is pending. Set by
-`set_pending_view` when the model is wrapped, for good."""
+"""An attribute of a parameter: the function that returns its ``detach()`` and ``data`` while it is pending.
+`set_pending_view` sets it when the model is wrapped, for good."""
 
 
 def can_be_pending(param: nn.Parameter) -> bool:
-    """Returns whether the parameter's class is torch's own; a subclass may have a life that this must not touch."""
+    """Returns whether the class is `nn.Parameter` itself; a subclass may depend on its class, so it is left alone."""
     return type(param) is nn.Parameter
 
 
 def make_pending(params: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
-    """Lets the first function of a tensor that meets one of `params` call `wait`, which has to call `end_pending`."""
+    """Makes the first function that reads one of `params` call `wait`, which has to call `end_pending`."""
     for param in params:
         setattr(param, _WAIT, wait)
         param.__class__ = _PendingParameter
@@ -62,7 +62,7 @@ class _PendingParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         getattr(self, _WAIT)()
-        return self.__deepcopy__(memo)  # of its own class
+        return self.__deepcopy__(memo)  # of `nn.Parameter`, which is the class again
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         getattr(self, _WAIT)()
@@ -82,7 +82,7 @@ def _aliases() -> frozenset[Any]:
 
 @functools.cache
 def _without_values() -> frozenset[Any]:
-    """Returns what may be asked of a parameter whose values are not there: its gradient, and what it is."""
+    """Returns the functions that do not read values: those of metadata such as the shape, and of the gradient."""
     names = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta", "is_sparse", "is_cpu")
     getters = {getattr(Tensor, name).__get__ for name in (*names, "requires_grad", "grad", "grad_fn", "_version")}
     descriptors: list[Any] = [Tensor.grad, Tensor.requires_grad]

@@ -16,23 +16,23 @@ from ..plan import GradientReduction
 
 @dataclass(frozen=True, kw_only=True)
 class BucketReduction:
-    """Reduces gradients over ranks, in the groups and by the rules that all buckets of a wrapper share.
+    """Reduces gradients over ranks, with the groups and settings that all buckets of a wrapper share.
 
-    Averages are taken once: by the collective (``average_in_collective``), or by multiplying the sum that a rank
-    keeps, which is less than what it sent; in fp16, where a sum could overflow, by multiplying before.
+    Divides by the number of ranks once: in the collective (``average_in_collective``); else after it, on the shard,
+    which is smaller; else, in fp16, before it, because a sum could overflow.
     """
 
     group: ProcessGroup
     """All ranks that hold replicas."""
 
     shard_group: ProcessGroup | None = None
-    """The ranks of this optimizer instance, among which gradients are cut; None leaves every rank the whole."""
+    """The ranks of this optimizer instance, which shard gradients; None if every rank keeps whole gradients."""
 
     replica_group: ProcessGroup | None = None
-    """The ranks that keep the same shard in each optimizer instance, where there is more than one."""
+    """The ranks with the same shard, one in each optimizer instance; None with a single instance."""
 
     scatters_over_replicas: bool = False
-    """Each of these keeps a part of the shard, instead of all of it."""
+    """Each rank of `replica_group` keeps a part of the shard, instead of all of it."""
 
     becomes: GradientReduction = GradientReduction.MEAN
     average_in_collective: bool = False
@@ -40,18 +40,18 @@ class BucketReduction:
     """Gradients travel in their own precision and are added in fp32."""
 
     order: SumOrder | None = None
-    """How the ranks of `shard_group`, else of `group`, are added. Given, sums stay sums: `BucketSums` divides them.
-    None: as the backend adds them."""
+    """The order in which ranks of `shard_group`, or else of `group`, are added. With an order, the reduction does not
+    divide: `BucketSums` does. None leaves the order to the backend."""
 
     def reduce(self, whole: Tensor, kept: Tensor, accumulate: bool, what: str = "gradients") -> None:
-        """Reduces `whole` `[n]` into `kept`, this rank's part of it; without shards both are the same tensor.
+        """Reduces `whole` `[n]` into `kept`, this rank's shard; without shards both are the same tensor.
 
-        It is reduced in the dtype of `whole`; `kept` may be wider, so that what is added to it is not rounded, and in
-        the host's memory, which it has reached on return.
+        The collective runs in the dtype of `whole`. `kept` may have a wider dtype, so that additions to it are not
+        rounded, and may be in host memory; the copy to the host has finished on return.
 
         Args:
-            accumulate: add to what `kept` holds; then it is no part of `whole`.
-            what: its name for messages.
+            accumulate: add to the values of `kept`, which must then not be a part of `whole`.
+            what: name of the gradients, for messages.
         """
         averages = self.becomes is GradientReduction.MEAN and self.order is None
         op, scale = ReduceOp.SUM, 1.0

@@ -1,4 +1,4 @@
-"""Decides when buckets of gradients leave: during a backward, in one order on all ranks, or when a step ends."""
+"""Decides when buckets are sent: during backward, in the same order on all ranks, or at the end of a step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from .bucket_group import BucketGroup
 
 
 class ReductionSchedule:
-    """Sends buckets in their fixed order, so that all ranks send the same sequence.
+    """Sends buckets in a fixed order, so that all ranks start the same sequence of collectives.
 
     Args:
-        groups: the buckets, in the order in which they leave.
-        plan: says whether they leave during a backward, and whether each micro-batch is reduced on its own.
-        finish: called at the end of each backward that reduces, where the wrapper finishes gradients in backward.
-        tree: says after which micro-batches gradients are reduced, where it does.
+        groups: the buckets, in the order in which they are sent.
+        plan: its settings say whether buckets are sent during backward, and whether each micro-batch is reduced.
+        finish: called at the end of each backward that reduces; None if the wrapper does not finish gradients in
+            backward.
+        tree: with ``reproducible_across_ranks``, decides after which micro-batches gradients are reduced.
     """
 
     def __init__(
@@ -31,26 +32,26 @@ class ReductionSchedule:
         tree: GradientTree | None = None,
     ) -> None:
         self._groups, self._plan, self._finish, self._tree = groups, plan, finish, tree
-        # Index of the next bucket to leave; those before it have left in this step. Advanced when buckets are sent, by
-        # autograd's thread during a backward; 0 after `restart`, and after each backward where each is reduced by
-        # itself.
+        # Index of the next bucket to send; earlier buckets were sent in this step. `_send_complete` advances it on
+        # autograd's thread, `send_all` on the main thread. `restart` resets it, and so does the end of each backward
+        # where each micro-batch is reduced.
         self._next = 0
-        # The backward whose end autograd will report: set by the first gradient that it brings, cleared at its end and
-        # by `restart`. One that raises is never reported.
+        # The backward whose end autograd will report (`_end_backward`). Its first gradient sets it; its end and
+        # `restart` clear it. Autograd never reports a backward that raised, so it then stays set.
         self._watched = NO_BACKWARD
-        # A backward sends buckets, and not all have been sent: set by the first gradient that it brings, cleared when
-        # the last bucket is sent and by `restart`.
+        # Whether a backward has begun to send buckets and has not sent all. Its first gradient sets it; `send_all`,
+        # `restart`, and the end of a backward that reduces each micro-batch clear it.
         self._is_sending = False
 
     def restart(self) -> None:
-        """Begins a step: no bucket has left, and no backward is awaited."""
+        """Begins a step: no bucket was sent, and no backward is awaited."""
         self._next, self._watched, self._is_sending = 0, NO_BACKWARD, False
 
     def give_up(self) -> None:
-        """Ends a step whose gradients are dropped, on every rank; then `restart`.
+        """Ends a step whose gradients are dropped, on every rank, and calls `restart`.
 
-        A backward that raised, or that had no gradient for some parameter, may have sent fewer buckets than on another
-        rank, which waits for the rest, or would take those of the next step for it.
+        A backward that raised, or that reached fewer parameters than on other ranks, may have sent fewer buckets. The
+        other ranks would wait for the rest, or pair it with buckets of the next step: sends the rest.
         """
         if self._is_sending:
             for group in self._groups:
@@ -60,14 +61,14 @@ class ReductionSchedule:
 
     @property
     def has_lost_a_backward(self) -> bool:
-        """Whether the last backward raised: its end was never reported."""
+        """Whether the last backward raised, so that autograd never reported its end."""
         return self._watched not in (NO_BACKWARD, current_backward())
 
     def note_gradient(self, group: BucketGroup, param: nn.Parameter, reduces: bool) -> None:
-        """Takes note of a gradient that a backward has brought, and sends what is complete.
+        """Records that a gradient has arrived in a backward, and sends complete buckets.
 
         Args:
-            reduces: this backward's gradients are to be reduced: it is not inside ``no_sync``.
+            reduces: False inside ``no_sync``: gradients of this backward are not reduced.
         """
         each = self._plan.reduces_every_micro_batch and (self._tree is None or self._tree.reduces)
         if each or (reduces and self._finish is not None):
@@ -78,7 +79,7 @@ class ReductionSchedule:
             self._send_complete()
 
     def send_all(self) -> None:
-        """Sends every bucket that has not left yet."""
+        """Sends every bucket that was not sent yet."""
         for group in self._groups:
             if not group.has_left:
                 group.start_grad_sync()
@@ -93,7 +94,7 @@ class ReductionSchedule:
                 group.start_grad_sync()
             self._next += 1
             if group.bucket.releases_grads and self._next >= 2:
-                # Whole gradients live until they are reduced: with two under way, wait for the older one.
+                # A whole gradient is freed once it is reduced: let at most two reductions run at a time.
                 self._groups[self._next - 2].wait_for_grads()
 
     def _watch(self) -> None:

@@ -15,28 +15,29 @@ from .unreadable_gradient import is_unreadable, make_unreadable_gradient
 class ShownGradients:
     """Sets ``param.grad`` of the parameters of flat buffers, from `finish_grad_sync` to the optimizer's step.
 
-    Whole gradients are shown there, in the memory of ``main_grad``; of a shard something that raises when it is read.
+    A whole gradient is shown as a tensor that shares the memory of ``main_grad``. If gradients are sharded,
+    ``param.grad`` is a tensor that raises when it is read.
 
     Args:
         group_of: the bucket of each parameter.
-        is_sharded: a rank keeps a shard of each gradient.
+        is_sharded: whether a rank keeps only a shard of each gradient.
     """
 
     def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
         self._group_of, self._is_sharded = group_of, is_sharded
-        # Of each parameter the tensor that raises when it is read. Made when it is first shown, and kept for good:
-        # each step shows the same.
+        # The tensor for each parameter that raises when it is read; without memory. Made when it is first shown, and
+        # kept for good: each step shows the same one.
         self._unreadable: dict[nn.Parameter, Tensor] = {}
 
     def take_written(self) -> None:
-        """Takes gradients that the user assigned to ``param.grad``, in place of this rank's."""
+        """Replaces this rank's gradients by those that the user has assigned to ``param.grad``."""
         for param, group in self._group_of.items():
             if param.grad is not None and not group.bucket.slot_of(param).is_memory_of(param.grad):
                 group.replace_gradient(param, param.grad)
             param.grad = None
 
     def show(self) -> None:
-        """Shows reduced gradients; a frozen parameter that got none shows none."""
+        """Shows reduced gradients; None for a frozen parameter without a gradient."""
         for param, group in self._group_of.items():
             if self._is_sharded:
                 param.grad = self._unreadable_gradient(param) if group.bucket.slot_of(param).has_gradient else None
@@ -47,13 +48,13 @@ class ShownGradients:
                 share_gradient(param, True)
 
     def hide_after_step(self) -> None:
-        """Hides what was shown in place of a shard, once a step has read the shard."""
+        """Clears ``param.grad`` after a step, if gradients are sharded."""
         if self._is_sharded:
             for param in self._group_of:
                 param.grad = None
 
     def find_written(self) -> nn.Parameter | None:
-        """Returns a parameter to whose ``grad`` the user has assigned, where a shard's is read instead."""
+        """Returns a parameter whose ``grad`` the user has assigned although the optimizer reads a shard, or None."""
         if not self._is_sharded:
             return None
         return next((p for p in self._group_of if not (p.grad is None or is_unreadable(p.grad))), None)

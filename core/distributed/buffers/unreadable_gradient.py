@@ -1,6 +1,6 @@
-"""A tensor for ``param.grad`` that raises when it is read, where gradients are sharded over flat buffers.
+"""A tensor for ``param.grad`` that raises when it is read, for gradients that are sharded in flat buffers.
 
-None would tell `torch.nn.utils.clip_grad_norm_` and loops over gradients that there is nothing to do.
+With None, `torch.nn.utils.clip_grad_norm_` and loops over gradients would silently skip the parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MESSAGE = (
 
 
 def make_unreadable_gradient(param: nn.Parameter) -> Tensor:
-    """Returns a tensor without memory that can be assigned to ``param.grad``, and raises whenever it is used."""
+    """Returns a tensor without memory that can be assigned to ``param.grad`` and that raises whenever it is used."""
     return _UnreadableGradient(param)
 
 
@@ -42,7 +42,7 @@ class _UnreadableGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # A backward adds to what is in `grad`, below Python: that is dropped, and the wrapper's hook sees it.
+        # Autograd adds a new gradient to `param.grad` in C++. Drop the sum: the wrapper's hook notices the backward.
         if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and is_unreadable(args[0]):
             return args[0]
         raise ShardstackError(_MESSAGE)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from ...comm import collectives, gloo
 from ...comm.record import recorded
-from ..plan import FSDP2Plan, ModuleUnitPlan
+from ..plan import FSDP2Plan, FSDP2UnitPlan
 from .torch_private import ReductionsUnderWay, communication_of, exchange_directly
 
 
@@ -48,12 +48,12 @@ def record_collectives(plan: FSDP2Plan) -> None:
             module.set_custom_reduce_scatter(_recorder(_RecordedReduceScatter, reduce, _name(unit)))
 
 
-def _units(plan: FSDP2Plan) -> Sequence[tuple[ModuleUnitPlan, FSDPModule]]:
+def _units(plan: FSDP2Plan) -> Sequence[tuple[FSDP2UnitPlan, FSDPModule]]:
     """Returns each unit and the first of its modules, which all share one state of FSDP2."""
     return [(unit, cast(FSDPModule, unit.modules[0])) for unit in (*plan.units, plan.root)]
 
 
-def _name(unit: ModuleUnitPlan) -> str:
+def _name(unit: FSDP2UnitPlan) -> str:
     return f"unit {unit.names[0]}" if unit.names[0] else "the root unit"
 
 

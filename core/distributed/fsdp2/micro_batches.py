@@ -19,7 +19,7 @@ class KeptBetweenMicroBatches:
     """Sets, before each micro-batch, which units stay gathered after it; keeps no state but FSDP2's own settings.
 
     Args:
-        plan: says of each unit, and of the root, whether it is kept (`ModuleUnitPlan.is_kept`).
+        plan: says of each unit, and of the root, whether it is kept (`FSDP2UnitPlan.is_kept`).
     """
 
     def __init__(self, plan: FSDP2Plan) -> None:

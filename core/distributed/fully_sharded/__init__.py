@@ -1,4 +1,4 @@
-"""ZeRO-3 on flat buffers: what `FullyShardedDataParallel` does to a model.
+"""ZeRO-3 on flat buffers: the engine of `FullyShardedDataParallel`.
 
 memory     this rank's shards, and the memory of their gradients
 piece      a unit's parameters of one kind: how they are contiguous, cut and cast

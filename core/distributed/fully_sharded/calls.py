@@ -17,12 +17,12 @@ from .unit import Unit
 
 
 def watch_calls(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
-    """Lets every forward of the units' modules, and the methods that the plan names, run with gathered parameters.
+    """Gathers parameters around every forward of the units' modules, and around the methods that the plan names.
 
-    A state dict has what this rank keeps.
+    Also makes a state dict hold this rank's shards. Hooks and replaced methods stay on the modules for good.
 
     Args:
-        units: in the order of the plan's, the root's last.
+        units: in the plan's order, the root last.
 
     Raises:
         WrapError: the plan names a method that no unit has.
@@ -43,7 +43,7 @@ def watch_calls(plan: FullyShardedPlan, units: Sequence[Unit], gathering: Parame
 
 
 class _AroundCalls:
-    """Hooks of one unit's modules; in a pickled or copied module they do nothing."""
+    """Hooks of one unit's modules; they do nothing in a pickled or copied module, where `_gathering` is None."""
 
     def __init__(
         self, plan: FullyShardedPlan, planned: FlatUnitPlan, unit: Unit, gathering: ParameterGathering | None
@@ -52,6 +52,7 @@ class _AroundCalls:
         is_root = planned is plan.units[-1]
         self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
         self._outputs = precision.output_dtype if is_root else None
+        # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise set for good.
         self._unit, self._gathering = unit, gathering
 
     def before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -72,7 +73,7 @@ class _AroundCalls:
             self._gathering.settle()
 
     def enclose(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the method with what hooks do around a forward."""
+        """Returns the method with the work of the forward hooks around it."""
 
         @functools.wraps(method)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -91,14 +92,14 @@ class _AroundCalls:
 
 
 def _do_nothing() -> Any:
-    """Makes the `_AroundCalls` of a copy, which acts on no unit."""
+    """Returns an `_AroundCalls` without a unit, for a copied module."""
     made = object.__new__(_AroundCalls)
     made._gathering = None
     return made
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Returns it with its floating-point tensors in `dtype`; itself where they are."""
+    """Casts the floating-point tensors in a tree to `dtype`; returns the same tree if all of them have it."""
 
     def is_other(leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype

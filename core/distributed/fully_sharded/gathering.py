@@ -1,4 +1,4 @@
-"""Gathers units before their forward and backward, and ahead of it in the order of the last step."""
+"""Gathers units before their forward and backward, and prefetches them in the order of the last step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ParameterGathering:
     The main thread calls it in forward, autograd's in backward; never both at once.
 
     Args:
-        units: in the order of the plan's, the root's last.
-        buffers: own the shards of the units.
+        units: in the plan's order, the root last.
+        buffers: own the units' shards.
         lane: runs the gathers, in the order in which they are started.
     """
 
@@ -34,20 +34,20 @@ class ParameterGathering:
     ) -> None:
         self._units, self._buffers, self._lane = units, buffers, lane
         self._root = units[-1]
-        # Units that are gathered ahead in forward (False) and in backward (True); fixed.
+        # Number of units to prefetch in forward (False) and in backward (True); fixed.
         self._depth = {False: plan.forward_prefetch, True: plan.backward_prefetch}
-        # Which unit came after which, in forward (False) and in backward (True). `need` writes it as a pass goes on;
-        # `_prefetch` reads what the pass before left. Never cleared.
+        # The unit that followed each unit, in forward (False) and in backward (True). `need` updates it during a pass,
+        # and `_prefetch` reads the order of the pass before. Never cleared.
         self._next: dict[tuple[bool, Unit], Unit] = {}
-        # The unit that `need` was called for last in this forward or backward, the root left out. None before the
-        # first: `_begin` clears it for each forward of the model, `need` for each backward.
+        # The last unit, except the root, that `need` gathered in this forward or backward; None before the first one.
+        # `_begin` clears it for each forward of the model, `need` for each backward.
         self._last: Unit | None = None
-        # The backward that `_last` belongs to, or NO_BACKWARD; `need` sets it.
+        # The backward that `_last` belongs to, or NO_BACKWARD. `need` sets it.
         self._pass = NO_BACKWARD
-        # Writes to the shards when units were last gathered from them. `forget` sets it; `need` compares it in each
-        # forward, and calls `forget` where an optimizer or a load has written since.
+        # Count of writes to the shards when gathered units last had their values. `forget` sets it. `need` compares it
+        # in each forward, and calls `forget` if an optimizer or a load has written to the shards since.
         self._version = self._count_writes()
-        # Whether the backward of each unit reads its weights; fixed.
+        # Whether each unit's backward reads its weights; fixed.
         self._needs_backward = {
             unit: planned.is_needed_in_backward for unit, planned in zip(units, plan.units, strict=True)
         }
@@ -65,7 +65,7 @@ class ParameterGathering:
             self.need(unit)
 
     def after_call(self, unit: Unit, output: Any) -> None:
-        """Ends the call, which returned `output` or raised (None); backward of `output` gathers the unit again."""
+        """Ends a call, which returned `output` or raised (None); makes backward through `output` gather the unit."""
         if unit is self._root:
             self._end(output)
         else:
@@ -88,12 +88,12 @@ class ParameterGathering:
     # ---- the whole model
 
     def end_running(self) -> None:
-        """Resets the counts of running forwards, after one that raised."""
+        """Resets the counts of running forwards, which a forward that raised leaves above zero."""
         for unit in self._units:
             unit.running = 0
 
     def settle(self) -> None:
-        """Hides all parameters: between forwards and backwards each rank has its shard alone.
+        """Hides all parameters: outside of forward and backward a rank may use only its shards.
 
         Raises:
             UnitError: a parameter was written while it was gathered.
@@ -104,7 +104,7 @@ class ParameterGathering:
             unit.hide()
 
     def forget(self) -> None:
-        """Notes that what is gathered no longer has the values of the shards."""
+        """Invalidates all gathered parameters, after the shards were written."""
         self.settle()
         for unit in self._units:
             unit.drop_part()
@@ -118,8 +118,7 @@ class ParameterGathering:
     # ---- one unit
 
     def need(self, unit: Unit) -> None:
-        """Gathers a unit and returns when its parameters are there; starts to gather those that came after it last
-        time."""
+        """Gathers a unit, waits for its parameters, and prefetches the units that followed it in the last pass."""
         is_backward = current_backward() != NO_BACKWARD
         if not is_backward and self._version != self._count_writes():
             self.forget()
@@ -165,16 +164,16 @@ class ParameterGathering:
             self.settle()  # called on its own
 
     def _watch(self, unit: Unit, output: Any) -> None:
-        """Gathers the unit when a backward reaches what it returned."""
+        """Makes a backward gather the unit when it reaches one of the unit's outputs."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, unit))
 
     def check_gradient(self, unit: Unit, param: nn.Parameter) -> None:
-        """Raises if backward computed a gradient with the values of another unit, in the slot that both share.
+        """Raises if backward computed a gradient with the values of another unit in the shared slot.
 
         Raises:
-            UnitError: this backward has not gathered the unit, and another one has its slot.
+            UnitError: this backward has not gathered the unit, and another unit has its slot.
         """
         if unit.is_gathered or unit.used_in == current_backward() or not self._needs_backward[unit]:
             return

@@ -16,26 +16,27 @@ from ..buffers.grad_memory import GradMemory
 from ..plan import BucketPlan, BufferPlan
 
 _GRAD_SLOTS = 2
-"""Of one size: one that is filled while the other is reduced."""
+"""Gradient tensors kept per size: one is filled while the other is reduced."""
 
 
 class ShardedBuffer(FlatMemory):
-    """This rank's shards of all parameters of one kind, and the buckets in which their gradients are reduced.
+    """This rank's shards of all parameters of one dtype and device, and the buckets that reduce their gradients.
 
     Args:
-        plan: what it holds.
-        params: the model's, by name.
-        device: where the model computes.
-        num_shards: ranks that share the parameters.
-        updated_parts: number of equal parts, each updated by one rank, which keeps its gradient; and this rank's part.
-        offloads: shards are in the host's memory.
-        pins_memory: in a part of it that the device copies from while it computes.
-        allocate: of the memory of whole gradients.
+        plan: the plan of this buffer.
+        params: the model's parameters, by name.
+        device: the device that the model computes on.
+        num_shards: number of ranks that shard the parameters.
+        updated_parts: number of equal parts, each updated by one rank, which keeps its gradient; and the index of this
+            rank's part.
+        offloads: keep shards in host memory.
+        pins_memory: pin that memory, so that copies to the device overlap with computation.
+        allocate: allocates the memory of whole gradients.
 
     Attributes:
-        shards: `[numel / num_shards]`, this rank's shard of each bucket, one after the other: one tensor, so that its
-            version counts every write to a shard.
-        buckets: of the gradients; none where parameters are frozen.
+        shards: `[numel / num_shards]`, owns this rank's shards of all buckets, one after the other. It is a single
+            tensor, so that its version counts every write to a shard.
+        buckets: the buckets of the gradients; empty if the parameters are frozen.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ OBSERVED_STEPS = 100
 
 
 class GradientChecks:
-    """Raises on gradients that are not finite, or far larger than they were.
+    """Raises on gradients that are not finite, or are far larger than in the first steps.
 
     Large means `LARGE_FACTOR` times the largest L2 norm that this rank has seen of the same parameter's gradient in
     its first `OBSERVED_STEPS` steps, the rule of Megatron-LM's option of this name.
@@ -27,8 +27,10 @@ class GradientChecks:
 
     def __init__(self, for_nan: bool, for_large: bool) -> None:
         self._for_nan, self._for_large = for_nan, for_large
-        self._largest: dict[str, float] = {}  # largest norm by parameter; `_check_norm` raises it in the first steps
-        self._seen: dict[str, int] = {}  # recorded steps by parameter; grows up to `OBSERVED_STEPS`
+        # By parameter, the largest norm so far and the number of steps that it covers. `_check_norm` updates both in
+        # the first `OBSERVED_STEPS` steps. Never cleared, and not in checkpoints: a resumed run observes again.
+        self._largest: dict[str, float] = {}
+        self._seen: dict[str, int] = {}
 
     def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:
         """Checks this rank's gradients of step `step`, counted from 0, by name; waits once for the device.
@@ -42,7 +44,7 @@ class GradientChecks:
         if not (self._for_nan or self._for_large):
             return
         named = [(name, gradient) for name, gradient in gradients if gradient.numel()]
-        # A norm in double overflows for no gradient in fp32; one of those in double is looked at again.
+        # Norms are in double, so only those of fp64 gradients can overflow: for them check every element.
         norms = HostRead(_norms([gradient for _, gradient in named])).wait() if named else []
         for (name, gradient), norm in zip(named, norms, strict=True):
             if self._for_nan and not math.isfinite(norm) and not torch.isfinite(gradient).all():

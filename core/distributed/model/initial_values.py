@@ -45,13 +45,15 @@ class InitialValues:
         on_meta = [tensor.is_meta for tensor in tensors.values()]
         of_first, of_any = self._agree(on_meta) if self._follows_first else (on_meta, on_meta)
         flags = list(zip(tensors, of_first, of_any, strict=True))
-        # Names of tensors that each rank draws from seeds, and of those that it receives from the first rank; fixed.
+        # Names of tensors that each rank draws from seeds, and names of tensors that it receives from the first rank;
+        # fixed.
         self._drawn = [name for name, first, _ in flags if first]
         self._received = [name for name, first, anywhere in flags if anywhere and not first]
         held = [name for name, _, anywhere in flags if not anywhere]
-        # Tensors that every rank has, until `equalize` has broadcast them.
+        # The module's tensors that every rank has. `equalize` broadcasts and clears them.
         self._equalized = [tensors[name] for name in held] if self._follows_first else []
-        # Whole tensors on the first rank that other ranks receive; kept until `fill` has sent them.
+        # On the first rank, the whole tensors that other ranks receive. They share the model's memory, and keep it
+        # alive after sharding, until `fill` has sent them.
         self._whole = {name: tensors[name].detach() for name in self._received if group.rank() == 0}
         sharded = [name for name, tensor in self._whole.items() if isinstance(tensor, DTensor)]
         if sharded:

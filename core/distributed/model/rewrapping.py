@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from ...errors import WrapError
 
 _sharded_here: weakref.WeakSet[FSDPModule] = weakref.WeakSet()
-"""Modules that this library sharded; `note_sharded` adds them."""
+"""Modules that this library sharded. `note_sharded` adds them; freed modules drop out."""
 _TORCH_WRAPPERS = (TorchDistributedDataParallel, FullyShardedDataParallel)
 
 
@@ -36,7 +36,7 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
         if isinstance(submodule, (*wrappers, *_TORCH_WRAPPERS)):
             raise WrapError(
                 f"the model cannot be wrapped again: {where} is a data-parallel wrapper already; "
-                + ("wrap what it holds, its .module" if not name else "wrap the whole model once, from plain modules")
+                + ("wrap its .module" if not name else "wrap the whole model once, from plain modules")
             )
         if not isinstance(submodule, FSDPModule):
             continue

@@ -58,7 +58,7 @@ def reject_different_models(module: nn.Module, plan: ShardingPlan, units: Sequen
 def describe_structure(
     module: nn.Module, settings: Iterable[tuple[str, str]] = (), units: Sequence[Sequence[str]] = ()
 ) -> Description:
-    """Returns everything that must be equal on all ranks; values of parameters need not be."""
+    """Returns everything that must be equal on all ranks, except the values of parameters."""
     described = dict(settings)
     described["the model's class"] = type(module).__name__
     unit_of = {name: ", ".join(unit) for unit in units for name in unit}

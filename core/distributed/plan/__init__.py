@@ -1,4 +1,4 @@
-"""The plan of a model: what a wrapper will do to it, decided before anything is touched.
+"""The plan of a model: decides everything that a wrapper will do to it, before the model is changed.
 
 values              the plan itself: the fields of every plan
 flat_plan           the plan of whole parameters on flat buffers; `make_flat_plan` makes it
@@ -27,7 +27,7 @@ from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..engine import Engine, engine_of
 from ..groups import DataParallelGroups
 from .flat_plan import BucketPlan, BufferPlan, FlatPlan
-from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
+from .fsdp2_plan import FSDP2Plan, FSDP2UnitPlan
 from .fully_sharded_plan import FlatUnitPlan, FullyShardedPlan
 from .make_flat_plan import plan_buffers
 from .make_fsdp2_plan import plan_fsdp2
@@ -48,7 +48,7 @@ __all__ = [
     "FlatUnitPlan",
     "FullyShardedPlan",
     "GradientReduction",
-    "ModuleUnitPlan",
+    "FSDP2UnitPlan",
     "ParamPlan",
     "ShardingPlan",
     "UnitPlan",

@@ -25,7 +25,7 @@ Settings = TypeVar("Settings", bound=DistributedDataParallelConfig)
 
 
 def settings_as(kind: type[Settings], ddp_config: DistributedDataParallelConfig) -> Settings:
-    """Returns settings of the given kind as they are; of a plain config, with the defaults of `kind` for the rest."""
+    """Converts settings to `kind`: unchanged if they are of that kind, else with its defaults for missing fields."""
     if isinstance(ddp_config, kind):
         return ddp_config
     own = ("data_parallel_sharding_strategy", "use_distributed_optimizer")
@@ -90,7 +90,7 @@ def gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
 
 
 def _pins_memory(settings: FullyShardedDataParallelConfig) -> bool:
-    """Returns whether offloaded shards are in pinned memory. Warns where there is nothing to pin it for."""
+    """Returns whether to pin offloaded shards. Warns if it was asked for without an accelerator."""
     asked = settings.cpu_offload and settings.pin_memory
     has_accelerator = device.device_type() != "cpu"
     if asked and not has_accelerator:

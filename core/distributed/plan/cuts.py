@@ -38,14 +38,14 @@ def lay_out_unit(
 
 
 def _grain(shape: Shape, cut: ShardCut) -> int:
-    """Returns elements that stay together."""
+    """Returns the number of elements that are never split between ranks."""
     if cut.kind == "rows":
         return max(1, math.prod(shape[1:]))
     return cut.block
 
 
 def _by_grains(shapes: Sequence[Shape], num_shards: int, alignment: int, cut: ShardCut) -> BucketLayout:
-    """Places one after the other, the largest grains first; every start, and every shard, is a multiple of the grain.
+    """Places parameters in sequence, largest grain first; parameters and shards start at multiples of the grain.
 
     So the end of a shard is a whole number of grains away from the start of the parameter that it is in.
     """

@@ -12,17 +12,17 @@ from .values import ParamPlan, ShardingPlan, UnitPlan
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan(UnitPlan):
-    """A part of a flat buffer, which one collective reduces, and one gathers."""
+    """A part of a flat buffer: one collective reduces its gradients, and one gathers its parameters."""
 
     layout: BucketLayout
 
     @property
     def elements(self) -> int:
-        """Padding included."""
+        """Number of elements, padding included."""
         return self.layout.end - self.layout.start
 
     def places_in_shard(self, shard: int) -> tuple[tuple[int, int], ...]:
-        """Returns ``[start, end)`` of what a shard holds of each parameter, counted from the shard's beginning."""
+        """Returns each parameter's elements in a shard, ``[start, end)``, counted from the shard's beginning."""
         first = self.elements // (len(self.params[0].bounds) - 1) * shard
         places = []
         for param, (begin, _) in zip(self.params, self.layout.ranges, strict=True):
@@ -36,23 +36,23 @@ class BufferPlan:
     """Flat memory for parameters of one dtype and device, and their gradients."""
 
     param_dtype: torch.dtype
-    """Of what a rank keeps of parameters, which its optimizer updates."""
+    """Dtype of the parameters that a rank keeps and its optimizer updates."""
     gathered_dtype: torch.dtype
-    """Of whole parameters, in which the model computes; another where they are cast to be gathered."""
+    """Dtype of gathered parameters, in which the model computes. Differs from `param_dtype` if they are cast."""
     grad_dtype: torch.dtype
-    """In which gradients add up and are reduced."""
+    """Dtype in which gradients are accumulated and reduced."""
     shard_grad_dtype: torch.dtype
-    """Of the reduced gradient that a rank keeps; it may be wider where whole gradients are released."""
+    """Dtype of the reduced gradient that a rank keeps; may be wider than `grad_dtype` if whole gradients are freed."""
     holds_params: bool
-    """Parameters are views of it; otherwise it holds gradients alone."""
+    """Parameters are views of the buffer; else it holds only gradients."""
     releases_grads: bool
-    """Whole gradients are allocated by the bucket when they arrive, and released when they are reduced."""
+    """A bucket's whole gradient is allocated when a gradient arrives, and freed when it is reduced."""
     holds_experts: bool
     """Its parameters carry Megatron-LM's mark ``allreduce=False``."""
     accumulated_in_fp32: frozenset[str]
-    """Names of parameters whose gradients add up over micro-batches in fp32 memory of their own."""
+    """Names of parameters whose gradients accumulate over micro-batches in separate fp32 tensors."""
     is_trained: bool = True
-    """False: frozen parameters, without gradients."""
+    """False if the parameters are frozen and have no gradients."""
     buckets: tuple[BucketPlan, ...]
     """In the order in which backward is expected to finish them."""
 
@@ -65,14 +65,14 @@ class FlatPlan(ShardingPlan):
     reduction_order: tuple[tuple[int, int], ...]
     """Buffer and bucket, in the order in which buckets are reduced, equal on all ranks."""
     reduces_during_backward: bool
-    """Buckets leave when their gradients are complete, rather than all at the end."""
+    """Buckets are sent when their gradients are complete, instead of all at the end."""
     overlaps_grads: bool
     """Reductions run while backward goes on."""
     overlaps_params: bool
     """Parameters are gathered while forward runs."""
     averages_in_collective: bool
     adds_in_fp32: bool
-    """Gradients travel in their own precision and are added in fp32."""
+    """Gradients are sent in their own dtype and added in fp32."""
 
     @property
     def trained(self) -> dict[str, ParamPlan]:
@@ -82,5 +82,5 @@ class FlatPlan(ShardingPlan):
 
     @property
     def layout(self) -> FullParamLayout:
-        """The places of parameters alone."""
+        """The layout of all buffers."""
         return FullParamLayout(tuple(tuple(bucket.layout for bucket in buffer.buckets) for buffer in self.buffers))

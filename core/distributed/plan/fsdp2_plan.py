@@ -14,36 +14,37 @@ from .values import GatheringPlan, UnitPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModuleUnitPlan(UnitPlan):
+class FSDP2UnitPlan(UnitPlan):
     """A unit of FSDP2: modules whose parameters are whole while one of them runs."""
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
-    """Of each module below the model, whose own is empty."""
+    """Name of each module in the model; empty for the model itself."""
     reshard_after_forward: Reshard
     """Whether gathered parameters are freed after forward: True, False, or how many neighbours keep them. Readers take
     `is_freed`, `stays_gathered` and `kept_among`."""
     is_needed_in_backward: bool
-    """False where no backward of the unit reads a weight, as in an embedding: it is gathered once only."""
+    """False if the unit's backward reads no weight, as in an embedding: the unit is gathered only once."""
     precision: MixedPrecisionPolicy
     is_minority: bool = False
-    """Split off another unit, or the model, for its dtype."""
+    """Split off from another unit, or the model, because of its dtype."""
     is_kept: bool = False
-    """It stays gathered from one micro-batch of a step to the next."""
+    """The unit stays gathered from one micro-batch of a step to the next."""
 
     @property
     def is_freed(self) -> bool:
-        """Between forward and backward each rank has its shard alone."""
+        """Whether each rank keeps only its shard between forward and backward."""
         return self.reshard_after_forward is True
 
     @property
     def stays_gathered(self) -> bool:
-        """Between forward and backward each rank has all of it."""
+        """Whether each rank keeps the whole unit between forward and backward."""
         return self.reshard_after_forward is False
 
     @property
     def kept_among(self) -> int | None:
-        """Neighbouring ranks that have all of it together between forward and backward; None for one, or for all."""
+        """Number of neighbouring ranks that together keep the unit between forward and backward; None for one or
+        all."""
         return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
 
@@ -56,10 +57,10 @@ class FSDP2Plan(GatheringPlan):
         "is_freed": "reshard_after_forward=True, keep_gathered_between_micro_batches='none'",
     }
 
-    units: tuple[ModuleUnitPlan, ...]
+    units: tuple[FSDP2UnitPlan, ...]
     """Children before parents, without `root`."""
-    root: ModuleUnitPlan
-    """The model, with what is in no unit."""
+    root: FSDP2UnitPlan
+    """The model, with the parameters that are in no unit."""
     collectives: Literal["auto", "torch"]
     adds_gradient_rows: bool
     """Embeddings add gradients row by row, in place."""

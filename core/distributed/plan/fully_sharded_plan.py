@@ -17,17 +17,19 @@ class FlatUnitPlan:
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
-    """Of each module below the model, whose own is empty."""
+    """Name of each module in the model; empty for the model itself."""
     buckets: tuple[tuple[int, int], ...]
-    """Buffer and bucket of its memory, one for each kind of its parameters."""
+    """Indices of buffer and bucket, one pair for each dtype and device of the unit's parameters."""
     slot: int | None
-    """The memory that it is gathered into, which units of its size use in turn; None where one rank has all."""
+    """Index of the slot that the unit is gathered into; units of equal size take turns with a slot. None if a single
+    rank has all parameters."""
     is_freed: bool
-    """Between its forward and backward another unit may be gathered into the same memory."""
+    """Another unit may be gathered into the slot between this unit's forward and backward."""
     kept_among: int | None
-    """Neighbouring ranks that then have all of it together, and gather it from each other; None where all ranks do."""
+    """Number of neighbouring ranks that together keep the whole unit between forward and backward, and gather it from
+    each other; None for all ranks."""
     is_needed_in_backward: bool
-    """False where no backward of the unit reads a weight, as in an embedding."""
+    """False if the unit's backward reads no weight, as in an embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +37,11 @@ class FullyShardedPlan(GatheringPlan, FlatPlan):
     """The plan that `core.distributed.fully_sharded` carries out."""
 
     units: tuple[FlatUnitPlan, ...]
-    """Children before parents; last the model, with what is in no unit before it."""
+    """Children before parents; the last one is the model, with the parameters that are in no other unit."""
     shards_update_over_replicas: bool
-    """Each optimizer instance updates a part of the shards, and gathers the others'."""
+    """Each optimizer instance updates a part of the shards, and gathers the other parts."""
     precision: MixedPrecisionPolicy
-    """Of the model; units cast their inputs too, its outputs are cast alone."""
+    """Dtypes of the model. Units cast their inputs; only the model casts outputs."""
 
     @property
     def num_updated_parts(self) -> int:

@@ -17,7 +17,7 @@ from ..fully_sharded_data_parallel_config import Reshard, parse_overrides
 from ..groups import DataParallelGroups
 from ..torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from .common import common_plan, gathering_plan, settings_as
-from .fsdp2_plan import FSDP2Plan, ModuleUnitPlan
+from .fsdp2_plan import FSDP2Plan, FSDP2UnitPlan
 from .names import ParameterNames
 from .precision import compute_dtype, mixed_precision_policy
 from .reproducible import check_one_rounding
@@ -60,7 +60,7 @@ def plan_fsdp2(
     params = _params_of_units(module, found, groups.shard.size())
     inner = replace(policy, output_dtype=None)  # the model's outputs alone are cast, as by `Float16Module`
     units = tuple(
-        ModuleUnitPlan(
+        FSDP2UnitPlan(
             params=params[index],
             modules=unit.modules,
             names=unit.names,
@@ -72,7 +72,7 @@ def plan_fsdp2(
         )
         for index, unit in enumerate(found)
     )
-    root = ModuleUnitPlan(
+    root = FSDP2UnitPlan(
         params=params[-1],
         modules=(module,),
         names=("",),

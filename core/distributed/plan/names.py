@@ -1,4 +1,4 @@
-"""Lists every name of every parameter of a model, and its place among them."""
+"""Lists all names of a model's parameters, and the place of each name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .values import ParamPlan
 
 
 class ParameterNames:
-    """The names of a model's parameters; several for one that is tied.
+    """The names of a model's parameters; a tied parameter has several.
 
-    The weight that a GPT's output projection is given by its embedding has that name too.
+    A GPT's embedding weight that its output projection borrows is also listed under the projection's name.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class ParameterNames:
         self._place = {name: place for place, name in enumerate([*names, *borrowers])}
 
     def plan_of(self, parameter: nn.Parameter, **cut: Any) -> ParamPlan:
-        """Returns its plan; `cut` are the fields `shape`, `cut` and `bounds`."""
+        """Returns the plan of a parameter; `cut` holds the fields `shape`, `cut` and `bounds`."""
         names = self.of[parameter]
         return ParamPlan(
             names=names,
@@ -46,5 +46,5 @@ class ParameterNames:
         )
 
     def position(self, parameter: nn.Parameter) -> int:
-        """Returns its place among the model's parameters, which is roughly the order of execution."""
+        """Returns a parameter's place among the model's parameters, which is roughly the order of execution."""
         return self._place[self.of[parameter][0]]

@@ -19,7 +19,7 @@ _Owners = dict[nn.Parameter, set["nn.Module | None"]]
 
 @dataclass(frozen=True)
 class UnitModules:
-    """Modules whose parameters travel together, innermost first in a plan; usually one module.
+    """Modules whose parameters are gathered and reduced together; usually one module. A plan lists inner units first.
 
     Attributes:
         modules: the modules; a module in several places is here once.
@@ -29,11 +29,11 @@ class UnitModules:
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
     is_minority: bool = False
-    """Split off another unit, or the root, for its dtype."""
+    """Split off from another unit, or the root, because of its dtype."""
 
     @property
     def is_needed_in_backward(self) -> bool:
-        """False where no backward of the unit reads a weight, as in an embedding: then it is gathered once only."""
+        """False if the unit's backward reads no weight, as in an embedding: the unit is gathered only once."""
         return any(getattr(module, "weights_used_in_backward", True) for module in self.modules)
 
 
@@ -42,7 +42,7 @@ UnitChoice = type[nn.Module] | nn.Module
 
 
 def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[UnitModules]:
-    """Returns the units of a model, children before parents, each parameter in one unit or else left to the root.
+    """Returns the units of a model, children before parents. A parameter is in one unit, or left to the root.
 
     A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
     attribute ``_fsdp_modules`` of the root or of any module below it (Megatron-LM's way for a model to name its own
@@ -113,7 +113,7 @@ def _minority_units(unit: UnitModules, owners: _Owners, names: dict[nn.Module, s
             if module not in holders[dtype]:
                 holders[dtype].append(module)
                 elements[dtype] += sum(parameter.numel() for parameter in own)
-    # FSDP2 takes a module with all below it: the dtype that has others inside is the one that stays.
+    # FSDP2 shards a module with all modules below it, so the dtype whose modules contain other dtypes stays.
     outer = [dtype for dtype in holders if _has_others_inside(dtype, holders)]
     if len(outer) > 1:
         raise WrapError(

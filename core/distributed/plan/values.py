@@ -3,9 +3,8 @@
 `plan_model` makes the plan of any wrapper; a wrapper calls its own one of `plan_buffers`, `plan_flat_units` and
 `plan_fsdp2`.
 
-A `ShardingPlan` has a `UnitPlan` for all that travels together, that is, a unit of FSDP2 or a bucket of a flat buffer,
-and that has a `ParamPlan` for each parameter. Engines are built from a plan; what describes, compares or explains a
-wrapped model reads the plan.
+A `ShardingPlan` has a `UnitPlan` for each unit of FSDP2 or bucket of a flat buffer, and a `UnitPlan` has a `ParamPlan`
+for each parameter. Engines are built from a plan; reports, checks and error messages read it.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ class GradientReduction(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPlan:
-    """One parameter; its elements are those of this rank's part under tensor parallelism."""
+    """One parameter; sizes and elements are those of this rank's part under tensor parallelism."""
 
     names: tuple[str, ...]
-    """Every name below the model: several where it is tied."""
+    """All names in the model; several for a tied parameter."""
     places: tuple[int, ...]
-    """Of each name among those of the model's parameters, which is roughly the order of execution."""
+    """Index of each name in the model's list of parameter names, which is roughly the order of execution."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_trained: bool
     cut: Cut
     bounds: tuple[int, ...]
-    """Rank `i` of those that share the update has elements ``[bounds[i], bounds[i + 1])`` of the flattened
+    """Rank `i` of the ranks that share the update has elements ``[bounds[i], bounds[i + 1])`` of the flattened
     parameter."""
 
     @property
@@ -61,7 +60,7 @@ class ParamPlan:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of a shard, the padding included that makes those of all ranks equally long."""
+        """Number of elements in a shard, including the padding that makes all shards equally long."""
         return max(end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False))
 
 
@@ -70,7 +69,7 @@ class UnitPlan:
     """Parameters that are gathered and reduced together."""
 
     params: tuple[ParamPlan, ...]
-    """Those in no unit before this one."""
+    """The unit's parameters, except those of units before it."""
 
     @property
     def numel(self) -> int:
@@ -78,24 +77,24 @@ class UnitPlan:
 
     @property
     def place(self) -> int:
-        """Of its first parameter; see `ParamPlan.places`."""
+        """The place of the unit's first parameter; see `ParamPlan.places`."""
         return min(param.places[0] for param in self.params)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTransform:
-    """What is done to the forward of a unit's modules before the model is wrapped."""
+    """Recomputation and compilation of a unit's modules, applied before the model is wrapped."""
 
     modules: tuple[nn.Module, ...]
     recomputes: ActivationCheckpointing
     is_compiled: bool
     memory_budget: float | None = None
-    """What compiled code saves for backward, between its inputs alone (0) and all that makes it fast (1). None: as
-    torch's setting of the process says, at first 1."""
+    """The share of activations that compiled code saves for backward: from 0, only its inputs, to 1, all that make
+    backward fast. None takes torch's setting of the process, 1 by default."""
 
     @property
     def computes_again(self) -> bool:
-        """Backward computes activations again, to save their memory."""
+        """Whether backward computes activations again, to save their memory."""
         return self.recomputes != "none" or (self.memory_budget is not None and self.memory_budget < 1.0)
 
 
@@ -107,26 +106,26 @@ class ShardingPlan:
         "recomputes": "activation_checkpointing='full'",
         "reduces_every_micro_batch": "reduce_every_micro_batch=True",
     }
-    """Properties of a plan or a unit, with the settings by which people ask for them; for advice."""
+    """Maps a property of a plan or unit to the setting that changes it, for advice in messages."""
 
     caller: str
-    """What the user called: a wrapper's class, or a function."""
+    """The wrapper class or function that the user called, for messages."""
     strategy: str
     """``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
     groups: DataParallelGroups
     reduction: GradientReduction
     reduces_every_micro_batch: bool
-    """Whole gradients never add up: each micro-batch's are reduced."""
+    """Gradients are reduced after each micro-batch, so that whole gradients never accumulate."""
     checks_for_nan: bool
     checks_for_large: bool
     is_reproducible: bool = False
     """Sums over a global batch have one shape on any number of data-parallel ranks, that of `tree`."""
     frozen: tuple[ParamPlan, ...] = ()
-    """Parameters in no unit, whole on every rank."""
+    """Parameters that are in no unit; whole on every rank."""
     settings: tuple[tuple[str, str], ...] = ()
-    """Name and value, as text, of everything that must be equal on all ranks."""
+    """Names and values, as text, of all settings that must be equal on all ranks."""
     changed_settings: str = ""
-    """The wrapper's settings that differ from their defaults, for people."""
+    """The wrapper's settings that differ from their defaults, as text for reports."""
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
     transforms: tuple[UnitTransform, ...] = ()
@@ -134,22 +133,22 @@ class ShardingPlan:
 
     @property
     def shards_parameters(self) -> bool:
-        """Parameters are cut too, and gathered for their use."""
+        """Whether parameters are sharded too, and gathered before use."""
         return shards_parameters(self.strategy)
 
     @property
     def is_replicated(self) -> bool:
-        """Nothing is cut: every rank updates whole parameters."""
+        """Whether nothing is sharded: every rank updates whole parameters."""
         return self.strategy == "no_shard"
 
     @property
     def casts_parameters(self) -> bool:
-        """Parameters are cast when they are gathered, to the dtype of computation."""
+        """Whether parameters are cast to the dtype of computation when they are gathered."""
         return False
 
     @property
     def recomputes(self) -> bool:
-        """The wrapper computes activations of some units again in backward."""
+        """Whether backward recomputes activations of some units."""
         return any(transform.computes_again for transform in self.transforms)
 
     @property
@@ -161,7 +160,7 @@ class ShardingPlan:
 
     @property
     def sum_order(self) -> tuple[tuple[int, ...], ...] | None:
-        """The ranks of a shard group, by the groups of them that are added first; None where any order will do.
+        """The ranks of a shard group, in groups that are added first; None if any order will do.
 
         Parts of a sequence, which are neighbours, are added before micro-batches, or after them: so that ranks join
         the tree where micro-batches of one rank would.
@@ -176,28 +175,28 @@ class ShardingPlan:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that share a parameter, or the state of its optimizer; 1 where nothing is cut."""
+        """Number of ranks that shard a parameter, or its optimizer state; 1 if nothing is sharded."""
         return 1 if self.is_replicated else self.groups.shard.size()
 
     @property
     def shard_index(self) -> int:
-        """Index of this rank among those that share a parameter, or the state of its optimizer."""
+        """Index of this rank among the ranks that shard a parameter, or its optimizer state."""
         return 0 if self.is_replicated else self.groups.shard.rank()
 
     @property
     def num_updated_parts(self) -> int:
-        """Ranks that share the update of a parameter."""
+        """Number of ranks that share the update of a parameter."""
         return self.num_shards
 
     @property
     def updated_part(self) -> int:
-        """Index `i` of what this rank updates: elements ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
+        """Index `i` of this rank's update: elements ``[bounds[i], bounds[i + 1])`` of each `ParamPlan`."""
         return self.shard_index
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatheringPlan(ShardingPlan):
-    """The plan of an engine that gathers units for their use."""
+    """The plan of an engine that gathers units before use."""
 
     asked_by: ClassVar[Mapping[str, str]] = {
         **ShardingPlan.asked_by,
@@ -207,21 +206,21 @@ class GatheringPlan(ShardingPlan):
     }
 
     forward_prefetch: int
-    """Units that are gathered ahead in forward."""
+    """Number of units to prefetch in forward."""
     backward_prefetch: int
-    """The same in backward."""
+    """Number of units to prefetch in backward."""
     offloads: bool
     """Shards are in the host's memory."""
     pins_memory: bool
     registers_memory: bool
-    """What collectives read and write is in memory of the backend, where it can allocate."""
+    """Buffers of collectives are in memory that the backend allocates, if it can."""
     equalizes: bool
     """The first rank's values replace those of the others before sharding."""
     buffer_dtype: torch.dtype | None
     forward_methods: tuple[str, ...]
-    """Methods that gather as a forward does."""
+    """Names of methods that gather parameters as a forward does."""
 
     @property
     def gathers_ahead(self) -> bool:
-        """Some units are gathered before they are reached."""
+        """Whether some units are prefetched."""
         return self.forward_prefetch + self.backward_prefetch > 0

@@ -14,8 +14,8 @@ from ..plan import (
     FlatPlan,
     FlatUnitPlan,
     FSDP2Plan,
+    FSDP2UnitPlan,
     FullyShardedPlan,
-    ModuleUnitPlan,
     ParamPlan,
     ShardingPlan,
 )
@@ -158,7 +158,7 @@ def _planned_units(plan: ShardingPlan, step: StepPlan) -> list[tuple[UnitFacts, 
     return found
 
 
-def _is_gathered_in_backward(plan: FSDP2Plan, unit: ModuleUnitPlan, first_trained: int | None) -> bool:
+def _is_gathered_in_backward(plan: FSDP2Plan, unit: FSDP2UnitPlan, first_trained: int | None) -> bool:
     """Returns whether backward gathers the unit if it was freed.
 
     Backward begins with the root, and runs from the loss to the first trained weight.
@@ -167,7 +167,7 @@ def _is_gathered_in_backward(plan: FSDP2Plan, unit: ModuleUnitPlan, first_traine
     return unit.is_needed_in_backward and (unit is plan.root or reaches)
 
 
-def _module_unit(plan: FSDP2Plan, unit: ModuleUnitPlan, step: StepPlan, first_trained: int | None) -> UnitFacts:
+def _module_unit(plan: FSDP2Plan, unit: FSDP2UnitPlan, step: StepPlan, first_trained: int | None) -> UnitFacts:
     trained = [param for param in unit.params if param.is_trained]
     compute = [_cast(param.dtype, unit.precision.param_dtype) for param in unit.params]
     whole = [param.shard_numel * plan.num_shards for param in unit.params]

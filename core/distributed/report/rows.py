@@ -54,7 +54,7 @@ def _continues(run: list[UnitFacts], unit: UnitFacts) -> bool:
 
 
 def _counted(name: str, following: str) -> int | None:
-    """Returns the index of the part of a name that is one higher in the other; None if they differ otherwise."""
+    """Returns which part of the names is a number that goes up by one; None if the names differ in another way."""
     a, b = name.split("."), following.split(".")
     differing = [index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
     if len(a) != len(b) or len(differing) != 1:

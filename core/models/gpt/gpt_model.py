@@ -115,6 +115,7 @@ class GPTModel(LanguageModule):
             )
         super().__init__(config, pg_collection)
         self.pre_process, self.post_process = pre_process, post_process
+        # The seed of all initial values. `share_init_seeds` replaces it by the first rank's if a wrapper draws values.
         self.init_seed = draw_init_seed()
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights

@@ -207,11 +207,11 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
 
 
 class _Gathered:
-    """Gathers our tensors whole and caches the last one: several of theirs are made from one of ours."""
+    """Gathers this library's tensors whole, and caches the last one: several foreign tensors are made from one."""
 
     def __init__(self, ours: Mapping[str, torch.Tensor]) -> None:
         self.ours = ours
-        # Name and whole tensor of the last call, which the next one for another name replaces.
+        # Name and whole tensor of the last call; owns its memory. A call for another name drops it before it gathers.
         self.last: tuple[str, torch.Tensor] | None = None
 
     def __call__(self, recipe: Recipe) -> torch.Tensor:

@@ -105,7 +105,7 @@ def warn_of_another_order(theirs: Mapping[str, Any], state: TrainingState) -> No
     if theirs and not same and named:
         changes = ", ".join(f"{name} {theirs.get(name)} -> {ours[name]}" for name in named)
         warnings.warn(
-            f"the order of samples is not that of the checkpoint ({changes}): training goes on at sample "
+            f"the order of samples differs from the checkpoint's ({changes}): training goes on at sample "
             f"{state.consumed_samples} of the new order, so that some samples repeat and others are skipped",
             stacklevel=3,
         )

@@ -25,7 +25,8 @@ class CheckpointWriter:
         self._folder = folder
         self._saver = AsyncSaver() if config.checkpoint.async_save and folder is not None else None
         self.written: Path | None = None
-        """The last checkpoint that was begun; `save` sets it. None before the first."""
+        """Folder of the last checkpoint that was begun; it may still be written, or have failed. `save` sets it; None
+        before the first."""
 
     def save(self, state: TrainingState) -> str:
         """Saves a checkpoint, or begins to, and returns a line about it.

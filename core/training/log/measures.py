@@ -23,7 +23,7 @@ class Stopwatch:
     """Seconds since it was made or last read."""
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()  # when it was made, or read last
+        self._start = time.perf_counter()  # time of the construction or of the last `read`, which sets it
 
     def read(self) -> float:
         """Returns the seconds, never zero, and restarts."""

@@ -48,18 +48,20 @@ class RunLog:
         self._folder = folder if enabled else None
         self._log_interval, self._last = config.run.log_interval, config.run.train_iters
         self._losses: list[float] = []
-        """Losses since the last line of training."""
+        """Losses since the last line of training. `step` appends, and clears it when it writes a line."""
         self._num_tokens, self._seconds, self._skipped = 0, 0.0, 0
         """Sums since the last line of training, as `_losses`. `step` adds to them, and clears them when it writes
         one."""
         self._lines: deque[str] = deque(maxlen=_MOST_LINES_WAITING)
         """Lines that are not in the file yet. `_write` adds; `_write_lines` clears it once they are written."""
         self._log_bytes = 0
-        """Length of the file up to its last complete line; a partial line after it is overwritten."""
+        """Length of the file up to its last complete line; a partial line after it is overwritten. `_write_lines`
+        advances it."""
         self._bar: Any = None
         """The progress bar, from here until the log is left; None on ranks that write nothing."""
         self._tensorboard: Any = None
-        """TensorBoard's writer; None if it was not requested, and while its folder cannot be written."""
+        """TensorBoard's writer; None if it was not requested, and while its folder cannot be written. `_write_scalars`
+        opens it, and drops it after an error."""
         self._tensorboard_dir = config.run.tensorboard_dir if enabled else None
         self.files = OptionalFiles(self.message)
         """Writes the files, and keeps those pending that could not be written."""

@@ -88,7 +88,7 @@ def _options() -> None:
     _warns("overlap_grad_reduce=False: FSDP2", overlap_grad_reduce=False)
     _warns("a unit is the bucket", disable_bucketing=True)
     _warns("no parameter is on the meta device", init_nvfsdp_with_meta_device=True)
-    _warns("keeps fp32 weights", preserve_fp32_weights=True, data_parallel_sharding_strategy="optim")
+    _warns("always keeps fp32 masters", preserve_fp32_weights=True, data_parallel_sharding_strategy="optim")
     assert (
         _warns("runs as", data_parallel_sharding_strategy="params").ddp_config.sharding_strategy
         == "optim_grads_params"

@@ -99,7 +99,7 @@ def test_all_misfits_are_one_error_and_nothing_is_loaded(folder: Path):
         "the model has no vector",
         "nothing there makes up more",
         "left over there: one",
-        "gate is [5, 4] there, and [5, 3] is what the model takes",
+        "gate is [5, 4] there, and the model takes [5, 3]",
         "rows is float32 there, and int64 in the model",
         "words has 5 rows here, and 6 there",
         "turned has 8 rows here, and 7 there",

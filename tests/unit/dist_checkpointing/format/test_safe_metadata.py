@@ -195,9 +195,9 @@ _PIECE = (*_W, "pieces", 0)
         (_edited(*_PIECE, 5, 7), "16 hexadecimal digits"),
         (_edited(*_PIECE, 5, "0" * 16), "not the sum of its pieces' hashes"),
         (_edited(*_W, "hash", "0" * 16), "not the sum of its pieces' hashes"),
-        (_edited("metadata", "step", 4), "not what was written (sha256)"),
-        (_edited("sha256", "0" * 64), "not what was written (sha256)"),
-        (_edited("sha256", None), "not what was written (sha256)"),
+        (_edited("metadata", "step", 4), "its text does not match its sha256"),
+        (_edited("sha256", "0" * 64), "its text does not match its sha256"),
+        (_edited("sha256", None), "its text does not match its sha256"),
     ],
 )  # fmt: skip
 def test_a_description_that_contradicts_itself_is_refused(tmp_path, edit, problem):
@@ -263,5 +263,5 @@ def test_a_checkpoint_of_the_first_version_is_read(tmp_path):
     lines: list[str] = []
     load({"w": w}, tmp_path / "it", report=lines.append)
     assert lines == [
-        f"{tmp_path}/it keeps no hashes, so that what was loaded could not be compared with what was saved"
+        f"{tmp_path}/it has no hashes, so that the loaded tensors could not be compared with the saved ones"
     ]

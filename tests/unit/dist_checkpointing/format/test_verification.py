@@ -108,7 +108,7 @@ def test_files_put_together_wrongly_are_not_blamed_on_the_disk(tmp_path, monkeyp
     honest = reader.narrow_tensor_by_index
     monkeypatch.setattr(reader, "_is_plain_memory", lambda target: False)
     monkeypatch.setattr(reader, "narrow_tensor_by_index", lambda *args: honest(*args).flip(0))
-    with pytest.raises(CheckpointError, match=r"its files are what was written: they were put together wrongly"):
+    with pytest.raises(CheckpointError, match=r"its files are undamaged, and were assembled wrongly"):
         load(model_state_dict(toy("plain", filled=False)), tmp_path / "it")
 
 

@@ -30,9 +30,9 @@ from core.distributed.plan import (
     FlatPlan,
     FlatUnitPlan,
     FSDP2Plan,
+    FSDP2UnitPlan,
     FullyShardedPlan,
     GradientReduction,
-    ModuleUnitPlan,
     ShardingPlan,
     plan_model,
 )
@@ -190,7 +190,7 @@ def test_one_function_says_which_engine_a_strategy_means():
 @pytest.mark.parametrize("plan", [FlatPlan, FullyShardedPlan, FSDP2Plan])
 def test_advice_names_settings_that_there_are(plan: type[ShardingPlan]):
     settings = {f.name for kind in (TorchFullyShardedDataParallelConfig, TransformerConfig) for f in fields(kind)}
-    said = {f.name for kind in (plan, ModuleUnitPlan, FlatUnitPlan) for f in fields(kind)} | set(dir(plan))
+    said = {f.name for kind in (plan, FSDP2UnitPlan, FlatUnitPlan) for f in fields(kind)} | set(dir(plan))
     for name, asked_by in plan.asked_by.items():
         assert name in said
         assert {part.partition("=")[0] for part in asked_by.split(", ")} <= settings
