@@ -37,7 +37,8 @@ class ReductionSchedule:
         # where each micro-batch is reduced.
         self._next = 0
         # The backward whose end autograd will report (`_end_backward`). Its first gradient sets it; its end and
-        # `restart` clear it. Autograd never reports a backward that raised, so it then stays set.
+        # `restart` clear it. It stays set where the backward raised, which autograd never reports, or a reduction at
+        # its end.
         self._watched = NO_BACKWARD
         # Whether a backward has begun to send buckets and has not sent all. Its first gradient sets it; `send_all`,
         # `restart`, and the end of a backward that reduces each micro-batch clear it.
@@ -61,7 +62,7 @@ class ReductionSchedule:
 
     @property
     def has_lost_a_backward(self) -> bool:
-        """Whether the last backward raised, so that autograd never reported its end."""
+        """Whether the last backward raised, before its end or in the reductions there."""
         return self._watched not in (NO_BACKWARD, current_backward())
 
     def note_gradient(self, group: BucketGroup, param: nn.Parameter, reduces: bool) -> None:
@@ -105,7 +106,6 @@ class ReductionSchedule:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._watched = NO_BACKWARD
         if self._plan.reduces_every_micro_batch:  # each bucket leaves once a backward, on every rank
             self._send_complete(and_incomplete_ones=True)
             self._next, self._is_sending = 0, False
@@ -113,3 +113,4 @@ class ReductionSchedule:
                 group.bucket.prepare_for_layers()
         if self._finish is not None:
             self._finish()
+        self._watched = NO_BACKWARD  # not where a reduction raised: that backward is lost too

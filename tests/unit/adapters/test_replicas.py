@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from core.adapters.replicas import Replicas
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.errors import ParallelConfigError
+from core.errors import ParallelConfigError, ShardstackError
 from tests.unit._rounding import assert_same_sums
 from tests.unit._spawn import run_distributed
 from tests.unit.adapters._adapters import Net, batch
@@ -103,6 +103,27 @@ def _fails_once() -> None:
 
 def test_a_backward_that_raised_leaves_nothing_to_the_next():
     run_distributed(_fails_once, 2)
+
+
+def _fails_at_its_end() -> None:
+    def replicas() -> DistributedDataParallel:
+        settings = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+        return DistributedDataParallel(None, settings, Net(), process_group=dist.group.WORLD, finish_in_backward=True)
+
+    wrapped, tokens = replicas(), batch(0, 0, dist.get_rank())
+    handle = wrapped.module.embedding.weight.register_hook(lambda gradient: gradient / 0.0)
+    with pytest.raises(ShardstackError, match="is not finite"):  # when the backward's gradients are reduced
+        wrapped(tokens).backward()
+    handle.remove()
+    wrapped(tokens).backward()
+    again = replicas()
+    again(tokens).backward()
+    for one, other in zip(wrapped.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_a_backward_whose_reduction_raised_leaves_nothing():
+    run_distributed(_fails_at_its_end, 2)
 
 
 def test_gradients_that_are_sharded_are_not_finished_in_backward():
