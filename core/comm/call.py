@@ -182,8 +182,8 @@ def recorded_collective() -> Collective | None:
 def message_tag(tag: int) -> int:
     """Returns `tag`, of 16 bits, with a hash above it of the collective that this thread is in.
 
-    Messages of different collectives never match then: a rank out of step waits, instead of computing with another
-    tensor of the same size.
+    Messages of different collectives do not match then, but for one pair in 32,768 (15 bits): a rank out of step
+    waits, instead of computing with another tensor of the same size.
     """
     call = recorded_collective()
     if call is None:

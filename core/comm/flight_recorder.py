@@ -34,16 +34,16 @@ def positions() -> dict[str, Position]:
     the backend or the build of torch has no recorder."""
     found: dict[str, Position] = {}
     for entry in flight_recorder():
+        if entry.get("is_p2p"):
+            continue
         group = entry.get("process_group", ["?"])[0]
         before = found.pop(group, None)
-        # gloo leaves entries "scheduled" for good, and retires those that have ended in any way.
-        is_over = entry.get("state") == "completed" or bool(entry.get("retired"))
-        is_later = not entry.get("is_p2p") and (before is None or before.is_over)
-        position = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)
-        if is_later:
-            found[group] = position
-        elif before is not None:
+        if before is not None and not before.is_over:
             found[group] = before
+            continue
+        # gloo never sets the state "completed": it retires entries that have ended in any way.
+        is_over = entry.get("state") == "completed" or bool(entry.get("retired"))
+        found[group] = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)
     return found
 
 

@@ -32,7 +32,7 @@ NUM_CALLS_KEPT = 64
 """Calls that each rank keeps per group."""
 
 NUM_CALLS_PUBLISHED = 8
-"""Calls per group that a rank publishes when another one asks."""
+"""Calls per group that a rank publishes when another one asks: of its last, and around the first unfinished one."""
 
 
 class CollectiveRecord:
@@ -80,8 +80,13 @@ class CollectiveRecord:
         return next((call for call in calls if call.is_under_way), None)
 
     def publish(self) -> None:
-        """Writes the last calls into the store for other ranks, if there are new ones."""
-        calls = list(self.calls)[-NUM_CALLS_PUBLISHED:]
+        """Writes the last calls into the store for other ranks, if there are new ones, and those around the first
+        that is not over: under NCCL the host may be many calls ahead of it."""
+        kept = [*([] if self._dropped is None else [self._dropped]), *self.calls]
+        first = next((index for index, call in enumerate(kept) if call.is_under_way), len(kept))
+        near = range(first - NUM_CALLS_PUBLISHED // 2, first + NUM_CALLS_PUBLISHED // 2)
+        last = range(len(kept) - NUM_CALLS_PUBLISHED, len(kept))
+        calls = [call for index, call in enumerate(kept) if index in near or index in last]
         state = (self.num_calls, sum(call.is_over for call in calls))
         if state == self._published:
             return
@@ -124,7 +129,7 @@ def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
     record = _records.get(asked)
     if record is None:
         record = _records[asked] = CollectiveRecord(asked)
-        _every_record.append(weakref.ref(record))
+        _every_record[:] = [kept for kept in _every_record if kept() is not None] + [weakref.ref(record)]
         if asked.size() > 1 and dist.get_backend(asked) != "fake":
             _listener.ensure_running()
     return record
@@ -156,7 +161,8 @@ def _live_records() -> list[CollectiveRecord]:
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveRecord] = weakref.WeakKeyDictionary()
 """`record_of` adds; an entry is dropped with its group."""
 _every_record: list[weakref.ref[CollectiveRecord]] = []
-"""The same records for the listener's thread, which copies the list in one atomic operation. `record_of` adds."""
+"""The same records for the listener's thread, which copies the list in one atomic operation. `record_of` adds one, and
+drops those whose groups are gone."""
 
 
 # ---- asking the other ranks

@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -33,9 +34,12 @@ from ..text import listed, rank_list, readable_bytes
 from .out_of_memory import is_out_of_memory
 
 _BACKEND_FAILED = re.compile(
-    r"timed out waiting \d+ms|timeout caused pair closure|connection (closed|reset) by peer|broken pipe|gloo/|nccl",
+    r"timed out waiting \d+ms|timeout caused pair closure|connection (closed|reset) by peer|broken pipe"
+    r"|connectfullmesh failed|collective operation timeout|communicator was aborted|ncclremoteerror",
     re.IGNORECASE,
 )
+"""What gloo, and NCCL's watchdog, say when a rank does not come. Other failures, as of an address in use, have other
+causes."""
 
 
 _NONE_BEHIND = "the network between the ranks, and at each rank (a paused process, a disk that does not answer)"
@@ -69,14 +73,17 @@ def _message_without_record(error: BaseException) -> str:
         before = latest_collective()
         after = f", after {_name(before)} in one of {before.record.num_ranks} ranks" if before is not None else ""
         which = f"a collective that was not the wrapper's{after}"
-        if may_ask_other_ranks():
-            ask_other_ranks()
     else:
         which = "a collective, and SHARDSTACK_RECORD_COLLECTIVES=0 keeps no record that names it"
     where, look_at = "", "what the ranks do there"
-    for group, own in list(positions().items())[-1:]:
-        at = {rank: flight_recorder_of(rank).get(group) for rank in range(dist.get_world_size())}
-        places, behind = _by_flight_recorder({rank: position for rank, position in at.items() if position}, own)
+    if own := positions():
+        group = next(reversed(own))
+        at: dict[int, Position] = {}
+        if is_recording() and may_ask_other_ranks():
+            ask_other_ranks()
+            found = {rank: flight_recorder_of(rank).get(group) for rank in range(dist.get_world_size())}
+            at = {rank: position for rank, position in found.items() if position is not None}
+        places, behind = _by_flight_recorder(at, own[group])
         where, look_at = f"{places[0].upper()}{places[1:]}. ", rank_list(behind) if behind else look_at
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()} failed in {which}. {where}Every rank must make the same "
@@ -95,11 +102,11 @@ def _message(error: BaseException, call: Collective) -> str:
         )
     ask_other_ranks()
     others = [rank for rank in range(record.num_ranks) if rank != record.rank]
-    states: dict[str, list[int]] = defaultdict(list)
+    states: dict[_State, list[int]] = defaultdict(list)
     for rank in others:
         states[_state_of(record.read(rank), call)].append(record.ranks[rank])
-    said = listed([f"{rank_list(ranks)} {state}" for state, ranks in states.items()])
-    behind = [rank for state, ranks in states.items() if not state.startswith("waited in the same") for rank in ranks]
+    said = listed([f"{rank_list(ranks)} {state.text}" for state, ranks in states.items()])
+    behind = [rank for state, ranks in states.items() if state.is_behind for rank in ranks]
     by_torch, own = "", positions().get(record.group_name)
     if own is not None and not own.is_over:
         places, first = _by_flight_recorder(
@@ -116,44 +123,56 @@ def _message(error: BaseException, call: Collective) -> str:
     )
 
 
-def _by_flight_recorder(at: dict[int, Position | None], own: Position) -> tuple[str, list[int]]:
+def _by_flight_recorder(at: Mapping[int, Position | None], own: Position) -> tuple[str, list[int]]:
     """Compares positions of ranks in a group with this rank's own.
 
     Returns:
         The comparison, as part of a sentence; and the ranks that have not come to the collective that this rank waits
         in. None where it is over: gloo's recorder lacks direct exchanges, and retires a collective that fails.
     """
-    at = {**at, dist.get_rank(): own}
+    position_of = sorted({**at, dist.get_rank(): own}.items())
     ranks_at: dict[str, list[int]] = defaultdict(list)
-    for rank, position in sorted(at.items()):
+    for rank, position in position_of:
         ranks_at["at none" if position is None else f"at {position}"].append(rank)
     places = listed([f"{rank_list(ranks)} {position}" for position, ranks in ranks_at.items()])
-    behind = [rank for rank, position in sorted(at.items()) if position is None or position.number < own.number]
+    behind = [rank for rank, position in position_of if position is None or position.number < own.number]
     return f"torch's flight recorder has {places}", [] if own.is_over else behind
 
 
-def _state_of(published: dict[str, Any] | None, call: Collective) -> str:
-    """Describes what a rank has published, as the part of a message that follows its number."""
+class _State(NamedTuple):
+    """Where a rank is, compared with the collective that failed."""
+
+    text: str
+    """The part of a message that follows the rank's number."""
+    is_behind: bool
+    """It has not come to the collective."""
+
+
+def _state_of(published: dict[str, Any] | None, call: Collective) -> _State:
+    """Compares what a rank has published with the collective that failed."""
     if published is None:
-        return "has not answered: it has called nothing in this group, is paused, or has ended"
+        return _State("has not answered: it has called nothing in this group, is paused, or has ended", True)
     calls = [_Published(entry) for entry in published["calls"]]
     same = next((c for c in calls if c.identity == (call.kind, call.what, call.occurrence)), None)
     if same is not None:
-        return "waited in the same" if same.ended_at is None else "was through with it"
-    number = published["num_calls"]
+        return _State("waited in the same" if same.ended_at is None else "was through with it", False)
     if not calls:
-        return "has called nothing in this group"
-    last = calls[-1]
-    distance = call.number - number
-    pace = f", {distance} fewer than this rank" if distance > 0 else ""
-    if last.ended_at is None:
-        return f"waited in {last.name} instead, its call {number}{pace}"
-    return f"never came: it was in no collective, the last was {last.name}, its call {number}{pace}"
+        return _State("has called nothing in this group", True)
+    waiting = next((c for c in calls if c.ended_at is None), None)
+    here = waiting or calls[-1]
+    distance = call.number - here.number
+    if waiting is None:
+        pace = f", {distance} fewer than this rank" if distance > 0 else ""
+        return _State(
+            f"never came: it was in no collective, the last was {here.name}, its call {here.number}{pace}", True
+        )
+    pace = f", {abs(distance)} {'fewer' if distance > 0 else 'more'} than this rank" if distance else ""
+    return _State(f"waited in {here.name} instead, its call {here.number}{pace}", True)
 
 
 class _Published:
     def __init__(self, entry: list[Any]) -> None:
-        _, occurrence, kind, what, num_bytes, _, self.ended_at = entry
+        self.number, occurrence, kind, what, num_bytes, _, self.ended_at = entry
         self.identity = (kind, what, occurrence)
         self.name = _text(kind, what, occurrence, num_bytes)
 

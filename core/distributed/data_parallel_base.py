@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -13,15 +13,20 @@ from torch import nn
 from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..diagnostics import raise_explained
 from ..errors import ConfigError, ShardstackError
+from ..process_groups_config import ProcessGroupCollection
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .engine import Engine
 from .gradient_state import GradientState, Phase
 from .gradient_tree import GradientTree
+from .groups import Ranks, find_groups
 from .model.expert_parameters import reject_expert_parameters
 from .model.gradient_checks import GradientChecks
 from .model.rewrapping import reject_wrapped
+from .model.unfit_models import reject_unfit
 from .parameter_owner import local_gradient, own_parameters
-from .plan import GradientReduction, ShardingPlan
+from .plan import GradientReduction, ShardingPlan, plan_model
+from .plan.units import UnitChoice
 from .report import describe, model_facts
 
 
@@ -57,6 +62,8 @@ class _BaseDataParallel(nn.Module, ABC):
             report events to it, and check the phase before they act.
     """
 
+    engine: ClassVar[Engine]
+    """What holds the parameters and gradients. Fixed by each class, and read when a model is planned."""
     checks_placement = False
     """Whether `check_may_step` raises if a parameter was moved or replaced after wrapping. Fixed by each class."""
 
@@ -82,11 +89,37 @@ class _BaseDataParallel(nn.Module, ABC):
         if plan.tree is not None:
             self._tree = GradientTree(plan.tree, 1 if self.sums_gradients else self.process_group.size())
 
-    @staticmethod
-    def _reject_unwrappable(module: nn.Module, config: Any) -> None:
-        """Raises on a model that is wrapped already or has experts; call it before the model is planned."""
+    @classmethod
+    def _make_plan(
+        cls,
+        module: nn.Module,
+        model: nn.Module,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig,
+        unit_classes: Iterable[UnitChoice],
+        ranks: Ranks | None,
+        pg_collection: ProcessGroupCollection | None,
+        **options: Any,
+    ) -> Any:
+        """Resolves the groups of ranks and plans a model, which is changed only afterwards.
+
+        Args:
+            module: as given to the constructor.
+            model: what is planned: `module`, or the model inside it.
+            options: as of `plan_model`.
+
+        Raises:
+            WrapError: the model is wrapped already, has experts, or cannot be wrapped.
+            ParallelConfigError: from `plan_model`.
+        """
         reject_wrapped(module, (_BaseDataParallel,))
         reject_expert_parameters(module, config)
+        instances = ddp_config.num_distributed_optimizer_instances
+        groups = find_groups(cls.__name__, instances, ranks, pg_collection)
+        reject_unfit(module)
+        return plan_model(
+            model, config, ddp_config, groups, unit_classes, engine=cls.engine, caller=cls.__name__, **options
+        )
 
     @property
     def sums_gradients(self) -> bool:

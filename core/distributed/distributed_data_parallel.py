@@ -15,14 +15,13 @@ from .buffers.forward_hooks import wait_before_forwards
 from .buffers.param_and_grad_buffer import ParamAndGradBuffer
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .engine import Engine
 from .flat_data_parallel import _FlatDataParallel
-from .groups import Ranks, find_groups
+from .groups import Ranks
 from .model.broadcast import broadcast_tensors
 from .model.initial_values import start_equal
 from .model.same_model import reject_different_models
-from .model.unfit_models import reject_unfit
 from .model.unit_transforms import transform_units
-from .plan import plan_buffers
 from .plan.layout import FullParamLayout
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
@@ -70,6 +69,8 @@ class DistributedDataParallel(_FlatDataParallel):
         WrapError: a parameter that is a DTensor already.
     """
 
+    engine = Engine.FLAT_BUFFERS
+
     def __init__(
         self,
         config: Any,
@@ -83,19 +84,11 @@ class DistributedDataParallel(_FlatDataParallel):
         process_group: Ranks | None = None,
         finish_in_backward: bool = False,
     ) -> None:
-        caller = type(self).__name__
-        self._reject_unwrappable(module, config)
-        groups = find_groups(caller, ddp_config.num_distributed_optimizer_instances, process_group, pg_collection)
         model = unwrap_model(module)
-        reject_unfit(module)
-        plan = plan_buffers(
-            model,
-            config,
-            ddp_config,
-            groups,
-            caller=caller,
-            unit_classes=DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap,
-            disable_bucketing=disable_bucketing,
+        unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
+        options = {"disable_bucketing": disable_bucketing}
+        plan = self._make_plan(
+            module, model, config, ddp_config, unit_classes, process_group, pg_collection, **options
         )
         if finish_in_backward and not plan.is_replicated:
             raise ParallelConfigError(

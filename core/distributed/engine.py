@@ -12,9 +12,9 @@ from .torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParal
 class Engine(Enum):
     """The engine that holds the parameters and gradients of a wrapped model."""
 
-    BUFFERS = auto()
+    FLAT_BUFFERS = auto()
     """Whole parameters on every rank, gradients in flat buffers: ``no_shard``, ``optim`` and ``optim_grads``."""
-    FLAT_UNITS = auto()
+    FULLY_SHARDED = auto()
     """Parameters in flat buffers that ranks share, gathered a unit at a time: ``optim_grads_params``."""
     FSDP2 = auto()
     """PyTorch's ``fully_shard``."""
@@ -24,7 +24,7 @@ def engine_of(ddp_config: DistributedDataParallelConfig) -> Engine:
     """Returns the engine for the settings: FSDP2 by their type, the others by the sharding strategy."""
     if isinstance(ddp_config, TorchFullyShardedDataParallelConfig):
         return Engine.FSDP2
-    return Engine.FLAT_UNITS if ddp_config.shards_parameters else Engine.BUFFERS
+    return Engine.FULLY_SHARDED if ddp_config.shards_parameters else Engine.FLAT_BUFFERS
 
 
 def config_class(use_torch_fsdp2: bool, sharding_strategy: str) -> type[DistributedDataParallelConfig]:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..comm.lane import comm_lane
 from ..errors import OptimizerError, ParallelConfigError, ShardstackError, WrapError
-from ..model_parallel_config import ModelParallelConfig
 from .buffers.bucket import Bucket
 from .buffers.bucket_group import BucketGroup, GradientLender
 from .buffers.grad_memory import GradMemory
@@ -57,9 +57,6 @@ class _FlatDataParallel(_BaseDataParallel):
         self._is_sharded = not plan.is_replicated
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
-        # Group of the reductions of gradients, and number of their lane. `FullyShardedDataParallel` sets another pair
-        # before `_take_buckets`, so that gathers of parameters and reductions do not wait for each other.
-        self._reduction_group, self._reduction_lane = self.intra_instance_group, 0
         self._finishes_in_backward = finish_in_backward
         if finish_in_backward and plan.is_reproducible:
             raise ParallelConfigError(
@@ -67,11 +64,15 @@ class _FlatDataParallel(_BaseDataParallel):
                 "micro-batches of a step are added; drop one of the two"
             )
 
-    def _take_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Takes over the gradients of these buckets, which leave in this order; a constructor calls it once."""
-        config = self.config
+    def _take_buckets(self, buckets: Sequence[Bucket], group: ProcessGroup | None = None, lane: int = 0) -> None:
+        """Takes over the gradients of these buckets, in the order in which they are sent; a constructor calls it once.
+
+        Args:
+            group: reduces gradients; None means `intra_instance_group`.
+            lane: number of the lane that runs the reductions.
+        """
         # In the order in which they leave. This and the two below are set once: parameters never change buckets.
-        self._bucket_groups = self._build_bucket_groups(buckets)
+        self._bucket_groups = self._build_bucket_groups(buckets, group or self.intra_instance_group, lane)
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
         # ``[start, end)``, in its bucket's shard, of what this rank keeps of each gradient.
         self._place_in_shard: dict[nn.Parameter, tuple[int, int]] = {}
@@ -90,16 +91,16 @@ class _FlatDataParallel(_BaseDataParallel):
             param.has_buffer = True  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(_weakly(self._take_gradient))
-            if getattr(config, "gradient_accumulation_fusion", True):
+            if self.plan.lends_gradients:
                 param.lend_gradient_memory = GradientLender(self._group_of[param], param)  # type: ignore[attr-defined]
-            if getattr(config, "gradient_accumulation_fusion", False) and not isinstance(config, ModelParallelConfig):
+            if self.plan.layers_add_gradients:
                 self._group_of[param].bucket.slot_of(param).note_written_by_layer()
         self._own_parameters()
 
-    def _build_bucket_groups(self, buckets: Sequence[Bucket]) -> list[BucketGroup]:
+    def _build_bucket_groups(self, buckets: Sequence[Bucket], group: ProcessGroup, lane: int) -> list[BucketGroup]:
         reduction = BucketReduction(
             group=self.process_group,
-            shard_group=self._reduction_group if self._is_sharded else None,
+            shard_group=group if self._is_sharded else None,
             replica_group=self.inter_instance_group,
             becomes=self.plan.reduction,
             scatters_over_replicas=self.plan.num_updated_parts > self.plan.num_shards,
@@ -112,7 +113,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 bucket,
                 reduction,
                 self._inspect,
-                comm_lane(bucket.buffer.device, self._reduction_lane),
+                comm_lane(bucket.buffer.device, lane),
                 overlaps_grads=self.plan.overlaps_grads,
                 overlaps_params=self.plan.overlaps_params,
                 reduces_every_micro_batch=self.plan.reduces_every_micro_batch,
@@ -142,35 +143,40 @@ class _FlatDataParallel(_BaseDataParallel):
     def note_step(self) -> None:
         self._shown.hide_after_step()
 
-    def _take_gradient(self, param: Tensor) -> None:
+    def _take_gradient(self, param: nn.Parameter) -> None:
         """Takes a parameter's gradient when autograd has finished it in one backward."""
-        gradient, group = param.grad, self._group_of[param]  # type: ignore[index]
         if self._finishes_in_backward and self._schedule.has_lost_a_backward:
             self._drop_gradients()
-        if gradient is None:
+        gradient = param.grad
+        if gradient is None or self._drops(param, gradient):
             return
-        if is_unreadable(gradient):  # what came was added to it, that is, dropped; who asks for gradients next raises
-            param.grad = None
-            self.note_backward()
-            return
-        if gradient.requires_grad:
-            raise ShardstackError(
-                f"a backward with create_graph=True reached parameters of a {type(self).__name__}, whose buffers "
-                "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
-            )
-        if self.gradient_state.phase is not Phase.ACCUMULATING:
-            self.note_backward()
-            if self.gradient_state.phase is Phase.LATE:  # dropped; the next use of gradients raises
-                param.grad = None
-                return
-        if param.grad_added_to_main_grad:  # type: ignore[attr-defined]
-            group.add_gradient(param, None)  # type: ignore[arg-type]
-            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        else:
-            group.add_gradient(param, gradient)  # type: ignore[arg-type]
+        group, is_added = self._group_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
+        group.add_gradient(param, None if is_added else gradient)
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         param.grad = None
         del gradient  # its memory may serve for what the reduction allocates
-        self._schedule.note_gradient(group, param, self._syncs_gradients)  # type: ignore[arg-type]
+        self._schedule.note_gradient(group, param, self._syncs_gradients)
+
+    def _drops(self, param: nn.Parameter, gradient: Tensor) -> bool:
+        """Drops a gradient that came after the step's gradients were reduced, so that their next use raises; returns
+        whether it did.
+
+        Raises:
+            ShardstackError: the gradient has a graph.
+        """
+        if not is_unreadable(gradient):  # else autograd has added it to what stands in for a reduced gradient
+            if gradient.requires_grad:
+                raise ShardstackError(
+                    f"a backward with create_graph=True reached parameters of a {type(self).__name__}, whose buffers "
+                    "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
+                )
+            if self.gradient_state.phase is Phase.ACCUMULATING:
+                return False
+        self.note_backward()
+        if not is_unreadable(gradient) and self.gradient_state.phase is not Phase.LATE:
+            return False
+        param.grad = None
+        return True
 
     def _inspect(self, bucket: Bucket) -> None:
         self._gradient_checks.check(((slot.name, slot.view) for slot in bucket.slots), self._step)  # type: ignore[misc]

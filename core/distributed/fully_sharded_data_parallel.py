@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..comm.collectives import all_gather
 from ..comm.lane import comm_lane
@@ -23,19 +24,19 @@ from ..process_groups_config import ProcessGroupCollection
 from .buffers.pending_parameters import set_pending_view
 from .data_parallel_base import unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .engine import Engine
 from .flat_data_parallel import _FlatDataParallel
 from .fully_sharded.build import build_units
 from .fully_sharded.calls import watch_calls
 from .fully_sharded.gathering import ParameterGathering
 from .fully_sharded.memory import ShardedBuffer
 from .fully_sharded.unit import Unit
-from .groups import Ranks, find_groups, twin_group
+from .groups import Ranks, twin_group
 from .model.broadcast import broadcast_tensors
 from .model.initial_values import InitialValues, cast_buffers
 from .model.same_model import reject_different_models
-from .model.unfit_models import reject_unfit
 from .model.unit_transforms import transform_units
-from .plan import FullyShardedPlan, plan_flat_units
+from .plan import FullyShardedPlan
 from .plan.units import UnitChoice
 from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 
@@ -78,6 +79,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         WrapError: a parameter that is a DTensor already.
     """
 
+    engine = Engine.FULLY_SHARDED
     plan: FullyShardedPlan
 
     def __init__(
@@ -91,13 +93,9 @@ class FullyShardedDataParallel(_FlatDataParallel):
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        caller = type(self).__name__
-        self._reject_unwrappable(module, config)
-        groups = find_groups(caller, ddp_config.num_distributed_optimizer_instances, process_group, pg_collection)
-        reject_unfit(module)
         model = unwrap_model(module)
         unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
-        plan = plan_flat_units(model, config, ddp_config, groups, unit_classes, caller=caller)
+        plan = self._make_plan(module, model, config, ddp_config, unit_classes, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
         reject_different_models(model, plan, [unit.names for unit in plan.units])
         transform_units(plan.transforms)
@@ -107,11 +105,11 @@ class FullyShardedDataParallel(_FlatDataParallel):
             start.allocate(parameters_have_memory=False)
         named = dict(model.named_parameters())
         device = next((param.device for param in named.values()), current_device())
-        if plan.num_shards > 1:
-            self._reduction_group, self._reduction_lane = twin_group(groups.shard), 1
+        # Gradients are reduced in another group and lane than parameters are gathered in: neither waits for the other.
+        reductions = twin_group(plan.groups.shard) if plan.num_shards > 1 else plan.groups.shard
         # Own the shards and the memory of gradients, for the wrapper's lifetime.
-        self._buffers_of_shards = self._allocate_shards(named, device)
-        allocate_slots = allocator(groups.shard, device, registers=plan.registers_memory)
+        self._buffers_of_shards = self._allocate_shards(named, device, reductions)
+        allocate_slots = allocator(plan.groups.shard, device, registers=plan.registers_memory)
         # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
         self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate_slots)
         self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
@@ -129,14 +127,17 @@ class FullyShardedDataParallel(_FlatDataParallel):
             cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
             set_pending_view(param, partial(whole_view, param))
-        self._take_buckets([self._buffers_of_shards[index].buckets[number] for index, number in plan.reduction_order])
+        buckets = [self._buffers_of_shards[index].buckets[number] for index, number in plan.reduction_order]
+        self._take_buckets(buckets, reductions, lane=1)
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False
 
-    def _allocate_shards(self, named: dict[str, nn.Parameter], device: torch.device) -> list[ShardedBuffer]:
+    def _allocate_shards(
+        self, named: dict[str, nn.Parameter], device: torch.device, reductions: ProcessGroup
+    ) -> list[ShardedBuffer]:
         plan = self.plan
-        allocate_grads = allocator(self._reduction_group, device, registers=plan.registers_memory)
+        allocate_grads = allocator(reductions, device, registers=plan.registers_memory)
         return [
             ShardedBuffer(
                 buffer,
@@ -158,8 +159,8 @@ class FullyShardedDataParallel(_FlatDataParallel):
         values, first = kept
         return values[start - first : end - first] if start < end else values[:0]
 
-    def _take_gradient(self, param: Tensor) -> None:
-        self._gathering.check_gradient(self._unit_of[param], param)  # type: ignore[index,arg-type]
+    def _take_gradient(self, param: nn.Parameter) -> None:
+        self._gathering.check_gradient(self._unit_of[param], param)
         super()._take_gradient(param)
 
     def settle_parameters(self) -> None:

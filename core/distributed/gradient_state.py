@@ -35,9 +35,10 @@ class Phase(Enum):
 class GradientState:
     """The phase of one wrapper's gradients::
 
-        zeroed -> accumulating -> reduced -> finalized        then zeroed again, from any phase
-                                     |           |
-                                     +---> late <+            a backward without zeroing gradients first
+        zeroed -> accumulating -> reduced -> finalized -> unscaled    then zeroed again, from any phase
+                       |             |           |           |
+                       |             +---------> late <------+        a backward without zeroing gradients first
+                       +-> broken                                     a backward that raised
 
     The wrapper reports events; `finish_grad_sync`, `finalize_model_grads` and the optimizer's step check the phase
     before they act. Used by the training thread, and by autograd's thread for `note_backward`.

@@ -21,6 +21,7 @@ from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
+from .engine import Engine
 from .fsdp2.sharded_model import ShardedModel
 from .fsdp2.torch_private import (
     MicroBatchSums,
@@ -33,11 +34,10 @@ from .fsdp2.torch_private import (
     whole_gradients,
 )
 from .gradient_state import Phase
-from .groups import Ranks, find_groups
+from .groups import Ranks
 from .model.broadcast import broadcast_tensors
 from .model.parameter_attributes import parameter_attributes_kept
 from .parameter_owner import local_gradient
-from .plan import plan_fsdp2
 from .plan.units import UnitChoice
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
@@ -83,6 +83,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         WrapError: a model that is sharded already or cannot be.
     """
 
+    engine = Engine.FSDP2
+
     def __init__(
         self,
         config: Any,
@@ -94,21 +96,18 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        caller = type(self).__name__
-        self._reject_unwrappable(module, config)
-        groups = find_groups(caller, ddp_config.num_distributed_optimizer_instances, process_group, pg_collection)
         unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
-        plan = plan_fsdp2(module, config, ddp_config, groups, unit_classes, caller=caller)
+        plan = self._make_plan(module, module, config, ddp_config, unit_classes, process_group, pg_collection)
         super().__init__(config, module, ddp_config, plan)
         self.sharded = ShardedModel(module, plan)
         self.units = plan.units
-        self._replicas = groups.replicate
+        self._replicas = plan.groups.replicate
         # Partial sums of a step's gradients, with ``reproducible_across_ranks``; else None. Filled when a backward
         # begins, added up by `finish_grad_sync`, cleared by `zero_grad_buffer`.
         self._sums: MicroBatchSums | None = None
         if self._tree is not None:
             of_shards = plan.reduces_every_micro_batch
-            self._sums = MicroBatchSums(module, self._tree, of_shards=of_shards, replicas=groups.replicate)
+            self._sums = MicroBatchSums(module, self._tree, of_shards=of_shards, replicas=plan.groups.replicate)
         # Whether `load_state_dict` has warned that it loads nothing. Its first call sets it, for good.
         self._warned_about_load = False
         self._own_parameters()

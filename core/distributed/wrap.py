@@ -49,7 +49,6 @@ def wrap_model(
 
 
 _WRAPPERS: dict[Engine, Callable[..., _BaseDataParallel]] = {
-    Engine.BUFFERS: DistributedDataParallel,
-    Engine.FLAT_UNITS: FullyShardedDataParallel,
-    Engine.FSDP2: TorchFullyShardedDataParallel,
+    wrapper.engine: wrapper
+    for wrapper in (DistributedDataParallel, FullyShardedDataParallel, TorchFullyShardedDataParallel)
 }

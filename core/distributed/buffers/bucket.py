@@ -62,7 +62,7 @@ class Bucket:
         self.local_param_shard: Tensor | None = None
         if buffer.param_data is not None:
             self.param_data = buffer.param_data[layout.start : layout.end]
-            self.local_param_shard = self.param_data.chunk(buffer.num_shards)[buffer.shard_index]
+            self.local_param_shard = self.param_data.chunk(buffer.num_grad_shards)[buffer.grad_shard_index]
         self.grad_data: Tensor | None = None
         if buffer.grad_data is not None:
             self._hold_grads(buffer.grad_data[layout.start : layout.end])
@@ -129,9 +129,9 @@ class Bucket:
         first access after `clear_grads`: until the reduction the whole gradient is enough.
         """
         if not self.releases_grads:
-            return self._held_grads().chunk(self.buffer.num_shards)[self.buffer.shard_index]
+            return self._held_grads().chunk(self.buffer.num_grad_shards)[self.buffer.grad_shard_index]
         if self.separate_shard is None:
-            length = self.numel // self.buffer.num_shards
+            length = self.numel // self.buffer.num_grad_shards
             buffer = self.buffer
             self.separate_shard = torch.zeros(length, dtype=buffer.shard_grad_dtype, device=buffer.shard_device)
         return self.separate_shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -284,6 +285,9 @@ class BucketGroup:
 
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
+        with suppress(Exception):  # that of a reduction, whose gradients are dropped
+            self.wait_for_grads()
+        self._sent = None
         self.reset()
         if self.bucket.releases_grads:
             self.bucket.release_grads()

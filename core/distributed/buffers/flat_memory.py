@@ -30,9 +30,9 @@ class FlatMemory:
     """The device that the model computes on; holds `param_data` and whole gradients."""
     shard_device: torch.device
     """The device of separate shards; the CPU if they are offloaded."""
-    num_shards: int
+    num_grad_shards: int
     """Equal parts that each bucket is cut into; a rank keeps the reduced gradient of one of them."""
-    shard_index: int
+    grad_shard_index: int
     """The part that this rank keeps."""
     accumulated_in_fp32: frozenset[str]
     """Names of parameters whose gradients accumulate in a separate fp32 tensor (`GradSlot.accumulator`)."""

@@ -59,7 +59,7 @@ class ParamAndGradBuffer(FlatMemory):
         self.device = self.shard_device = self.params[0].device
         self.grad_dtype = self.shard_grad_dtype = grad_dtype
         self.accumulated_in_fp32 = frozenset(accumulated_in_fp32)
-        self.num_shards, self.shard_index = num_shards, shard_index
+        self.num_grad_shards, self.grad_shard_index = num_shards, shard_index
         self.numel = layouts[-1].end
         self.param_data: Tensor | None = None
         if holds_params:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
-from ..._torch_compat import NO_BACKWARD, current_backward
 from ..gradient_tree import GradientTree
 from ..plan import FlatPlan
 from .bucket_group import BucketGroup
+
+
+class _Backward:
+    """A backward whose end autograd will report: autograd keeps this object until then, or until the backward
+    raises."""
+
+
+_LOST = weakref.ref(_Backward())
+"""A dead reference, as that of a backward that raised."""
 
 
 class ReductionSchedule:
@@ -36,17 +46,17 @@ class ReductionSchedule:
         # autograd's thread, `send_all` on the main thread. `restart` resets it, and so does the end of each backward
         # where each micro-batch is reduced.
         self._next = 0
-        # The backward whose end autograd will report (`_end_backward`). Its first gradient sets it; its end and
-        # `restart` clear it. It stays set where the backward raised, which autograd never reports, or a reduction at
-        # its end.
-        self._watched = NO_BACKWARD
+        # The backward whose end autograd will report (`_end_backward`); None before its first gradient and after its
+        # end. Autograd alone keeps the object: if the backward raises, the reference is dead (`has_lost_a_backward`).
+        # `restart` clears it.
+        self._watched: weakref.ref[_Backward] | None = None
         # Whether a backward has begun to send buckets and has not sent all. Its first gradient sets it; `send_all`,
         # `restart`, and the end of a backward that reduces each micro-batch clear it.
         self._is_sending = False
 
     def restart(self) -> None:
         """Begins a step: no bucket was sent, and no backward is awaited."""
-        self._next, self._watched, self._is_sending = 0, NO_BACKWARD, False
+        self._next, self._watched, self._is_sending = 0, None, False
 
     def give_up(self) -> None:
         """Ends a step whose gradients are dropped, on every rank, and calls `restart`.
@@ -63,7 +73,7 @@ class ReductionSchedule:
     @property
     def has_lost_a_backward(self) -> bool:
         """Whether the last backward raised, before its end or in the reductions there."""
-        return self._watched not in (NO_BACKWARD, current_backward())
+        return self._watched is not None and self._watched() is None
 
     def note_gradient(self, group: BucketGroup, param: nn.Parameter, reduces: bool) -> None:
         """Records that a gradient has arrived in a backward, and sends complete buckets.
@@ -99,13 +109,15 @@ class ReductionSchedule:
                 self._groups[self._next - 2].wait_for_grads()
 
     def _watch(self) -> None:
-        if self._watched != current_backward():
-            self._watched = current_backward()
+        if self._watched is None or self._watched() is None:  # else it runs, maybe around that of a checkpoint
+            backward = _Backward()
+            self._watched = weakref.ref(backward)
             for group in self._groups:  # all of them, also those that this backward does not reach on this rank
                 group.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, backward: _Backward) -> None:
+        self._watched = _LOST  # until the reductions below have not raised
         if self._plan.reduces_every_micro_batch:  # each bucket leaves once a backward, on every rank
             self._send_complete(and_incomplete_ones=True)
             self._next, self._is_sending = 0, False
@@ -113,4 +125,4 @@ class ReductionSchedule:
                 group.bucket.prepare_for_layers()
         if self._finish is not None:
             self._finish()
-        self._watched = NO_BACKWARD  # not where a reduction raised: that backward is lost too
+        self._watched = None

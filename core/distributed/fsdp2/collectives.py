@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from ...comm import collectives, gloo
 from ...comm.record import recorded
 from ..plan import FSDP2Plan, FSDP2UnitPlan
-from .torch_private import ReductionsUnderWay, communication_of, exchange_directly
+from .torch_private import ReductionsUnderWay, as_fsdp, communication_of, exchange_directly
 
 
 def set_direct_collectives(plan: FSDP2Plan, *, gathers: bool) -> None:
@@ -50,7 +50,7 @@ def record_collectives(plan: FSDP2Plan) -> None:
 
 def _units(plan: FSDP2Plan) -> Sequence[tuple[FSDP2UnitPlan, FSDPModule]]:
     """Returns each unit and the first of its modules, which all share one state of FSDP2."""
-    return [(unit, cast(FSDPModule, unit.modules[0])) for unit in (*plan.units, plan.root)]
+    return [(unit, as_fsdp(unit.modules[0])) for unit in (*plan.units, plan.root)]
 
 
 def _name(unit: FSDP2UnitPlan) -> str:

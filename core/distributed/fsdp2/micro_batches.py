@@ -7,12 +7,8 @@ runs that could hide a gather.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-
 from ..plan import FSDP2Plan
+from .torch_private import as_fsdp
 
 
 class KeptBetweenMicroBatches:
@@ -26,10 +22,13 @@ class KeptBetweenMicroBatches:
         kept = [unit for unit in (*plan.units, plan.root) if unit.is_kept]
         # Both lists are fixed; the settings of their modules change with each micro-batch, by `expect` alone.
         # Units not needed in backward stay gathered through it; the rest are gathered again in backward and kept.
-        self._gathered_once = _as_fsdp(
-            module for unit in kept if unit.is_freed and not unit.is_needed_in_backward for module in unit.modules
-        )
-        self._kept = _as_fsdp(module for unit in kept for module in unit.modules)
+        self._gathered_once = [
+            as_fsdp(module)
+            for unit in kept
+            if unit.is_freed and not unit.is_needed_in_backward
+            for module in unit.modules
+        ]
+        self._kept = [as_fsdp(module) for unit in kept for module in unit.modules]
 
     def expect(self, *, another_micro_batch: bool) -> None:
         """Prepares for a micro-batch; called before each.
@@ -41,7 +40,3 @@ class KeptBetweenMicroBatches:
             module.set_reshard_after_backward(not another_micro_batch, recurse=False)
         for module in self._gathered_once:
             module.set_reshard_after_forward(not another_micro_batch, recurse=False)
-
-
-def _as_fsdp(modules: Iterable[nn.Module]) -> list[FSDPModule]:
-    return [module for module in modules if isinstance(module, FSDPModule)]

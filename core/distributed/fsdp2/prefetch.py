@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from ..._torch_compat import NO_BACKWARD, current_backward
+from .torch_private import as_fsdp
 
 
 class Prefetcher:
@@ -63,7 +63,7 @@ class Prefetcher:
         if not _is_in_backward():
             self.end_order()
             self._reached_by_backward.clear()
-            _as_fsdp(root).set_modules_to_forward_prefetch(_as_fsdps(self._last_order[: self._forward_depth]))
+            self._set_forward(root, self._last_order[: self._forward_depth])
 
     def _end(self, root: nn.Module, args: Any, output: Any) -> None:
         if not _is_in_backward():
@@ -86,12 +86,12 @@ class Prefetcher:
             self._reached_by_backward.add(module)
 
     def _set_forward(self, module: nn.Module, ahead: list[nn.Module]) -> None:
-        _as_fsdp(module).set_modules_to_forward_prefetch(_as_fsdps(ahead))
+        as_fsdp(module).set_modules_to_forward_prefetch([as_fsdp(unit) for unit in ahead])
 
     def _set_backward(self, module: nn.Module, position: int) -> None:
         # An empty list would mean FSDP2's default, the unit before; a unit that is gathered already means none.
         ahead = self._used_before(module, position) or [module]
-        _as_fsdp(module).set_modules_to_backward_prefetch(_as_fsdps(ahead))
+        as_fsdp(module).set_modules_to_backward_prefetch([as_fsdp(unit) for unit in ahead])
 
     def _expected_after(self, module: nn.Module, position: int) -> list[nn.Module]:
         last = self._last_order
@@ -113,11 +113,3 @@ def _last_index(order: list[nn.Module], module: nn.Module) -> int:
 
 def _is_in_backward() -> bool:
     return current_backward() != NO_BACKWARD
-
-
-def _as_fsdp(module: nn.Module) -> FSDPModule:
-    return module  # type: ignore[return-value]
-
-
-def _as_fsdps(modules: Sequence[nn.Module]) -> list[FSDPModule]:
-    return list(modules)  # type: ignore[arg-type]

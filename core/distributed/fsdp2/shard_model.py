@@ -16,7 +16,7 @@ from ..model.rewrapping import note_sharded, reject_wrapped
 from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from ..plan import FSDP2Plan, GradientReduction
 from .collectives import set_direct_collectives
-from .torch_private import PartialReshard, keep_changes_of_requires_grad, tolerate_units_never_gathered
+from .torch_private import PartialReshard, as_fsdp, keep_changes_of_requires_grad, tolerate_units_never_gathered
 
 
 def shard_model(plan: FSDP2Plan) -> None:
@@ -53,7 +53,7 @@ def shard_model(plan: FSDP2Plan) -> None:
     for unit in plan.units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
-                _as_fsdp(member).set_unshard_in_backward(False)
+                as_fsdp(member).set_unshard_in_backward(False)
     for submodule in fsdp_modules(module):  # a setting of FSDP2 acts on one module
         reduce_parameters_without_gradient(submodule)
         if plan.reduction is GradientReduction.SUM or plan.is_reproducible:
@@ -70,12 +70,6 @@ def shard_model(plan: FSDP2Plan) -> None:
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Returns every module that torch's `fully_shard` has been applied to, the root first."""
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
-
-
-def _as_fsdp(module: nn.Module) -> FSDPModule:
-    if not isinstance(module, FSDPModule):
-        raise WrapError(f"{type(module).__name__} is not sharded")
-    return module
 
 
 def _reject_what_cannot_be_sharded(module: nn.Module) -> None:

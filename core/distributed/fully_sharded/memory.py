@@ -55,7 +55,7 @@ class ShardedBuffer(FlatMemory):
         self.params = [params[name] for name in self.names]
         self.param_dtype, self.gathered_dtype, self.device = plan.param_dtype, plan.gathered_dtype, device
         self.grad_dtype, self.shard_grad_dtype = plan.grad_dtype, plan.shard_grad_dtype
-        self.num_shards, self.shard_index = updated_parts
+        self.num_grad_shards, self.grad_shard_index = updated_parts
         self._num_param_shards = num_shards
         self.accumulated_in_fp32 = plan.accumulated_in_fp32
         self.param_data = None  # units' slots have the whole parameters

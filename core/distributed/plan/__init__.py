@@ -4,7 +4,7 @@ values              the plan itself: the fields of every plan
 flat_plan           the plan of whole parameters on flat buffers; `make_flat_plan` makes it
 fully_sharded_plan  of sharded parameters on flat buffers; `make_fully_sharded_plan` makes it
 fsdp2_plan          of FSDP2; `make_fsdp2_plan` makes it
-common              makes the fields that plans share; only here, and in the three above, settings are read
+common              makes the fields that plans share
 units               which modules are gathered together
 layout, cuts        where parameters are in flat buffers, and where ranks cut them
 names               the names of parameters
@@ -13,7 +13,7 @@ resharding          whether gathered parameters are freed between forward and ba
 precision           dtypes of gathering, computing and reducing
 reproducible        settings that are refused for equal sums on any number of ranks
 
-Nothing here talks to another rank, or changes a module.
+Settings are read here and nowhere else. Nothing here talks to another rank, or changes a module.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..groups import DataParallelGroups
 from .flat_plan import BucketPlan, BufferPlan, FlatPlan
 from .fsdp2_plan import FSDP2Plan, FSDP2UnitPlan
 from .fully_sharded_plan import FlatUnitPlan, FullyShardedPlan
-from .make_flat_plan import plan_buffers
+from .make_flat_plan import plan_flat
 from .make_fsdp2_plan import plan_fsdp2
-from .make_fully_sharded_plan import plan_flat_units
+from .make_fully_sharded_plan import plan_fully_sharded
 from .units import UnitChoice
 from .values import (
     GradientReduction,
@@ -52,9 +52,9 @@ __all__ = [
     "ParamPlan",
     "ShardingPlan",
     "UnitPlan",
-    "plan_buffers",
-    "plan_flat_units",
+    "plan_flat",
     "plan_fsdp2",
+    "plan_fully_sharded",
     "plan_model",
 ]
 
@@ -65,25 +65,32 @@ def plan_model(
     ddp_config: DistributedDataParallelConfig,
     groups: DataParallelGroups,
     unit_classes: Iterable[UnitChoice] = (),
+    *,
+    engine: Engine | None = None,
+    caller: str = "plan_model",
+    **options: Any,
 ) -> ShardingPlan:
-    """Plans what `wrap_model` does to a model.
+    """Plans what a wrapper does to a model; every wrapper is built from the result.
 
     Args:
         module: the model, on any device, the meta device too; it is only read.
         config: the model's config; ``bf16``, ``fp16``, ``calculate_per_token_loss`` and the like are read where
             present.
         unit_classes: classes whose outermost instances become units, or single modules, where parameters are sharded.
+        engine: None means the engine that the settings choose (`engine_of`).
+        caller: the function or class that messages name.
+        options: of the engine's own planner, as ``disable_bucketing`` on flat buffers.
 
     Raises:
         ParallelConfigError: settings that the engine cannot honour, or that this model or these ranks cannot have.
         WrapError: an entry of `unit_classes` that is no module class, or a parameter that the engine cannot hold.
     """
-    plan_for = _PLANNERS[engine_of(ddp_config)]
-    return plan_for(module, config, ddp_config, groups, unit_classes, caller="plan_model")
+    plan_for = _PLANNERS[engine if engine is not None else engine_of(ddp_config)]
+    return plan_for(module, config, ddp_config, groups, unit_classes, caller=caller, **options)
 
 
 _PLANNERS: dict[Engine, Callable[..., ShardingPlan]] = {
-    Engine.BUFFERS: plan_buffers,
-    Engine.FLAT_UNITS: plan_flat_units,
+    Engine.FLAT_BUFFERS: plan_flat,
+    Engine.FULLY_SHARDED: plan_fully_sharded,
     Engine.FSDP2: plan_fsdp2,
 }

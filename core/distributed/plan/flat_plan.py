@@ -71,6 +71,10 @@ class FlatPlan(ShardingPlan):
     overlaps_params: bool
     """Parameters are gathered while forward runs."""
     averages_in_collective: bool
+    lends_gradients: bool
+    """Layers compute gradients in the memory of buckets (`GradSlot.lend`)."""
+    layers_add_gradients: bool
+    """Layers add to ``main_grad`` themselves, as Megatron-LM's do with their fused kernel."""
     adds_in_fp32: bool
     """Gradients are sent in their own dtype and added in fp32."""
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ... import device
 from ...dtypes import Dtype, as_dtype
 from ...errors import ParallelConfigError, WrapError
+from ...model_parallel_config import ModelParallelConfig
 from ...tensor_parallel.attributes import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from ..groups import DataParallelGroups
@@ -25,7 +26,7 @@ from .units import UnitChoice, find_units
 from .values import Cut, ParamPlan
 
 
-def plan_buffers(
+def plan_flat(
     module: nn.Module,
     config: Any,
     ddp_config: DistributedDataParallelConfig,
@@ -66,6 +67,7 @@ def plan_buffers(
     common["reduces_every_micro_batch"] &= groups.shard.size() > 1
     return FlatPlan(
         **common,
+        **gradients_of_layers(config),
         transforms=plan_transforms(units, ddp_config),
         frozen=tuple(_whole(names, param) for param in names.of if not param.requires_grad),
         buffers=buffers,
@@ -123,7 +125,7 @@ def full_param_layout(
     dp_size: int,
     ddp_config: DistributedDataParallelConfig,
 ) -> FullParamLayout:
-    """Returns the places that `plan_buffers` gives these parameters where a strategy shards.
+    """Returns the places that `plan_flat` gives these parameters where a strategy shards.
 
     Args:
         params: those that require gradients, in order.
@@ -250,6 +252,19 @@ def order_of_reduction(buffers: Sequence[BufferPlan]) -> tuple[tuple[int, int], 
         for number, bucket in enumerate(buffer.buckets)
     }
     return tuple(sorted(place, key=lambda key: -place[key]))
+
+
+def gradients_of_layers(config: Any) -> dict[str, Any]:
+    """Returns how layers bring gradients, from ``gradient_accumulation_fusion``.
+
+    The layers of this library compute them in lent memory, unless it is False. In a config of another library True
+    says that layers add to ``main_grad`` themselves.
+    """
+    fused = getattr(config, "gradient_accumulation_fusion", None)
+    return {
+        "lends_gradients": fused is None or bool(fused),
+        "layers_add_gradients": bool(fused) and not isinstance(config, ModelParallelConfig),
+    }
 
 
 def check_reduction(config: Any, ddp_config: DistributedDataParallelConfig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...dist_checkpointing import local_tensor
+from ...dtensors import local_part
 from ...errors import ParallelConfigError
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -152,7 +152,7 @@ def _params_of_units(module: nn.Module, units: Sequence[UnitModules], shard_size
 
 def _cut_by_rows(names: ParameterNames, parameter: nn.Parameter, shard_size: int) -> ParamPlan:
     """Cuts the first dimension as `torch.chunk` does; the part that tensor parallelism has left of a DTensor."""
-    local = local_tensor(parameter.detach())
+    local = local_part(parameter.detach())
     rows = local.shape[0] if local.ndim else 1
     row_numel = local.numel() // rows if rows else 0
     chunk = -(-rows // shard_size)

@@ -32,6 +32,7 @@ from .make_flat_plan import (
     Kind,
     accumulated_in_fp32,
     check_reduction,
+    gradients_of_layers,
     kind_of,
     order_of_reduction,
     plan_bucket,
@@ -51,7 +52,7 @@ _Places = tuple[tuple[int, int], ...]
 """Buffer and bucket of each part of a unit."""
 
 
-def plan_flat_units(
+def plan_fully_sharded(
     module: nn.Module,
     config: Any,
     ddp_config: DistributedDataParallelConfig,
@@ -81,6 +82,7 @@ def plan_flat_units(
     return FullyShardedPlan(
         **common,
         **gathering_plan(settings),
+        **gradients_of_layers(config),
         transforms=plan_transforms(units[:-1], settings),
         buffers=buffers,
         reduction_order=order_of_reduction(buffers),

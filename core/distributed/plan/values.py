@@ -1,6 +1,6 @@
 """The plan of a wrapped model, as data: made once, before the model changes, and never changed.
 
-`plan_model` makes the plan of any wrapper; a wrapper calls its own one of `plan_buffers`, `plan_flat_units` and
+`plan_model` makes the plan of any wrapper; a wrapper calls its own one of `plan_flat`, `plan_fully_sharded` and
 `plan_fsdp2`.
 
 A `ShardingPlan` has a `UnitPlan` for each unit of FSDP2 or bucket of a flat buffer, and a `UnitPlan` has a `ParamPlan`

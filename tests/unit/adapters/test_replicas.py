@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from core.adapters.replicas import Replicas
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -124,6 +126,37 @@ def _fails_at_its_end() -> None:
 
 def test_a_backward_whose_reduction_raised_leaves_nothing():
     run_distributed(_fails_at_its_end, 2)
+
+
+class _Checkpointed(nn.Module):
+    """Layers that are recomputed in backwards of their own, inside that of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for layer in (self.first, self.second):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(x).square().mean()
+
+
+def _recomputes_in_nested_backwards() -> None:
+    wrapped, serial = Replicas(_Checkpointed(), dist.group.WORLD), _Checkpointed()
+    inputs = [torch.arange(12.0).view(3, 4) / (3 + rank) for rank in range(2)]
+    for _ in range(2):
+        wrapped(inputs[dist.get_rank()].clone()).backward()
+        for x in inputs:
+            (serial(x.clone()) / 2).backward()
+    expected = {name: parameter.grad for name, parameter in serial.named_parameters()}
+    found = dict(zip(expected, (parameter.grad for parameter in wrapped.parameters()), strict=True))
+    assert_same_sums(found, expected, additions=11)  # two micro-batches of two ranks, each a sum over three rows
+
+
+def test_reentrant_checkpoints_lose_no_gradient():
+    run_distributed(_recomputes_in_nested_backwards, 2)
 
 
 def test_gradients_that_are_sharded_are_not_finished_in_backward():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from core.comm import collectives
+from core.comm import collectives, record
 from core.comm.call import Collective, message_tag, recorded_collective
 from core.comm.record import NUM_CALLS_KEPT, ask_other_ranks, latest_collective, record_of, recorded
 from tests.unit._ranks import fake_world
@@ -119,6 +120,18 @@ def test_nothing_is_recorded_where_that_is_switched_off(monkeypatch):
         assert latest_collective() is not call and record_of().num_calls == 0
         with pytest.raises(ZeroDivisionError), call:
             raise ZeroDivisionError
+
+
+def test_a_rank_far_ahead_of_its_device_publishes_where_it_is():
+    store = dist.HashStore()
+    with fake_world(rank=0, world_size=2), mock.patch.object(record, "_store", lambda: store):
+        calls = [recorded("all-gather", f"unit {index}", 8) for index in range(40)]
+        for call in calls[:10]:
+            call.ended()
+        record_of().publish()
+        published = record_of().read(0)
+    assert published is not None and published["num_calls"] == 40
+    assert [number for number, *_ in published["calls"]] == [*range(7, 15), *range(33, 41)]
 
 
 def _published_before_and_after_a_question() -> list[bool]:

@@ -310,3 +310,23 @@ def test_in_a_large_world_only_the_first_ranks_compare_with_all():
         assert [asked for asked, _ in messages] == [True] * record.MOST_ASKING + [False]
         assert f"all-reduce {record.MOST_ASKING + 1} of the loss (16 B)" in messages[-1][1]
         assert "8 ranks failed before it, and their messages say where the others are" in messages[-1][1]
+
+
+def test_ranks_that_came_are_not_blamed():
+    """A rank that waits in the same collective, or is through with it, is not behind; one that waits elsewhere is."""
+    with fake_world(rank=0, world_size=2):
+        call = recorded("all-reduce", "the loss", 16)
+
+    def state(*entries: list[Any]) -> tuple[str, bool]:
+        return out_of_step._state_of({"num_calls": 9, "calls": list(entries)}, call)
+
+    ended, waiting = ([1, 1, "all-reduce", "the loss", 16, 0.0, at] for at in (1.0, None))
+    later = [9, 3, "all-gather", "the batch", 16, 0.0, None]
+    assert state(waiting) == ("waited in the same", False)
+    assert state(waiting, later) == ("waited in the same", False)
+    assert state(ended, later) == ("was through with it", False)
+    assert state(later) == (
+        "waited in all-gather 3 of the batch (16 B) instead, its call 9, 8 more than this rank",
+        True,
+    )
+    assert out_of_step._state_of(None, call).is_behind and state()[1]

@@ -31,13 +31,14 @@ from .memory import gathered_parameters, gathered_tensors, gradient_tensors, sha
 from .micro_batch_sums import MicroBatchSums
 from .parameters import gathered_versions, keep_changes_of_requires_grad, mark_gathered_parameter, shard_versions
 from .partial_reshard import PartialReshard, free_partial_shards
-from .states import communication_of, name_of_parameter
+from .states import as_fsdp, communication_of, name_of_parameter
 
 __all__ = [
     "MicroBatchSums",
     "PartialReshard",
     "ReductionsUnderWay",
     "allocate_gathered_parameters",
+    "as_fsdp",
     "communication_of",
     "complete_accumulated_gradients",
     "drop_pending_gathers",

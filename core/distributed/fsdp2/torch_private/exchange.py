@@ -5,12 +5,27 @@ NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_
 parameter that is cut on its first dimension is, whole, its shards one after the other. And on CPU, where there are no
 streams, torch waits for each reduction before backward goes on. It has no public way between the gather and the
 copies, nor behind the reduction.
+
+Relies on these names of `FSDPParamGroup`:
+
+- the methods that `DirectExchange` replaces, which torch calls by name on the object; were one called in another way,
+  torch's own would run, with copies and without overlap;
+- ``_all_gather_result``, set while a gather is running: anything but None keeps torch from gathering again;
+- ``_to_unsharded()``, which registers the whole parameters in the modules once they are there;
+- ``_training_state`` and ``unshard_in_backward``, by which a backward that reads no weight needs no gather;
+- ``_all_gather_comm``, ``_all_gather_process_group``, ``mesh_info``: what a unit is gathered with, and among whom;
+- ``reduce_grads``, ``_all_reduce_hook``, ``gradient_divide_factor``, ``force_sum_reduction_for_comms``: what torch
+  does with a reduced gradient right after the reduction; were a case missed, it would read unfinished sums.
+
+And of `FSDPParam`: ``init_all_gather_outputs``, ``alloc_all_gather_outputs`` and ``init_unsharded_param``, by which
+torch makes the whole parameter; ``sharded_state``, ``fsdp_placement``, ``_sharded_local_tensor`` and the dtypes, which
+say whether its shards are the whole parameter, one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -23,6 +38,10 @@ from torch.profiler import record_function
 from ...._torch_compat import fsdp_param_groups
 from ....comm.gloo import writing_beneath_autograd
 from ....comm.lane import Handle, comm_lane
+
+_DIVIDED_BY_THE_BACKEND = (torch.float32, torch.bfloat16)
+"""Dtypes of gradients whose mean the reduction computes. Torch divides others itself, after the reduction has
+returned."""
 
 _MOST_REDUCTIONS_UNDER_WAY = 2
 """Reductions that run at once: each holds the whole gradients of a unit."""
@@ -57,9 +76,21 @@ class ReductionsUnderWay:
         self._handles.append(comm_lane(device).submit(reduce))
 
     def finish(self) -> None:
-        """Waits for all that run."""
+        """Waits for all running reductions, and raises the first error of them."""
+        errors: list[BaseException] = []
         while self._handles:
-            self._handles.pop(0).wait()
+            try:
+                self._handles.pop(0).wait()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def abandon(self) -> None:
+        """Waits for all running reductions, whose gradients are dropped after a failure; raises none of their
+        errors."""
+        with suppress(Exception):
+            self.finish()
 
 
 def exchange_directly(module: FSDPModule, reductions: ReductionsUnderWay) -> None:
@@ -70,6 +101,12 @@ def exchange_directly(module: FSDPModule, reductions: ReductionsUnderWay) -> Non
     for group in fsdp_param_groups(module._get_fsdp_state()):
         # An attribute of ours of torch's object, for good, which `drop_gather_under_way` reads.
         group.direct_exchange = DirectExchange(group, reductions)
+
+
+def abandon_reductions(group: Any) -> None:
+    """Waits for reductions of this parameter group that a failed backward has started; raises none of their errors."""
+    if hasattr(group, "direct_exchange"):
+        group.direct_exchange.abandon_reductions()
 
 
 def drop_gather_under_way(group: Any) -> None:
@@ -103,7 +140,7 @@ class DirectExchange:
             setattr(group, name, getattr(self, name))
 
     def unshard(self, async_op: bool = False) -> None:
-        if self._is_gathered_or_under_way() or not self._can_gather_in_place():
+        if self._needs_no_gather() or not self._can_gather_in_place():
             self._torchs["unshard"](async_op)
             return
         group = self._group
@@ -147,8 +184,12 @@ class DirectExchange:
 
     def _reset_iter_state(self) -> None:
         self.drop_gather()
-        self._reductions.finish()
+        self._reductions.abandon()
         self._torchs["_reset_iter_state"]()
+
+    def abandon_reductions(self) -> None:
+        """Waits for the model's running reductions, and raises none of their errors."""
+        self._reductions.abandon()
 
     def drop_gather(self) -> None:
         """Waits for a gather that is under way, and frees what it brought."""
@@ -160,10 +201,10 @@ class DirectExchange:
                 for output in parameter.all_gather_outputs:
                     free_storage(output)
 
-    def _is_gathered_or_under_way(self) -> bool:
+    def _needs_no_gather(self) -> bool:
         group = self._group
-        is_for_nothing = not group.unshard_in_backward and group._training_state == TrainingState.PRE_BACKWARD
-        return group._all_gather_result is not None or group.is_unsharded or is_for_nothing
+        reads_no_weight = not group.unshard_in_backward and group._training_state == TrainingState.PRE_BACKWARD
+        return group._all_gather_result is not None or group.is_unsharded or reads_no_weight
 
     def _may_reduce_later(self) -> bool:
         """Returns whether torch computes nothing with what a reduction brings before the backward ends."""
@@ -172,11 +213,10 @@ class DirectExchange:
             group.reduce_grads
             and not isinstance(group.mesh_info, DDPMeshInfo)
             and group._all_reduce_hook is None
-            and group.gradient_divide_factor in (None, 1.0)
+            and group.gradient_divide_factor in ((1.0,) if group.force_sum_reduction_for_comms else (None, 1.0))
             and all(
-                (parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype)
-                == parameter.orig_dtype
-                != torch.float16
+                (parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype) == parameter.orig_dtype
+                and parameter.orig_dtype in _DIVIDED_BY_THE_BACKEND
                 and parameter.sharded_param.grad is None
                 and not parameter.offload_to_cpu
                 and not getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
@@ -190,7 +230,7 @@ class DirectExchange:
             hasattr(group._all_gather_comm, "gather_each")
             and isinstance(group.mesh_info, FSDPMeshInfo)
             and group._all_gather_process_group.size() > 1
-            and torch._C._functorch.peek_interpreter_stack() is None
+            and torch._C._functorch.peek_interpreter_stack() is None  # under vmap or grad tensors are wrapped
             and all(
                 parameter.sharded_state == ShardedState.SHARDED
                 and parameter.fsdp_placement.dim == 0

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ...._torch_compat import fsdp_param_groups
-from .exchange import drop_gather_under_way
+from .exchange import abandon_reductions, drop_gather_under_way
 from .states import param_groups, state_of
 
 
@@ -48,6 +48,7 @@ def reset_iteration(root: nn.Module) -> None:
     for each in state._state_ctx.all_states:
         each._training_state = TrainingState.IDLE
     for group in param_groups(root):
+        abandon_reductions(group)
         group._training_state = TrainingState.IDLE
         group.finalize_backward()
         group._to_sharded()

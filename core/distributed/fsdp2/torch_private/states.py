@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...._torch_compat import fsdp_param_groups
+from ....errors import WrapError
 
 
 def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
@@ -44,6 +45,17 @@ def param_groups(root: nn.Module) -> Sequence[Any]:
 def state_of(module: nn.Module) -> Any:
     """Returns torch's `FSDPState` of a sharded module."""
     return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def as_fsdp(module: nn.Module) -> FSDPModule:
+    """Returns the same module, by the type that `fully_shard` has given it.
+
+    Raises:
+        WrapError: it is not sharded.
+    """
+    if not isinstance(module, FSDPModule):
+        raise WrapError(f"{type(module).__name__} is not sharded; apply shard_model to its model first")
+    return module
 
 
 def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:

@@ -148,6 +148,30 @@ def test_units_are_reduced_during_backward_and_done_at_its_end():
     assert run_distributed(_reduces_in, 2, {}) == [{"comm-lane"}] * 2
 
 
+def _reduces_in_double() -> set[str]:
+    """Returns the threads in which units of a model in fp64 are reduced; torch divides their gradients itself."""
+    threads = []
+    reduce_scatter = collectives.reduce_scatter
+
+    def noting(output, *args, **options):
+        threads.append(threading.current_thread().name)
+        reduce_scatter(output, *args, **options)
+
+    with mock.patch.object(collectives, "reduce_scatter", noting):
+        model = build("fsdp2", toy().double())
+        loss_of(model, batches(dist.get_rank())[0]).backward()
+    model.finish_grad_sync()
+    serial = toy().double()
+    for rank in range(dist.get_world_size()):
+        (loss_of(serial, batches(rank)[0]) / dist.get_world_size()).backward()
+    assert_same_sums(gradients(model), gradients(serial), additions=3)
+    return set(threads)
+
+
+def test_gradients_that_torch_divides_are_waited_for():
+    assert run_distributed(_reduces_in_double, 4) == [{"MainThread"}] * 4
+
+
 def test_what_is_computed_with_a_reduction_waits_for_it():
     every = run_distributed(_reduces_in, 2, {"reduce_every_micro_batch": True})
     assert every == [{"comm-lane", "MainThread"}] * 2  # what comes second is added to what is there

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from core.distributed import DistributedDataParallelConfig
 from core.distributed.groups import find_groups
-from core.distributed.plan import FlatPlan, make_flat_plan, plan_buffers
+from core.distributed.plan import FlatPlan, make_flat_plan, plan_flat
 from tests.unit._ranks import fake_world
 from tests.unit.distributed._toys import toy
 
@@ -23,7 +23,7 @@ def _plan(device: str, **fields: Any) -> FlatPlan:
         mock.patch.object(make_flat_plan.device, "device_type", lambda: device),
     ):
         groups = find_groups("test", 1, dist.group.WORLD, None)
-        return plan_buffers(toy(), SimpleNamespace(), DistributedDataParallelConfig(**fields), groups, caller="test")
+        return plan_flat(toy(), SimpleNamespace(), DistributedDataParallelConfig(**fields), groups, caller="test")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
