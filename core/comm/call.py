@@ -56,12 +56,20 @@ class Collective:
 
     def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int, on_device: bool = False) -> None:
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
+        # Whether the payload is on an accelerator, so that the call runs there after it has returned; fixed.
         self.on_device = on_device
         self.number, self.occurrence = record.count(kind, what)
+        # Seconds of the wall clock (`time.time`); fixed. Compared with those of other calls, and with the time at which
+        # a message is written.
         self.started_at = time.time()
-        self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs, or if it failed
-        self.has_failed = False  # set by `explain`, on any thread: an error ended the call, and nothing waits in it
-        # Where the accelerator is through with the call: `ended` records it there. Any thread may query it.
+        # Seconds of the wall clock at the end of the call, on an accelerator when it was enqueued. `ended` sets it, on
+        # any thread; None while the call runs, or if it failed.
+        self.ended_at: float | None = None
+        # Whether an error ended the call, so that nothing waits in it. `explain` sets it, on any thread,
+        # or the end of its work (`_RecordedWork`) if no one waited for that.
+        self.has_failed = False
+        # Event at the end of the call on the accelerator; None before the end, and elsewhere. `ended` records it; any
+        # thread may query it.
         self.event: device.Event | None = None
 
     def ended(self) -> None:
@@ -138,7 +146,7 @@ class _RecordedWork(dist.Work):
         self._call, self._work = call, work
 
     def __del__(self) -> None:
-        # An error kept the rank from waiting for it: the call must not count as under way for good.
+        # An error kept the rank from waiting for it: without this the call would count as running for ever.
         if self._call.ended_at is None:
             self._call.has_failed = True
 

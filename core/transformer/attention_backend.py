@@ -127,6 +127,8 @@ def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype,
         )
 
 
+# Runs once in a process for the same arguments. On CUDA it logs the choice, and with "auto" sets the order in which
+# torch tries its kernels, for the whole process.
 @cache
 def _choose(
     backend: str,

@@ -132,6 +132,7 @@ def no_random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _zero_state(query.device, query.dtype in LOW_PRECISION)
 
 
+# Kept as long as the process: all calls on a device share these tensors, which kernels only read.
 @cache
 def _zero_state(device: torch.device, low_precision: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if low_precision:
