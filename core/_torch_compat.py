@@ -54,7 +54,7 @@ def reduce_parameters_without_gradient(module: FSDPModule) -> None:
         setter(True)
         return
     state = module._get_fsdp_state()
-    # Both replacements stay on torch's own objects, for good. torch's post-backward calls the method for each
+    # Both replacements stay on torch's own objects, never restored. torch's post-backward calls the method for each
     # parameter just before it collects gradients; under another name zeros would no longer be added.
     state._state_ctx.all_states = _OnceEach()
     for group in fsdp_param_groups(state):

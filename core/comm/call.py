@@ -59,16 +59,16 @@ class Collective:
         # Whether the payload is on an accelerator, so that the call runs there after it has returned; fixed.
         self.on_device = on_device
         self.number, self.occurrence = record.count(kind, what)
-        # Seconds of the wall clock (`time.time`); fixed. Compared with those of other calls, and with the time at which
-        # a message is written.
+        # Seconds of the wall clock (`time.time`); fixed. Compared with those of other calls, and with the time of a
+        # message.
         self.started_at = time.time()
         # Seconds of the wall clock at the end of the call, on an accelerator when it was enqueued. `ended` sets it, on
         # any thread; None while the call runs, or if it failed.
         self.ended_at: float | None = None
         # Whether an error ended the call, so that nothing waits in it. `explain` sets it, on any thread,
-        # or the end of its work (`_RecordedWork`) if no one waited for that.
+        # or the deletion of its work (`_RecordedWork`) if nothing waited for that.
         self.has_failed = False
-        # Event at the end of the call on the accelerator; None before the end, and elsewhere. `ended` records it; any
+        # Event at the end of the call on the accelerator; None before `ended` records it, and on other devices. Any
         # thread may query it.
         self.event: device.Event | None = None
 

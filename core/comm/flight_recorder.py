@@ -16,7 +16,7 @@ from .._torch_compat import flight_recorder
 
 @dataclass(frozen=True)
 class Position:
-    """One rank's first collective in a group that is not over, or its last one."""
+    """A rank's first unfinished collective in a group, else its last one."""
 
     name: str
     """By torch, as ``nccl:_all_gather_base``."""
@@ -36,7 +36,7 @@ def positions() -> dict[str, Position]:
     for entry in flight_recorder():
         group = entry.get("process_group", ["?"])[0]
         before = found.pop(group, None)
-        # gloo leaves entries "scheduled" for good, and retires those that have ended in any way.
+        # gloo leaves entries "scheduled" even after they have ended, and retires those that have ended in any way.
         is_over = entry.get("state") == "completed" or bool(entry.get("retired"))
         is_later = not entry.get("is_p2p") and (before is None or before.is_over)
         position = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)

@@ -27,7 +27,7 @@ def can_register(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def allocator(group: ProcessGroup, device: torch.device, *, registers: bool) -> Allocate:
-    """Returns what allocates the memory of a group's collectives.
+    """Returns the allocator for buffers of a group's collectives.
 
     Args:
         registers: from the backend, where it can (`can_register`).

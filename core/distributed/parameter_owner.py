@@ -39,16 +39,16 @@ when reduced gradients are shown, to False when they are zeroed."""
 
 _OF_WRAPPERS = frozenset(
     {
-        MARK,  # the `_Owner`: `own_parameters` sets it, for good
+        MARK,  # the `_Owner`: `own_parameters` sets it; never cleared
         _SHARES_GRADIENT,
-        "__getstate__",  # `own_parameters` sets it, for good
+        "__getstate__",  # `own_parameters` sets it; never cleared
         "main_grad",  # `GradSlot` sets it to memory of a bucket, and to None while there is no gradient
         "main_grad_copy_in_grad_buffer",  # `GradSlot` sets it where `main_grad` is fp32 memory of its own
-        "has_buffer",  # True for good, from the construction of a wrapper with buffers
+        "has_buffer",  # True from the construction of a wrapper with buffers on
         "grad_added_to_main_grad",  # a layer's backward sets True; the wrapper's hook, and `zero_grad_buffer`, False
-        "lend_gradient_memory",  # the `GradientLender`, for good
+        "lend_gradient_memory",  # the `GradientLender`; never cleared
         "held_range",  # `keep_range` sets it when shards are made, and around `whole_parameters`
-        "pending_view",  # `set_pending_view` sets it, for good
+        "pending_view",  # `set_pending_view` sets it; never cleared
     }
 )
 """Attributes that wrappers set on parameters; they are not pickled, and no wrapper deletes them."""

@@ -1,4 +1,4 @@
-"""Compares two trainings step by step, up to their first difference; and so every wrapper."""
+"""Compares each wrapper's training with its reference, step by step, up to the first difference."""
 
 from __future__ import annotations
 
@@ -227,7 +227,10 @@ def _first_difference(
     total = 0.0
     for (name, found), (other, expected) in zip(ours, theirs, strict=True):
         if name != other:
-            raise ConfigError(f"the parameter {other} is {name} under a wrapper; its module renames its parameters")
+            raise ConfigError(
+                f"the parameter {other} is named {name} under a wrapper, because its module renames parameters; keep "
+                "their names as they are when the model is built"
+            )
         norm = float(expected.double().norm())
         total += norm * norm
         if not bool(torch.equal(found, expected)) or not math.isfinite(norm):

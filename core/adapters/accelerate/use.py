@@ -58,7 +58,7 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
 def _become(target: Any, kind: type) -> None:
     """Puts the methods of `kind`, a subclass of the target's base, before those of its own class."""
     own = type(target)
-    # The class is set on the user's object, for good: nothing puts the old one back, and a second call keeps it.
+    # The class is set on the user's object: nothing puts the old one back, and a second call keeps it.
     if issubclass(kind, own):
         target.__class__ = kind
     elif not isinstance(target, kind):

@@ -71,7 +71,7 @@ def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]])
 def make_foreign(
     name: str, shape: Sequence[int], recipes: Iterable[Recipe], ours: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Makes one foreign tensor from our whole tensors: the inverse of :func:`load_foreign`."""
+    """Builds one foreign tensor from our whole tensors; inverse of :func:`load_foreign`."""
     parts = [(run, ours[recipe.name]) for recipe in recipes for run in recipe.runs if run.source == name]
     made = parts[0][1].new_empty(tuple(shape))
     for run, whole in parts:

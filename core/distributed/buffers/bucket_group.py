@@ -36,9 +36,9 @@ class BucketGroup:
         tree: the order of additions over micro-batches, where there is one.
 
     Attributes:
-        bucket: the bucket, for good.
+        bucket: the bucket; fixed.
         phase: the bucket's phase in the step. Only methods of this class set it.
-        sums: sums of earlier micro-batches, for good; None without `tree`.
+        sums: sums of earlier micro-batches; fixed. None without `tree`.
         param_gather_handle: the gather of parameters that is running. `start_param_sync` sets it and
             `finish_param_sync` clears it; None if the gather finished before `start_param_sync` returned.
         param_gather_dispatched: whether parameters were gathered since gradients were last reduced.

@@ -26,7 +26,7 @@ class ShownGradients:
     def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
         self._group_of, self._is_sharded = group_of, is_sharded
         # The tensor for each parameter that raises when it is read; without memory. Made when it is first shown, and
-        # kept for good: each step shows the same one.
+        # never removed: each step shows the same one.
         self._unreadable: dict[nn.Parameter, Tensor] = {}
 
     def take_written(self) -> None:

@@ -19,7 +19,7 @@ from .unit import Unit
 def watch_calls(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
     """Gathers parameters around every forward of the units' modules, and around the methods that the plan names.
 
-    Also makes a state dict hold this rank's shards. Hooks and replaced methods stay on the modules for good.
+    Also makes a state dict hold this rank's shards. Hooks and replaced methods are never removed.
 
     Args:
         units: in the plan's order, the root last.
@@ -52,7 +52,7 @@ class _AroundCalls:
         is_root = planned is plan.units[-1]
         self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
         self._outputs = precision.output_dtype if is_root else None
-        # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise set for good.
+        # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise fixed.
         self._unit, self._gathering = unit, gathering
 
     def before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -189,8 +189,8 @@ class ParameterGathering:
             first = next(iter(unit.name_of.values()))
             raise UnitError(
                 f"a parameter of unit {unit.name} (it begins with {first}) was used outside of a forward, where each "
-                "rank holds its shard alone; use parameters inside the wrapper's whole_parameters(), which every rank "
-                "has to enter, or save and load them by core.dist_checkpointing"
+                "rank holds its shard alone; enter the wrapper's whole_parameters() on every rank, or save and load "
+                "with core.dist_checkpointing"
             )
         self.need(unit)
 

@@ -60,7 +60,7 @@ class ShardedBuffer(FlatMemory):
         self.accumulated_in_fp32 = plan.accumulated_in_fp32
         self.param_data = None  # units' slots have the whole parameters
         numel = plan.buckets[-1].layout.end
-        self.grad_data: Tensor | None = None  # as `FlatMemory` says; set below, for good
+        self.grad_data: Tensor | None = None  # as `FlatMemory` says; set below, then fixed
         if plan.is_trained and not plan.releases_grads:
             self.grad_data = torch.zeros(numel, dtype=plan.grad_dtype, device=device)
         self.shard_device = torch.device("cpu") if offloads else device

@@ -1,4 +1,4 @@
-"""A unit of sharded parameters, and the slot that it is gathered into: its parameters are views of it for good."""
+"""A unit of sharded parameters, and the slot that it is gathered into and that its parameters are always views of."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ..buffers.pending_parameters import can_be_pending, end_pending, make_pendi
 from .piece import Piece
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
-"""Set to 1 in the environment, it fills a slot with NaN when its unit is hidden: what reads parameters around the
-check for hidden ones, by a saved view or in C++, then shows. Each use gathers again."""
+"""If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
+views, C++) become visible. Each use gathers again."""
 
 
 def _poisons() -> bool:
@@ -56,8 +56,8 @@ class Slot:
 class _Parameters(Enum):
     """How the parameters of a unit can be read.
 
-    `hide` and `show` lead from the first to the second and back, `gather_apart` to the third from both, and
-    `return_to_slot` from it to the first. Without a slot they are readable for good.
+    `hide`: READABLE to HIDDEN; `show`: back; `gather_apart`: any to APART; `return_to_slot`: APART to READABLE.
+    Without a slot always READABLE.
     """
 
     READABLE = auto()
@@ -97,7 +97,7 @@ class Unit:
         self._what = f"the parameters of unit {name}"
         self.running = 0
         self.used_in = NO_BACKWARD
-        # A gather that is under way in the lane: set by `start_gather`, cleared by `finish_gather`.
+        # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
         self._handle: Handle | None = None
         # Of each piece the part that this rank keeps for its neighbours between forward and backward, in memory of its
         # own. `_keep_part` sets it when another unit takes the slot in forward; `drop_part` clears it once backward
@@ -178,11 +178,11 @@ class Unit:
         self._part = [piece.whole.chunk(group.size())[group.rank()].clone() for piece in self.pieces]
 
     def drop_part(self) -> None:
-        """Frees what it keeps for a backward that will not come, or has."""
+        """Frees the neighbours' part kept for backward."""
         self._part = []
 
     def finish_gather(self) -> None:
-        """Waits for a gather that is under way."""
+        """Waits for the running gather, if any."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()

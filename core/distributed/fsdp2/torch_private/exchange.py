@@ -1,10 +1,10 @@
 """Lets FSDP2 gather without copies, and reduce during the rest of the backward, where ranks exchange messages.
 
 Torch copies the shards of a unit into one buffer, gathers that, and copies the result out into each parameter, so that
-NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_directly`) that buys nothing: a
-parameter that is cut on its first dimension is, whole, its shards one after the other. And on CPU, where there are no
-streams, torch waits for each reduction before backward goes on. It has no public way between the gather and the
-copies, nor behind the reduction.
+NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_directly`) the copies gain nothing,
+because the shards of a parameter cut on dim 0 are contiguous in the whole parameter. On CPU, where there are no
+streams, torch also waits for each reduction before backward goes on. Torch has no public hook between the gather and
+the copies, or after the reduction.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ....comm.gloo import writing_beneath_autograd
 from ....comm.lane import Handle, comm_lane
 
 _MOST_REDUCTIONS_UNDER_WAY = 2
-"""Reductions that run at once: each holds the whole gradients of a unit."""
+"""Largest number of reductions that run at once: each holds the whole gradients of a unit."""
 
 
 class ReductionsUnderWay:
     """Reductions of one model's gradients that run while its backward computes; all of its units share it."""
 
     def __init__(self) -> None:
-        # Those that were started and not waited for, the oldest first. `run` adds, on autograd's thread; `finish`
-        # empties it, at the latest when the backward ends.
+        # Reductions that were started, the oldest first. `run` adds one, on autograd's thread, and may have waited for
+        # it; `finish` empties the list, at the latest when the backward ends.
         self._handles: list[Handle] = []
         # Whether a reduction that is called now may end later: set and cleared by `begun_inside`.
         self._may_end_later = False
@@ -53,41 +53,45 @@ class ReductionsUnderWay:
             reduce()
             return
         if len(self._handles) >= _MOST_REDUCTIONS_UNDER_WAY:
-            self._handles[-_MOST_REDUCTIONS_UNDER_WAY].wait()  # what they reduce is memory
+            # Each running reduction holds a unit's whole gradients: wait for the oldest.
+            self._handles[-_MOST_REDUCTIONS_UNDER_WAY].wait()
         self._handles.append(comm_lane(device).submit(reduce))
 
     def finish(self) -> None:
-        """Waits for all that run."""
+        """Waits for all running reductions."""
         while self._handles:
             self._handles.pop(0).wait()
 
 
 def exchange_directly(module: FSDPModule, reductions: ReductionsUnderWay) -> None:
-    """Makes the unit of an FSDP module gather without copies, where what it gathers with has ``gather_each``.
+    """Replaces a unit's gathers and reductions.
 
-    And reduce while the backward computes, where it reduces through these `reductions`.
+    Gathers without copies if its all-gather has ``gather_each``; reduces during backward if its reduce-scatter uses
+    `reductions`.
     """
     for group in fsdp_param_groups(module._get_fsdp_state()):
-        # An attribute of ours of torch's object, for good, which `drop_gather_under_way` reads.
+        # Our attribute of torch's object. Set once, never deleted; `drop_gather_under_way` reads it.
         group.direct_exchange = DirectExchange(group, reductions)
 
 
 def drop_gather_under_way(group: Any) -> None:
-    """Waits for a gather of this parameter group that is under way, and frees what it brought; else does nothing."""
+    """Waits for this group's running gather, if any, and frees its result."""
     if hasattr(group, "direct_exchange"):
         group.direct_exchange.drop_gather()
 
 
 class _Gather(AllGatherResult):
-    """A gather under way whose messages arrive in the parameters themselves.
+    """A running gather whose messages arrive in the parameters themselves.
 
     It is the group's ``_all_gather_result`` from `DirectExchange.unshard` to `wait_for_unshard`, or to `drop_gather`
-    where nothing used the unit.
+    if nothing used the unit.
     """
 
 
 class DirectExchange:
-    """Takes over some methods of one `FSDPParamGroup`, what FSDP2 gathers and reduces together; it computes as before.
+    """Replaces methods of one `FSDPParamGroup`, the parameters that FSDP2 gathers and reduces together.
+
+    Results do not change.
 
     Torch calls these methods by name, on the object: `unshard` and `wait_for_unshard` before a unit runs,
     `post_backward` when its gradients are complete, `finalize_backward` when a backward ends, and, from torch 2.13 on,
@@ -97,7 +101,7 @@ class DirectExchange:
     def __init__(self, group: Any, reductions: ReductionsUnderWay) -> None:
         self._group, self._reductions = group, reductions
         names = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward", "_reset_iter_state")
-        # Torch's own methods, bound to the group, which ours call. Ours replace them on the object, for good.
+        # Torch's bound methods, which the replacements call. Never restored.
         self._torchs = {name: getattr(group, name) for name in names if hasattr(group, name)}
         for name in self._torchs:
             setattr(group, name, getattr(self, name))
@@ -151,7 +155,7 @@ class DirectExchange:
         self._torchs["_reset_iter_state"]()
 
     def drop_gather(self) -> None:
-        """Waits for a gather that is under way, and frees what it brought."""
+        """Waits for the running gather, if any, and frees its result."""
         result = self._group._all_gather_result
         if isinstance(result, _Gather):
             cast(torch.distributed.Work, result.all_gather_work).wait()
@@ -166,7 +170,7 @@ class DirectExchange:
         return group._all_gather_result is not None or group.is_unsharded or is_for_nothing
 
     def _may_reduce_later(self) -> bool:
-        """Returns whether torch computes nothing with what a reduction brings before the backward ends."""
+        """Returns whether torch leaves the reduced gradient unread until backward ends."""
         group = self._group
         return (
             group.reduce_grads

@@ -35,10 +35,10 @@ def drop_unsharded_gradients(root: nn.Module) -> None:
 
 
 def complete_accumulated_gradients(root: nn.Module) -> None:
-    """Gives a zero to each parameter that `no_sync` brought no gradient, in a group where it brought others one.
+    """Adds zero gradients for parameters that `no_sync` left without one, if others of their group have one.
 
-    What accumulates is of the reduction's dtype; a gradient that is absent, or that comes in the last backward alone,
-    is of the computation's, and FSDP2 reduces one dtype at a time.
+    Accumulated gradients have the dtype of the reduction. A gradient that only the last backward computes has that of
+    the computation, and FSDP2 reduces one dtype at a time.
     """
     for group in param_groups(root):
         trained = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad]
