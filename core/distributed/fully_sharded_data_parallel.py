@@ -43,7 +43,7 @@ from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 class FullyShardedDataParallel(_FlatDataParallel):
     """Shards parameters, gradients and optimizer state over the group (ZeRO-3), in flat buffers.
 
-    The parameters of a unit are always views of a slot of memory. Units of equal size take turns with few slots. A
+    The parameters of a unit are views of a slot of memory. Units of equal size take turns with few slots. A
     step does, for each unit:
 
     1. forward: all-gathers the shards into the slot while the unit before computes, and runs the unit. Frees nothing:

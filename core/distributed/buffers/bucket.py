@@ -23,7 +23,7 @@ class Bucket:
         offset: the bucket's first element in the buffer.
         numel: number of elements, padding included; a multiple of the number of shards.
         buffer: owns `param_data`, and `grad_data` unless `releases_grads`.
-        param_data: `[numel]`, a view of the buffer's `param_data`; the parameters are always views of it. None where
+        param_data: `[numel]`, a view of the buffer's `param_data`; the parameters are views of it. None where
             parameters keep their own memory.
         local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates. Set once,
             by the constructor or by `ShardedBuffer`, whose shards have memory of their own.

@@ -1,4 +1,4 @@
-"""A unit of sharded parameters, and the slot that it is gathered into and that its parameters are always views of."""
+"""A unit of sharded parameters, and its slot: the memory that it is gathered into and its parameters are views of."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Unit:
         self._part = [piece.whole.chunk(group.size())[group.rank()].clone() for piece in self.pieces]
 
     def drop_part(self) -> None:
-        """Frees the neighbours' part kept for backward."""
+        """Frees the part that this rank keeps for its neighbours between forward and backward."""
         self._part = []
 
     def finish_gather(self) -> None:

@@ -10,7 +10,7 @@ from .layout import HIGH_BUSBW_ALIGNMENT, PARAM_ALIGNMENT, BucketLayout, round_u
 from .values import Cut
 
 _MOST_PADDING = 0.01
-"""Largest share of padding, beyond that of ``flat``, at which ``auto`` cuts by rows."""
+"""Share of padding, beyond that of ``flat``, below which ``auto`` cuts by rows."""
 
 Shape = Sequence[int]
 
