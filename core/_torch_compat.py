@@ -54,16 +54,16 @@ def reduce_parameters_without_gradient(module: FSDPModule) -> None:
         setter(True)
         return
     state = module._get_fsdp_state()
-    # Both replacements stay on torch's own objects, for good. torch's post-backward calls the method for each
+    # Both replacements stay on torch's own objects, never restored. torch's post-backward calls the method for each
     # parameter just before it collects gradients; under another name zeros would no longer be added.
-    state._state_ctx.all_states = _OnceEach()
+    state._state_ctx.all_states = _UniqueList()
     for group in fsdp_param_groups(state):
         for parameter in group.fsdp_params:
             accumulate = parameter.accumulate_unsharded_grad_if_needed
             parameter.accumulate_unsharded_grad_if_needed = partial(_or_zeros, accumulate, parameter, group)
 
 
-class _OnceEach(list[Any]):
+class _UniqueList(list[Any]):
     """A list without duplicates for the states that torch before 2.13 appends, one for each module of a unit.
 
     Modules of one unit share a state, whose gradients would otherwise be collected several times.

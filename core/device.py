@@ -140,7 +140,7 @@ def compute_deterministically() -> None:
             f"{_CUBLAS_WORKSPACE} is {space!r}, with which cuBLAS is not deterministic; unset it, or set it to "
             f"{' or '.join(_CUBLAS_DETERMINISTIC)}"
         )
-    # These settings of torch hold for the whole process, for good.
+    # These settings of torch hold for the whole process and are never reset.
     torch.use_deterministic_algorithms(True)
     # Filling allocated memory costs time, and nothing here reads it before writing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

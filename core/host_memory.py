@@ -34,11 +34,11 @@ def total_bytes() -> int:
 
 _LEAST_PASSING_BYTES = 2**20
 _is_torchs = False
-"""Whether `passing_memory` uses torch's allocator, which profilers see. `passing_memory_seen_by_profilers` sets and
+"""Whether `transient_memory` uses torch's allocator, which profilers see. `passing_memory_seen_by_profilers` sets and
 restores it, on one thread; every thread reads it."""
 
 
-def passing_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns `[numel]` uninitialised elements; on the CPU they return to the system with their last reference.
 
     The C allocator keeps freed blocks of up to 32 MiB between other allocations, from any thread, and the resulting
@@ -52,7 +52,7 @@ def passing_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 @contextmanager
 def passing_memory_seen_by_profilers() -> Iterator[None]:
-    """Makes `passing_memory` use torch's allocator, in all threads: torch's profiler reports only that."""
+    """Makes `transient_memory` use torch's allocator, in all threads: torch's profiler reports only that."""
     global _is_torchs
     before, _is_torchs = _is_torchs, True
     try:

@@ -29,9 +29,9 @@ model = wrap_model(gpt, config, TorchFullyShardedDataParallelConfig())  # or Dis
 optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [model])
 for step, micro_batches in enumerate(data):
     model.zero_grad_buffer()
-    for i, text in enumerate(micro_batches):
+    for i, tokens in enumerate(micro_batches):
         with model.no_sync() if i < len(micro_batches) - 1 else nullcontext():
-            loss = model(text[:, :-1], labels=text[:, 1:]).mean() / len(micro_batches)
+            loss = model(tokens[:, :-1], labels=tokens[:, 1:]).mean() / len(micro_batches)
             loss.backward()
     finalize_model_grads([model])
     updated, grad_norm, _ = optimizer.step()

@@ -25,7 +25,7 @@ def all_reduce_by_backend(
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Replaces `tensor` by its sum over ranks, or by what else `op` says.
+    """All-reduces `tensor` in place; `op` defaults to the sum.
 
     Args:
         group: None means all ranks.

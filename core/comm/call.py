@@ -56,12 +56,20 @@ class Collective:
 
     def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int, on_device: bool = False) -> None:
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
+        # Whether the payload is on an accelerator, so that the call runs there after it has returned; fixed.
         self.on_device = on_device
         self.number, self.occurrence = record.count(kind, what)
+        # Seconds of the wall clock (`time.time`); fixed. Compared with those of other calls, and with the time of a
+        # message.
         self.started_at = time.time()
-        self.ended_at: float | None = None  # set by `ended`, on any thread; None while the call runs, or if it failed
-        self.has_failed = False  # set by `explain`, on any thread: an error ended the call, and nothing waits in it
-        # Where the accelerator is through with the call: `ended` records it there. Any thread may query it.
+        # Seconds of the wall clock at the end of the call, on an accelerator when it was enqueued. `ended` sets it, on
+        # any thread; None while the call runs, or if it failed.
+        self.ended_at: float | None = None
+        # Whether an error ended the call, so that nothing waits in it. `explain` sets it, on any thread,
+        # or the deletion of its work (`_RecordedWork`) if nothing waited for that.
+        self.has_failed = False
+        # Event at the end of the call on the accelerator; None before `ended` records it, and on other devices. Any
+        # thread may query it.
         self.event: device.Event | None = None
 
     def ended(self) -> None:
@@ -82,11 +90,11 @@ class Collective:
         return not self.has_failed and not self.is_over
 
     def __enter__(self) -> Collective:
-        _here.entered.append(self)
+        _thread.entered.append(self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        _here.entered.pop()
+        _thread.entered.pop()
         if error is None:
             self.ended()
         else:
@@ -94,14 +102,14 @@ class Collective:
 
     def run(self, start: Callable[[], dist.Work | None]) -> dist.Work | None:
         """Calls the collective; where `start` returns work, the call ends when the returned work is waited for."""
-        _here.entered.append(self)
+        _thread.entered.append(self)
         try:
             work = start()
         except BaseException as error:
             self.explain(error)
             raise
         finally:
-            _here.entered.pop()
+            _thread.entered.pop()
         if work is not None:
             return _RecordedWork(self, work)
         self.ended()
@@ -138,7 +146,7 @@ class _RecordedWork(dist.Work):
         self._call, self._work = call, work
 
     def __del__(self) -> None:
-        # An error kept the rank from waiting for it: the call must not count as under way for good.
+        # An error kept the rank from waiting for it: without this the call would count as running for ever.
         if self._call.ended_at is None:
             self._call.has_failed = True
 
@@ -176,7 +184,7 @@ class _Unrecorded(Collective):
 
 def recorded_collective() -> Collective | None:
     """Returns the innermost recorded collective that this thread is in."""
-    return _here.entered[-1] if _here.entered else None
+    return _thread.entered[-1] if _thread.entered else None
 
 
 def message_tag(tag: int) -> int:
@@ -191,13 +199,13 @@ def message_tag(tag: int) -> int:
     return (zlib.crc32(f"{call.kind}\0{call.what}\0{call.occurrence}".encode()) & 0x7FFF) << 16 | tag
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
         # The collectives that this thread is in, the outermost first. `Collective.__enter__` appends and `__exit__`
         # pops. A collective may be here twice, and on two threads at once: a lane enters its caller's.
         self.entered: list[Collective] = []
 
 
-_here = _Here()
+_thread = _ThreadState()
 UNRECORDED = _Unrecorded()
 """The one for all calls that are not recorded."""

@@ -16,7 +16,7 @@ from .._torch_compat import flight_recorder
 
 @dataclass(frozen=True)
 class Position:
-    """One rank's first collective in a group that is not over, or its last one."""
+    """A rank's first unfinished collective in a group, else its last one."""
 
     name: str
     """By torch, as ``nccl:_all_gather_base``."""

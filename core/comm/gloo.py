@@ -72,7 +72,7 @@ def _post_all_gather(output: Tensor, input_: Tensor, group: ProcessGroup) -> lis
 
 
 class _Messages(dist.Work):
-    """Messages of all-gathers under way, as one piece of work.
+    """The messages of running all-gathers, as one piece of work.
 
     Args:
         messages: what is waited for.
@@ -89,7 +89,7 @@ class _Messages(dist.Work):
         parts: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
-        # The memory of a gather under way, owned here until `wait`, which drops all four; waiting again does nothing.
+        # The memory of a running gather, owned here until `wait`, which drops all four; waiting again does nothing.
         self._messages, self._sent, self._together, self._parts = messages, sent, together, parts
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:

@@ -1,9 +1,11 @@
-"""Reads a few numbers from the device without stopping it: the copy is queued now, and waited for when they are used.
+"""Copies a few numbers to the host without stalling the device.
+
+Queues the copy now, and waits when the numbers are read. Reading a step later does not wait.
 
 A host that reads a result of the device (``item``, ``tolist``, ``bool``) waits until the device has done all that is
-queued, and queues nothing meanwhile. A `HostRead` waits only for what was queued before it was made: one that
-is waited for a step later costs nothing. Where a collective before it does not end, because a rank did not join it,
-the wait ends before the backend's time limit, which would end the process, and says which collective it is.
+queued, and queues nothing meanwhile. A `HostRead` waits only for what was queued before it was made. If a collective
+before it does not end, because a rank did not join it, the wait raises before the backend's time limit, which would
+end the process, and the error names the collective.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class HostRead:
     """
 
     def __init__(self, values: Tensor) -> None:
-        # The end of the copy on the device's current stream; `wait` clears it. None: `_numbers` are there.
+        # Event at the end of the copy on the device's current stream; `wait` clears it. None if `_numbers` are valid.
         self._event: device.Event | None = None
         if values.is_cuda:
             # Pinned memory of this read alone, which the device writes until `_event`.

@@ -43,6 +43,7 @@ def comm_lane(device: torch.device, number: int = 0) -> CommLane:
     return _lane(device, number)
 
 
+# Never cleared: there is one lane for each device and number, and its thread or stream lives as long as the process.
 @functools.cache
 def _lane(device: torch.device, number: int) -> CommLane:
     return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
@@ -50,9 +51,12 @@ def _lane(device: torch.device, number: int) -> CommLane:
 
 class _Task(Handle):
     def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run  # the lane's thread drops it once it has run, with its buffers
-        self._ended = threading.Event()  # the lane's thread sets it last
-        self._error: BaseException | None = None  # what `run` raised; valid once `_ended` is set
+        # The lane's thread drops it, with the buffers that it refers to, once it has run.
+        self._run: Callable[[], None] | None = run
+        # The lane's thread sets it once, after all other fields. Any thread may wait for it.
+        self._ended = threading.Event()
+        # The exception that `run` raised, if any. The lane's thread sets it; valid once `_ended` is set.
+        self._error: BaseException | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -79,9 +83,12 @@ class _Task(Handle):
 
 class _ThreadLane(CommLane):
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()  # `submit` puts, the lane's thread takes
-        self._thread: threading.Thread | None = None  # the first `submit` starts it; it ends with the process
-        self._last: _Task | None = None  # the last task submitted; the lane is idle when it has ended
+        # Tasks that have not begun. `submit` adds them; the lane's thread removes them.
+        self._tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        # The first `submit` starts it. It ends with the process.
+        self._thread: threading.Thread | None = None
+        # The last task submitted, or None. `submit` sets it. The lane is idle once this task has ended.
+        self._last: _Task | None = None
 
     def submit(self, run: Callable[[], None]) -> Handle:
         if self._thread is None:
@@ -118,7 +125,8 @@ def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
 
 class _StreamLane(CommLane):
     def __init__(self, device: torch.device) -> None:
-        # Before computation where both could start, as FSDP2's: what is sent early is waited for less.
+        # Its priority is high, as of FSDP2's streams: of a collective and a computation that could both start, the
+        # collective does, so that its result is waited for less.
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def submit(self, run: Callable[[], None]) -> Handle:
@@ -133,7 +141,8 @@ class _StreamLane(CommLane):
 class _Recorded(Handle):
     def __init__(self, event: torch.cuda.Event, run: Callable[[], None]) -> None:
         self._event = event
-        self._run: Callable[[], None] | None = run  # its buffers must not be reused before the lane has read them
+        # Keeps the buffers of the task until `wait`, which drops it: the lane may still read them.
+        self._run: Callable[[], None] | None = run
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)

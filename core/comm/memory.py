@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..host_memory import passing_memory
+from ..host_memory import transient_memory
 from ..warn import warn_once
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -27,13 +27,13 @@ def can_register(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def allocator(group: ProcessGroup, device: torch.device, *, registers: bool) -> Allocate:
-    """Returns what allocates the memory of a group's collectives.
+    """Returns the allocator for buffers of a group's collectives.
 
     Args:
         registers: from the backend, where it can (`can_register`).
     """
     if not (registers and can_register(group, device)):
-        return passing_memory
+        return transient_memory
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         made: Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)

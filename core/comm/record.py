@@ -53,8 +53,8 @@ class CollectiveRecord:
         self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
         self.num_calls = 0
         self.limit_s = group_time_limit(group).total_seconds()
-        # The first call that the ring has dropped while it was under way on an accelerator. Set by `collective`, which
-        # replaces it once it is not.
+        # The first call that the ring dropped while the call was running on an accelerator; None if there was none.
+        # `collective` sets it, and replaces it once the call no longer runs.
         self._dropped: Collective | None = None
         self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
         # The last published state: the number of calls and how many of the last ones are over. Only `publish` uses it.
@@ -75,7 +75,7 @@ class CollectiveRecord:
         return call
 
     def first_unfinished(self) -> Collective | None:
-        """Returns the first call that is under way, on an accelerator too; None if all have ended or failed."""
+        """Returns the first call that is still running, on an accelerator too; None if all have ended or failed."""
         calls = [*([] if self._dropped is None else [self._dropped]), *self.calls]
         return next((call for call in calls if call.is_under_way), None)
 
@@ -147,7 +147,11 @@ def latest_collective() -> Collective | None:
 
 
 def first_unfinished(at_least_s: Callable[[CallRecord], float]) -> Collective | None:
-    """Returns the collective that is under way for longest, in any group, if that is `at_least_s` of its record."""
+    """Returns the collective, in any group, that has been running longest, if for more than `at_least_s` seconds.
+
+    Args:
+        at_least_s: returns the seconds for the record of a call's group.
+    """
     now = time.time()
     calls = [call for record in _live_records() if (call := record.first_unfinished()) is not None]
     late = [call for call in calls if now - call.started_at > at_least_s(call.record)]
@@ -183,10 +187,11 @@ def may_ask_other_ranks() -> bool:
 
 
 def ask_other_ranks() -> None:
-    """Asks every rank to publish its record, and waits until those that can have done so; without a store, returns.
+    """Asks every rank to publish its record, and waits for the answers. Returns at once without a store.
 
-    It waits longer than ranks take between two looks, and then for as long as answers come, from ranks that are busy.
-    It does not end earlier where all have answered: a rank with the store may leave, and others may have yet to ask.
+    Waits at least 1.5 intervals between two looks of a rank into the store, even if all ranks have answered: the rank
+    that holds the store may leave, and others may not have asked yet. After that it waits until all have answered, or
+    until no further answer has come for `_INTERVALS_WITHOUT_ANSWER` intervals, because busy ranks answer later.
     """
     interval = _listening_interval_s()
     asked = time.monotonic()
@@ -235,8 +240,11 @@ class _Listener:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None  # `ensure_running` starts it at the first group of several ranks
         self._stop = threading.Event()  # `stop` sets it at exit
-        # Number of the last question that was answered, and the store that it was in. Only the thread uses them.
+        # Number of the last question that was answered, 0 for none. `_answer` sets it, and resets it to 0 in another
+        # store. Only the thread uses it.
         self._answered = 0
+        # The store that `_answered` counts in, or None. `_answer` sets it; `_run` clears it when the process group was
+        # destroyed. Only the thread uses it.
         self._answered_in: Any = None
         atexit.register(self.stop)
 

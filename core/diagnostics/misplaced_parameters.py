@@ -42,9 +42,8 @@ def raise_misplaced(error: BaseException, root: nn.Module) -> None:
     unit = f"its unit, {_unit_of(name, root)}," if name else "its unit"
     raise UnitError(
         f"{what} was used outside the forward of {unit} where a rank holds only its shard{_place(error)}. Call that "
-        "unit's forward instead of reading its weight; or put both modules into one unit, or leave them to the root, "
-        "through sub_modules_to_wrap; or, if it is used in a method other than forward, name the method in "
-        "forward_methods of TorchFullyShardedDataParallelConfig"
+        "unit's forward, put both modules into one unit through sub_modules_to_wrap, or name the method that uses it "
+        "in forward_methods of TorchFullyShardedDataParallelConfig"
     ) from error
 
 

@@ -21,7 +21,7 @@ MARK = "_step_mark"
 """The attribute of a parameter that holds its mark."""
 
 _IS_OWN = "_asks_wrappers_itself"
-"""An attribute of an optimizer, set by `note_own_optimizer` for good."""
+"""An attribute of an optimizer. `note_own_optimizer` sets it; never cleared."""
 
 _MET = "_marks_of_step"
 """An attribute of an optimizer: the marks that the hook before a step found, for the hook after it, which removes it.

@@ -101,7 +101,7 @@ def differences(one: Opened, other: Opened, *, contents: bool = False) -> list[s
         if _kind(ours[name]) != _kind(theirs[name]):
             found.append(f"{name}: {_kind(ours[name])} and {_kind(theirs[name])}")
         elif contents:
-            found += [f"{name}: {apart}" for apart in _apart(name, one, other)]
+            found += [f"{name}: {apart}" for apart in _distance(name, one, other)]
         elif None not in (hashes := (ours[name].content_hash, theirs[name].content_hash)) and hashes[0] != hashes[1]:
             found.append(f"{name}: other contents, by their hashes")
     return found
@@ -200,7 +200,7 @@ def _tree_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[st
 
 
 def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[TensorEntry]]]:
-    for label, nodes in _together(node.below, expand):
+    for label, nodes in _fold_numbered(node.below, expand):
         first = nodes[0]
         while first.entry is None and len(first.below) == 1:  # a name that leads to one other
             part, first = next(iter(first.below.items()))
@@ -210,7 +210,7 @@ def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[Ten
         yield from _rows(first, depth + 1, expand)
 
 
-def _together(below: Mapping[str, _Node], expand: bool) -> Iterator[tuple[str, list[_Node]]]:
+def _fold_numbered(below: Mapping[str, _Node], expand: bool) -> Iterator[tuple[str, list[_Node]]]:
     """Groups runs of numbered names with the same tensors below."""
     run: list[tuple[str, _Node]] = []
     for name, node in [*below.items(), ("", _Node())]:
@@ -244,7 +244,7 @@ def have_hashes(opened: Opened) -> bool:
     return all(entry.content_hash is not None for entry in opened.index.tensors.values())
 
 
-def _apart(name: str, one: Opened, other: Opened) -> list[str]:
+def _distance(name: str, one: Opened, other: Opened) -> list[str]:
     """Says how far apart two tensors of one shape are; empty if they are bitwise equal."""
     entry = one.index.tensors[name]
     readers = [BoxReader(opened.folder, opened.index) for opened in (one, other)]

@@ -280,7 +280,7 @@ class _BaseDataParallel(nn.Module, ABC):
         self.gradient_state.check_may_step(optimizer)
 
     def _look_for_failures(self) -> None:
-        """Records in `gradient_state` a backward that raised, where a wrapper can detect it."""
+        """Marks gradients broken if the wrapper detects that a backward raised."""
 
     def check_may_step_directly(self, optimizer: str) -> None:
         """Raises unless an optimizer of torch, which reads ``param.grad`` and writes the parameters, may step.

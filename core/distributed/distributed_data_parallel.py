@@ -188,7 +188,9 @@ class DistributedDataParallel(_FlatDataParallel):
     def enable_forward_pre_hook(self) -> None:
         """Lets parameters be gathered while forward runs: each module's forward waits for those that it reads."""
         if self._pre_hooks:
-            raise ShardstackError("the forward pre-hooks are enabled already; disable_forward_pre_hook() comes first")
+            raise ShardstackError(
+                "enable_forward_pre_hook was called while the hooks are enabled; call disable_forward_pre_hook() first"
+            )
         self._pre_hooks += wait_before_forwards(self.module, self._group_of)
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:

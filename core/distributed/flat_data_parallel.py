@@ -22,7 +22,7 @@ from .buffers.unreadable_gradient import is_unreadable
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import Phase
-from .parameter_owner import share_gradient
+from .parameter_owner import set_gradient_shared
 from .plan import FlatPlan
 
 
@@ -277,7 +277,7 @@ class _FlatDataParallel(_BaseDataParallel):
             parameter.grad = None
             if parameter in self._group_of:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-                share_gradient(parameter, False)
+                set_gradient_shared(parameter, False)
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
         buckets = [group.bucket for group in self._bucket_groups]

@@ -27,7 +27,7 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine import Engine
 from .flat_data_parallel import _FlatDataParallel
 from .fully_sharded.build import build_units
-from .fully_sharded.calls import watch_calls
+from .fully_sharded.calls import install_call_hooks
 from .fully_sharded.gathering import ParameterGathering
 from .fully_sharded.memory import ShardedBuffer
 from .fully_sharded.unit import Unit
@@ -44,7 +44,7 @@ from .torch_fully_sharded_data_parallel import DEFAULT_UNIT_CLASSES
 class FullyShardedDataParallel(_FlatDataParallel):
     """Shards parameters, gradients and optimizer state over the group (ZeRO-3), in flat buffers.
 
-    The parameters of a unit are views of a slot of memory, for good. Units of equal size take turns with few slots. A
+    The parameters of a unit are views of a slot of memory. Units of equal size take turns with few slots. A
     step does, for each unit:
 
     1. forward: all-gathers the shards into the slot while the unit before computes, and runs the unit. Frees nothing:
@@ -120,9 +120,9 @@ class FullyShardedDataParallel(_FlatDataParallel):
         for unit in self.units:
             unit.adopt(with_values=False)
         # Tracks which units are gathered and the order in which they run. Module hooks call it in forward and backward
-        # (`watch_calls`). `note_step`, and writes to the shards, invalidate gathered units.
+        # (`install_call_hooks`). `note_step`, and writes to the shards, invalidate gathered units.
         self._gathering = ParameterGathering(plan, self.units, self._buffers_of_shards, comm_lane(device))
-        watch_calls(plan, self.units, self._gathering)
+        install_call_hooks(plan, self.units, self._gathering)
         if plan.buffer_dtype is not None:
             cast_buffers(model, plan.buffer_dtype)
         for param in named.values():
@@ -211,7 +211,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
 
     def _note_ranges(self) -> None:
         for unit in self.units:
-            for param, shard, start in unit.own_ranges():
+            for param, shard, start in unit.local_ranges():
                 keep_range(param, (shard, start))
 
     def broadcast_params(self) -> None:

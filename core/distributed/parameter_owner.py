@@ -34,21 +34,21 @@ class TrainsParameters(Protocol):
 
 
 _SHARES_GRADIENT = "_shares_gradient"
-"""An attribute of a parameter: whether ``grad`` shares the memory of ``main_grad``. `share_gradient` sets it: to True
-when reduced gradients are shown, to False when they are zeroed."""
+"""An attribute of a parameter: whether ``grad`` shares the memory of ``main_grad``. `set_gradient_shared` sets it: to
+True when reduced gradients are shown, to False when they are zeroed."""
 
 _OF_WRAPPERS = frozenset(
     {
-        MARK,  # the `_Owner`: `own_parameters` sets it, for good
+        MARK,  # the `_Owner`: `own_parameters` sets it; never cleared
         _SHARES_GRADIENT,
-        "__getstate__",  # `own_parameters` sets it, for good
+        "__getstate__",  # `own_parameters` sets it; never cleared
         "main_grad",  # `GradSlot` sets it to memory of a bucket, and to None while there is no gradient
         "main_grad_copy_in_grad_buffer",  # `GradSlot` sets it where `main_grad` is fp32 memory of its own
-        "has_buffer",  # True for good, from the construction of a wrapper with buffers
+        "has_buffer",  # True from the construction of a wrapper with buffers on
         "grad_added_to_main_grad",  # a layer's backward sets True; the wrapper's hook, and `zero_grad_buffer`, False
-        "lend_gradient_memory",  # the `GradientLender`, for good
+        "lend_gradient_memory",  # the `GradientLender`; never cleared
         "held_range",  # `keep_range` sets it when shards are made, and around `whole_parameters`
-        "pending_view",  # `set_pending_view` sets it, for good
+        "pending_view",  # `set_pending_view` sets it; never cleared
     }
 )
 """Attributes that wrappers set on parameters; they are not pickled, and no wrapper deletes them."""
@@ -74,7 +74,7 @@ def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) ->
     owner = _Owner(wrapper)
     for param in params:
         set_mark(param, owner)
-        share_gradient(param, False)
+        set_gradient_shared(param, False)
         # Pickle calls it. It is bound to the parameter without a weak reference, because torch cannot swap the tensor
         # of a parameter (`Module.to`) that has weak references.
         param.__getstate__ = types.MethodType(_state_without_wrapper, param)  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def owner_of(param: Any) -> TrainsParameters | None:
     return mark.wrapper() if isinstance(mark, _Owner) else None
 
 
-def share_gradient(param: nn.Parameter, shares: bool) -> None:
+def set_gradient_shared(param: nn.Parameter, shares: bool) -> None:
     """Records whether ``param.grad`` is the same memory as ``param.main_grad``."""
     setattr(param, _SHARES_GRADIENT, shares)
 

@@ -108,7 +108,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         if self._tree is not None:
             of_shards = plan.reduces_every_micro_batch
             self._sums = MicroBatchSums(module, self._tree, of_shards=of_shards, replicas=plan.groups.replicate)
-        # Whether `load_state_dict` has warned that it loads nothing. Its first call sets it, for good.
+        # Whether `load_state_dict` has warned that it loads nothing. Its first call sets it; never cleared.
         self._warned_about_load = False
         self._own_parameters()
 

@@ -198,11 +198,11 @@ def _sum_on_device(grads: list[Tensor], count_zeros: bool, device: torch.device)
 
 def _count_zeros(grads: Sequence[Tensor]) -> Tensor:
     """Returns how many elements are zero, 0-dim, without waiting for the device."""
-    counts = [torch.count_nonzero(run) for run in joined_neighbours(grads)]
+    counts = [torch.count_nonzero(run) for run in merge_contiguous(grads)]
     return sum(grad.numel() for grad in grads) - torch.stack(counts).sum()
 
 
-def joined_neighbours(tensors: Sequence[Tensor]) -> list[Tensor]:
+def merge_contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Joins tensors that follow each other in memory, so that one kernel reads them; keeps the rest as they are.
 
     A wrapper's gradients follow each other: a bucket's in its buffer, those of a unit in what its reduction wrote.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _BITS = 46
-"""Of a square; 2^16 of them add up in 62 bits."""
+"""Bits of a square in units; 2^16 squares sum to 62 bits."""
 
 CHUNK_ELEMENTS = 1 << 16
 """Elements that are squared at a time on CPU: 512 KiB, which a core's cache holds."""
@@ -27,7 +27,7 @@ _LEAST_EXPONENT = -1020
 """Even, and above those of subnormal numbers."""
 
 _LARGEST_EXPONENT = 1023 - 53 + _BITS
-"""Of the square of the power of two above the largest magnitude: beyond, a square exceeds what double holds."""
+"""Largest result of `_exponent_of_square` for which double holds the anchor of the unit, and squares added to it."""
 
 
 def largest_magnitude(grads: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -67,7 +67,7 @@ class MegatronOptimizer(OptimizerState):
         self._concluded: Callable[[StepOutcome], None] | None = None
         # Whether a step was started and `finish_step` was not called since. `start_step` sets it, `finish_step` clears
         # it.
-        self._is_ahead = False
+        self._has_unfinished_step = False
         # The phase of each wrapper's gradients before the last update. `start_step` sets it; `_conclude` restores the
         # phases if the device skipped the update. Never cleared.
         self._phases: list[Phase] = []
@@ -117,7 +117,7 @@ class MegatronOptimizer(OptimizerState):
             wrapper.check_may_step(type(self).__name__)
         for p in self._checked_here:
             p.check_storage()
-        if self._is_ahead:
+        if self._has_unfinished_step:
             written = self._written_params.find_written()  # to wait for it would leave the device without work
         else:
             written = None
@@ -132,7 +132,7 @@ class MegatronOptimizer(OptimizerState):
         self._pending = PendingOutcome(
             norm, num_zeros, report, written, self._written_params.names, stepped=stepped, lr=lr, loss_scale=scale
         )
-        self._concluded, self._is_ahead = concluded, True
+        self._concluded, self._has_unfinished_step = concluded, True
         is_finite = torch.isfinite(norm)
         if not skips_on_device(self.optimizer) and not self._pending.wait().updated:
             self._pending.stepped = ()
@@ -181,7 +181,7 @@ class MegatronOptimizer(OptimizerState):
             OptimizerError: other code wrote to parameters in low precision between this step and an unfinished one.
         """
         self._conclude()
-        self._is_ahead = False
+        self._has_unfinished_step = False
 
     def _conclude(self) -> None:
         """Waits for the outcome of the last step; updates loss scale and step counts, and calls `_concluded`."""

@@ -44,7 +44,7 @@ class OptimizerParamScheduler:
     `lr_decay_steps`, and stays there: along a line, a half cosine (Loshchilov & Hutter, 2017), or, with ``"WSD"``
     (warm-up, stable, decay; Hu et al., 2024), at `max_lr` until the last `wsd_decay_steps`, which fall by
     `lr_wsd_decay_style`. ``"inverse-square-root"`` is `max_lr` x sqrt(warm-up / step), not below `min_lr`
-    (Vaswani et al., 2017). ``"constant"`` stays at `max_lr` for good.
+    (Vaswani et al., 2017). ``"constant"`` stays at `max_lr`.
 
     Weight decay goes from `start_wd` to `end_wd` over `wd_incr_steps`, along a line or a half cosine.
 

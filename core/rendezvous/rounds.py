@@ -1,8 +1,8 @@
-"""A store of its own for each round of ranks that meet at one store.
+"""Gives each restart of a job a separate store.
 
-``torchrun`` keeps one store for all rounds of a job (pytorch/pytorch#135712): ranks that it starts again would read
-the addresses that those of the round before have left there, and wait for what no longer listens. Its count of
-restarts does not name the round, because node agents that follow another one's failure do not count it.
+``torchrun`` reuses one store for all restarts (pytorch/pytorch#135712): without this, ranks would read addresses of
+the previous one, where nothing listens any more, and wait. Its count of restarts cannot name a restart (a *round*),
+because node agents that follow another one's failure do not count it.
 """
 
 from __future__ import annotations

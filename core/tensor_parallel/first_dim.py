@@ -44,14 +44,14 @@ def reduce_scatter_first_dim(
         return part, reduce_scatter_by_backend(part, tensor.contiguous(), group, what=what, async_op=async_op)
     received = tensor.new_empty(tensor.shape)
     work = all_to_all_by_backend(received, tensor.contiguous(), group, what=what, async_op=async_op)
-    adding = _Adding(work, received.view(size, *part.shape), part)
+    adding = _SumOnWait(work, received.view(size, *part.shape), part)
     if async_op:
         return part, adding
     adding.wait()
     return part, None
 
 
-class _Adding(dist.Work):
+class _SumOnWait(dist.Work):
     """Sums the parts of all ranks, `[ranks, ...]`, once they have arrived."""
 
     def __init__(self, arriving: dist.Work | None, parts: torch.Tensor, total: torch.Tensor) -> None:

@@ -190,8 +190,7 @@ class _WritesWhole(TorchDispatchMode):
                 return leaf.full_tensor().cpu()
             raise ConfigError(
                 f"the initialisation of {self._name.rstrip('.')} reads a sharded parameter of another module "
-                f"({func}), of which each rank has a range; fill that parameter in the reset_parameters() of the "
-                "module that owns it"
+                f"({func}), and each rank has only a range of it; fill it in the reset_parameters() of its own module"
             )
 
         args, kwargs = tree_map(to_whole, (args, kwargs))

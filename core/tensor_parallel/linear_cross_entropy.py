@@ -1,13 +1,14 @@
-"""Projection to the vocabulary and cross entropy in one, a part of the vocabulary at a time: logits never exist whole.
+"""Projects to the vocabulary and computes the loss one part of it at a time, never allocating whole logits.
 
 A part is a range of columns of the logits for all tokens, rather than all columns for a range of tokens. The gradient
-of the weight's rows of a part is then one matrix product, as without parts: it is written once, where the
-data-parallel wrapper keeps it (`weight_gradients`), and is not rounded between parts in low precision. What adds up
-over parts is the gradient of the input, in fp32, and the log-sum-exp, which is merged as over tensor-parallel ranks.
+of the weight's rows of a part is then one matrix product: it is written once, where the data-parallel wrapper keeps it
+(`weight_gradients`), and is not rounded between parts in low precision. Two results add up over parts: the gradient of
+the input, in fp32, and the log-sum-exp, which is merged in the same way as over tensor-parallel ranks.
 
-Backward computes a part's logits again, because the caller weighs tokens after the forward: one product more.
+Backward computes the logits of a part again, with one more product, because the caller weighs tokens after forward.
 
-On a GPU what is between the products is compiled (`fused`): a part is read twice, and its gradient written once.
+On a GPU the operations between the products are compiled (`fused`): the logits of a part are read twice, and their
+gradient is written once.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class RNGStatesTracker:
 
 
 _tracker = RNGStatesTracker()
-"""The tracker of this process, for good. `model_parallel_manual_seed` fills it; `_TrackedStates` swaps its streams
+"""The tracker of this process; fixed. `model_parallel_manual_seed` fills it; `_TrackedStates` swaps its streams
 while backward recomputes."""
 
 

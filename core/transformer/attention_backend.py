@@ -100,7 +100,7 @@ def only_backend(backend: str) -> AbstractContextManager[Any]:
 
 @called_while_compiled
 def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype, channels: int) -> None:
-    """Warns once where a GPU attends within documents, or over ranks, by a slow way, and names the way out.
+    """Warns once if packed documents or context parallelism use a slow attention path on a GPU; says how to avoid it.
 
     Args:
         kind: of the device.
@@ -127,6 +127,8 @@ def warn_of_slow_pieces(kind: str, packed: bool, ranks: int, dtype: torch.dtype,
         )
 
 
+# Runs once in a process for the same arguments. On CUDA it logs the choice, and with "auto" sets the order in which
+# torch tries its kernels, for the whole process.
 @cache
 def _choose(
     backend: str,

@@ -30,7 +30,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Attended:
+class PartialAttention:
     """The attention of queries to one set of keys."""
 
     output: torch.Tensor
@@ -51,11 +51,11 @@ def has_kernel(query: torch.Tensor, dropout: float) -> bool:
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, dropout: float = 0.0
-) -> Attended:
+) -> PartialAttention:
     """Computes attention to all keys; with `causal`, to keys up to each query's own, with as many keys as queries."""
     if not query.is_cuda:
         output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-        return Attended(output, logsumexp)
+        return PartialAttention(output, logsumexp)
     channels, scale = query.shape[-1], 1.0 / math.sqrt(query.shape[-1])
     query, key, value = (aligned(tensor) for tensor in (query, key, value))
     if query.dtype in LOW_PRECISION:
@@ -69,7 +69,7 @@ def attend(
             query, key, value, None, True, dropout, causal, scale=scale
         )
         logsumexp = logsumexp[..., : query.shape[2]]
-    return Attended(output[..., :channels], logsumexp, tuple(random))
+    return PartialAttention(output[..., :channels], logsumexp, tuple(random))
 
 
 def attend_backward(
@@ -77,7 +77,7 @@ def attend_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attended: Attended,
+    attended: PartialAttention,
     *,
     causal: bool,
     dropout: float = 0.0,
@@ -118,13 +118,13 @@ def attend_backward(
     return grad_query, _summed(grad_key, groups), _summed(grad_value, groups)
 
 
-def combine(first: Attended, second: Attended) -> Attended:
+def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
     """Combines the attentions of the same queries to two sets of keys; drops `random`."""
     logsumexp = torch.logaddexp(first.logsumexp, second.logsumexp)
     output = torch.zeros_like(first.output, dtype=logsumexp.dtype)
     for part in (first, second):
         output.addcmul_(part.output.to(output.dtype), (part.logsumexp - logsumexp).exp_().unsqueeze(-1))
-    return Attended(output.to(first.output.dtype), logsumexp)
+    return PartialAttention(output.to(first.output.dtype), logsumexp)
 
 
 def no_random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,6 +132,7 @@ def no_random_state(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _zero_state(query.device, query.dtype in LOW_PRECISION)
 
 
+# Kept as long as the process: all calls on a device share these tensors, which kernels only read.
 @cache
 def _zero_state(device: torch.device, low_precision: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if low_precision:

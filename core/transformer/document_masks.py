@@ -102,6 +102,8 @@ def document_pieces(document_starts: torch.Tensor, rank: int = 0, size: int = 1)
     return _pieces_of(starts.tobytes(), *starts.shape, rank, size)
 
 
+# All layers of a micro-batch ask for one entry, in forward and in backward. Training and an evaluation in between, or
+# several layouts in use at once, have an entry each; more would only keep old layouts.
 @lru_cache(maxsize=4)
 def _pieces_of(document_starts: bytes, rows: int, length: int, rank: int, size: int) -> tuple[QueryPiece, ...]:
     starts = np.frombuffer(document_starts, dtype=np.int32).reshape(rows, length)

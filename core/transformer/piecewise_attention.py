@@ -18,7 +18,7 @@ import torch
 
 from .._torch_compat import group_of_name
 from ..tensor_parallel.groups import Group, group_rank, group_size
-from .attention_kernels import Attended, attend, attend_backward, combine
+from .attention_kernels import PartialAttention, attend, attend_backward, combine
 from .attention_operation import define_attention
 from .context_parallel import GatheringKeys, ScatteringGradients
 from .document_masks import QueryPiece, causal_pieces, document_pieces
@@ -129,7 +129,7 @@ def _backward(
         piece: QueryPiece, keys: torch.Tensor, values: torch.Tensor, causal: bool, state: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds to the gradient of a piece's queries; returns the gradients of these keys and values."""
-        found = Attended(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
+        found = PartialAttention(_queries(output, piece), logsumexp[piece.rows, :, piece.queries], state)
         views = (_queries(grad, piece), _queries(query, piece), keys, values)
         of_query, of_keys, of_values = attend_backward(*views, found, causal=causal, dropout=dropout)
         _queries(grad_query, piece).add_(of_query)
@@ -170,7 +170,7 @@ def _pieces(query: torch.Tensor, document_starts: torch.Tensor | None, group: Gr
 
 def _attend_to_own(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: QueryPiece, dropout: float
-) -> Attended:
+) -> PartialAttention:
     """Computes the causal attention of a piece's queries to their own keys."""
     views = (_queries(tensor, piece) for tensor in (query, key, value))
     return attend(*views, causal=True, dropout=dropout)

@@ -10,7 +10,7 @@ gradient or weight differs.
     __main__            the command
 """
 
-from .lockstep import Options, Parting, Verdict, verify
+from .lockstep import FirstDifference, Options, Verdict, verify
 from .model_under_test import ModelUnderTest, load_model_under_test
 
-__all__ = ["Options", "Parting", "ModelUnderTest", "Verdict", "load_model_under_test", "verify"]
+__all__ = ["Options", "FirstDifference", "ModelUnderTest", "Verdict", "load_model_under_test", "verify"]

@@ -1,4 +1,4 @@
-"""Compares two trainings step by step, up to their first difference; and so every wrapper."""
+"""Compares each wrapper's training with its reference, step by step, up to the first difference."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first difference between two trainings: the smallest step, in it loss, gradients, weights, then buffers."""
 
     step: int
@@ -102,7 +102,7 @@ class Verdict:
     """Name of the reference."""
     tolerance: float
     """Relative tolerance of the comparison; 0 means bitwise."""
-    parting: Parting | None = None
+    parting: FirstDifference | None = None
     failure: str = ""
     """Why it could not run; empty if it did."""
     inapplicable: str = ""
@@ -193,7 +193,7 @@ def _rounding(parameters: Iterator[Tensor]) -> float:
     return 8 * eps if eps > 1e-4 else 64 * eps  # in bf16 64 would be half of everything
 
 
-def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: float) -> Parting | None:
+def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: float) -> FirstDifference | None:
     for step in range(steps):
         found = _of_all_ranks(_compare_step(ours, theirs, step, tolerance))
         if found is not None:
@@ -201,13 +201,13 @@ def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: floa
     return None
 
 
-def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> Parting | None:
+def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> FirstDifference | None:
     """Runs one step of both trainings and compares them; calls the same collectives in every case."""
     loss, expected = ours.backward(step), theirs.backward(step)
-    found: Parting | None = None
+    found: FirstDifference | None = None
     off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0
     if not off <= tolerance or not math.isfinite(loss):
-        found = Parting(step, "loss", "", off, dist.get_rank())
+        found = FirstDifference(step, "loss", "", off, dist.get_rank())
     gradients = _first_difference(step, "gradient", ours.gradients(), theirs.gradients(), tolerance)
     ours.update()
     theirs.update()
@@ -222,12 +222,15 @@ def _first_difference(
     ours: Iterator[tuple[str, Tensor]],
     theirs: Iterator[tuple[str, Tensor]],
     tolerance: float,
-) -> Parting | None:
+) -> FirstDifference | None:
     differing: list[tuple[str, float, float]] = []
     total = 0.0
     for (name, found), (other, expected) in zip(ours, theirs, strict=True):
         if name != other:
-            raise ConfigError(f"the parameter {other} is {name} under a wrapper; its module renames its parameters")
+            raise ConfigError(
+                f"the parameter {other} is named {name} under a wrapper, because its module renames parameters; keep "
+                "their names as they are when the model is built"
+            )
         norm = float(expected.double().norm())
         total += norm * norm
         if not bool(torch.equal(found, expected)) or not math.isfinite(norm):
@@ -237,13 +240,13 @@ def _first_difference(
     for name, distance, norm in differing:
         off = distance / max(norm, least, 1e-30)
         if not off <= tolerance:
-            return Parting(step, what, name, off, dist.get_rank())
+            return FirstDifference(step, what, name, off, dist.get_rank())
     return None
 
 
-def _of_all_ranks(found: Parting | None) -> Parting | None:
+def _of_all_ranks(found: FirstDifference | None) -> FirstDifference | None:
     """Returns the difference of the first rank that found one: a replica may be wrong on one rank only."""
-    of_ranks: list[Parting | None] = [None] * dist.get_world_size()
+    of_ranks: list[FirstDifference | None] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)
     order = {"loss": 0, "gradient": 1, "weight": 2, "buffer": 3}
     return min((p for p in of_ranks if p is not None), key=lambda p: (order[p.what], p.rank), default=None)

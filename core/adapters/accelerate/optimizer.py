@@ -131,9 +131,9 @@ def _set_groups(built: MegatronOptimizer, groups: Sequence[dict[str, Any]]) -> N
     if counts.keys() != mains.keys() or len(counts) != counts.total():
         missing, unknown = len(mains.keys() - counts), len(counts.keys() - mains)
         raise OptimizerError(
-            f"the optimizer has {len(counts)} parameters in its groups; of the model's trainable ones {missing} are "
-            f"missing, {unknown} are not among them, and {counts.total() - len(counts)} are given twice; put every "
-            "trainable parameter into one group, and freeze the others (requires_grad_(False)) before prepare"
+            f"the optimizer's groups lack {missing} of the model's trainable parameters, have {unknown} others and "
+            f"{counts.total() - len(counts)} twice; put every trainable parameter into one group, and freeze the "
+            "others (requires_grad_(False)) before prepare"
         )
     built.param_groups.clear()
     for group in groups:

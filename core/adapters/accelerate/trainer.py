@@ -47,8 +47,11 @@ class ShardstackTrainer(Trainer):
         return loss * self.accelerator.num_processes if self._leaves_out_ranks else loss
 
     def get_tp_size(self) -> int:
-        """Returns 1, the ranks that share a batch. `compute_loss` divides the number of ranks by it, for its factor,
-        which in a step is to be 1."""
+        """Returns the number by which `compute_loss` divides the number of ranks, to get the factor of the loss.
+
+        In a step with this library's gradients that is the number of ranks, so that the factor is 1: gradients are
+        summed over ranks, not averaged. Elsewhere it is 1, the number of ranks that share a batch.
+        """
         if not (self._is_in_step and self._gradients is not None):
             return 1
         self._leaves_out_ranks = True

@@ -37,7 +37,7 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
     plugin = ShardstackPlugin() if plugin is None else plugin
     if isinstance(target, Accelerator):
         reject_settings(target)
-        _become(target, ShardstackAccelerator)
+        _mix_in(target, ShardstackAccelerator)
         vars(target)["plugin"] = plugin
         return target
     check_version("transformers", "core.adapters.accelerate")
@@ -51,14 +51,14 @@ def use_shardstack(target: Target, plugin: ShardstackPlugin | None = None) -> Ta
     reject_wrapped(target.model_wrapped, (_BaseDataParallel,))
     target.accelerator.free_memory()  # of what was prepared for evaluation, as `train` does first
     use_shardstack(target.accelerator, plugin)
-    _become(target, ShardstackTrainer)
+    _mix_in(target, ShardstackTrainer)
     return target
 
 
-def _become(target: Any, kind: type) -> None:
+def _mix_in(target: Any, kind: type) -> None:
     """Puts the methods of `kind`, a subclass of the target's base, before those of its own class."""
     own = type(target)
-    # The class is set on the user's object, for good: nothing puts the old one back, and a second call keeps it.
+    # The class is set on the user's object: nothing puts the old one back, and a second call keeps it.
     if issubclass(kind, own):
         target.__class__ = kind
     elif not isinstance(target, kind):

@@ -81,9 +81,9 @@ class TranslatedOptimizer:
         given = {param for group in self._groups for param in group["params"]}
         if missing := len(mains.keys() - given):
             raise OptimizerError(
-                f"{type(optimizer).__name__} was given a part of the model's trainable parameters, {missing} are "
-                f"missing, and sharding {wrapper.plan.strategy!r} updates all; freeze them (requires_grad=False) "
-                "before the model is wrapped, or use the sharding 'fsdp2' or 'no_shard'"
+                f"{type(optimizer).__name__} lacks {missing} of the model's trainable parameters, and sharding "
+                f"{wrapper.plan.strategy!r} updates all; freeze them (requires_grad=False) before the model is "
+                "wrapped, or use the sharding 'fsdp2' or 'no_shard'"
             )
         common = dict(self.megatron.param_groups[0])
         self.megatron.param_groups[:] = [
@@ -118,7 +118,7 @@ class TranslatedOptimizer:
 
 
 Updates = MegatronOptimizer | TranslatedOptimizer | TorchOptimizer
-"""What a strategy steps, saves and loads for an optimizer."""
+"""Any of the optimizers that a strategy can step, save and load."""
 
 
 def updates_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> Updates:
@@ -149,7 +149,7 @@ class _ZeroesThroughWrapper:
     """`zero_through_wrapper` mixes it into the class of an optimizer."""
 
     wrapper: _BaseDataParallel
-    """Set by `zero_through_wrapper` on the user's optimizer, for good."""
+    """`zero_through_wrapper` sets it on the user's optimizer; never cleared."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes the gradients of the whole model, unless they are zero."""
@@ -160,7 +160,7 @@ def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> No
     """Lets ``optimizer.zero_grad()`` zero the wrapper's gradients, which ``param.grad`` may not show."""
     if not isinstance(optimizer, (ShardstackOptimizer, _ZeroesThroughWrapper)):
         kind = type(optimizer)
-        # Both attributes are set on the user's optimizer, for good: its parameters belong to this wrapper.
+        # Both attributes are set on the user's optimizer and never removed: its parameters belong to this wrapper.
         optimizer.wrapper = wrapper  # type: ignore[attr-defined]
         optimizer.__class__ = type(kind.__name__, (_ZeroesThroughWrapper, kind), {})
 
@@ -175,7 +175,7 @@ def _config_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> OptimizerCon
     if config is None:
         raise OptimizerError(
             f"{unlike_ours(optimizer)} cannot update shards of the sharding {wrapper.plan.strategy!r}; use AdamW, SGD "
-            "or Adam without weight decay, as torch's defaults have them, or ShardstackOptimizer; the shardings "
-            "'fsdp2' and 'no_shard' take any optimizer"
+            "or Adam without weight decay, with torch's defaults otherwise, or ShardstackOptimizer, or the sharding "
+            "'fsdp2' or 'no_shard'"
         )
     return config

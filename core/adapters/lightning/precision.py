@@ -27,7 +27,7 @@ class StepsAndClips(Protocol):
         """Updates the parameters from the gradient, and zeroes it."""
 
 
-class _OfStrategy(Precision):
+class _StepsThroughStrategy(Precision):
     """Clips and steps through the strategy; mixed in before one of Lightning's plugins."""
 
     strategy: StepsAndClips
@@ -51,15 +51,15 @@ class _OfStrategy(Precision):
         self.strategy.clip_by_value(float(clip_val))
 
 
-class FullPrecision(_OfStrategy, Precision):
+class FullPrecision(_StepsThroughStrategy, Precision):
     """``32-true``."""
 
 
-class BFloat16Autocast(_OfStrategy, MixedPrecision):
+class BFloat16Autocast(_StepsThroughStrategy, MixedPrecision):
     """``bf16-mixed``: fp32 parameters, and `torch.autocast` around forward."""
 
 
-class BFloat16(_OfStrategy, HalfPrecision):
+class BFloat16(_StepsThroughStrategy, HalfPrecision):
     """``bf16-true``: bf16 parameters."""
 
 
@@ -69,7 +69,7 @@ def of_strategy(plugin: Precision | None, strategy: StepsAndClips) -> Precision:
     Raises:
         ConfigError: a precision without a counterpart.
     """
-    made: _OfStrategy
+    made: _StepsThroughStrategy
     if plugin is None or type(plugin) is Precision:
         made = FullPrecision()
     elif type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":

@@ -87,7 +87,7 @@ class TorchFullyShardedDataParallel(distributed.TorchFullyShardedDataParallel):
             process_group,
         )
         self.ddp_config = ddp_config  # Megatron-LM reads fields that only its own config has
-        # Read by Megatron-LM's checkpoints. These attributes and `config.no_sync_func` are set for good.
+        # Read by Megatron-LM's checkpoints. These attributes and `config.no_sync_func` are never removed.
         for parameter in module.parameters():
             parameter.is_torch_fsdp2_param = True  # type: ignore[attr-defined]
         config.no_sync_func = self.no_sync
@@ -144,7 +144,7 @@ _UNSUPPORTED = {
 def _mark_embeddings(module: nn.Module) -> None:
     """Marks weights that the output layer reads from the embedding, and units whose backward reads no weight.
 
-    The marks stay for good. Planning reads them: it leaves such a weight to the root, and frees such a unit after
+    The marks are never removed. Planning reads them: it leaves such a weight to the root, and frees such a unit after
     forward without gathering it in backward.
     """
     submodule: Any

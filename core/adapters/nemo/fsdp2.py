@@ -91,7 +91,7 @@ def fsdp2_strategy_parallelize(
 
 def _keep_no_cache_in_training(model: nn.Module) -> None:
     """Switches Hugging Face's cache off in training: a layer that is computed twice would fill it twice."""
-    for module in model.modules():  # what is around a model, as peft, may call its forward and none of its hooks
+    for module in model.modules():  # wrappers such as peft may call forward directly, without hooks
         names = list(inspect.signature(module.forward).parameters)
         if "use_cache" in names:
             without_cache = functools.partial(_without_cache, names.index("use_cache"))

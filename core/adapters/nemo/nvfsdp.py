@@ -64,7 +64,8 @@ def nvfsdp_strategy_parallelize(
 ) -> _BaseDataParallel:
     """Wraps a model as `wrap_model` does, under the names and defaults of NeMo Automodel's function of this name.
 
-    The model computes in the dtype of its parameters. The wrapper has all of `_BaseDataParallel`'s contract.
+    The model computes in the dtype of its parameters. The wrapper keeps the contract of every wrapper
+    (`docs/contract.md`).
 
     Args:
         model: any module.
@@ -81,7 +82,7 @@ def nvfsdp_strategy_parallelize(
         overlap_grad_reduce: reduce gradients while backward runs; FSDP2 always does.
         overlap_param_gather: gather parameters ahead of their use; False where nothing is gathered (``no_shard``).
         check_for_nan_in_grad: raise on a gradient that is not finite.
-        average_in_collective: let the collective divide; FSDP2 decides that, which a warning says once.
+        average_in_collective: let the collective divide; FSDP2 decides that; warns once.
         disable_bucketing: reduce each buffer in one piece.
         calculate_per_token_loss: sum gradients, for `finalize_model_grads` to divide by the number of tokens.
         keep_fp8_transpose_cache_when_using_custom_fsdp: changes no number, and has no use here.

@@ -94,7 +94,7 @@ class ReplicatedWithGradAllReduce(ParallelStyle):
             with _local_parameters(module):
                 return forward(*args, **kwargs)
 
-        module.forward = computed_on_a_part  # on the instance, for good
+        module.forward = computed_on_a_part  # on the instance; never restored
         return module
 
 

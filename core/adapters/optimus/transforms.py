@@ -180,7 +180,7 @@ class FullyShardTransform(BaseDistributedTransform):
 
 
 def _with_accumulation_context(model: nn.Module, context: Callable[[bool], AbstractContextManager[None]]) -> nn.Module:
-    # Set once, for good, on the user's model: Optimus's loop reads it there, for every micro-batch.
+    # Set once on the user's model, never removed: Optimus's loop reads it there, for every micro-batch.
     model.accumulation_context = context  # type: ignore[assignment]
     return model
 

@@ -115,7 +115,7 @@ class _LastReduces:
         if head is not None:  # a unit, by `_units`
             sharded.module.register_forward_hook(self._after_forward)
             head.register_forward_pre_hook(self._before_head)
-            # Replaces torch's method on this instance, for good; torchtitan's loss in chunks calls it.
+            # Replaces torch's method on this instance; never restored. Torchtitan's loss in chunks calls it.
             self._set_sync_of_head = head.set_requires_gradient_sync
             head.set_requires_gradient_sync = self._set_sync_of_last
 
@@ -158,7 +158,7 @@ def _units(model: nn.Module) -> list[UnitChoice]:
     """Returns the modules that become units: items of lists of layers, a decoder's embedding and output layer."""
     embedding, head = (getattr(model, name, None) for name in ("tok_embeddings", "lm_head"))
     if embedding is not None and (head is None or embedding.weight is not head.weight):
-        # Set for good; `plan.units` reads it when it plans, once.
+        # Never cleared; `plan.units` reads it once, when it plans.
         embedding.weights_used_in_backward = False
     return [nn.ModuleList, nn.ModuleDict, *(module for module in (embedding, head) if module is not None)]
 

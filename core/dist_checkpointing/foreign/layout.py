@@ -71,12 +71,12 @@ def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]])
 def make_foreign(
     name: str, shape: Sequence[int], recipes: Iterable[Recipe], ours: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Makes one foreign tensor from our whole tensors: the inverse of :func:`load_foreign`."""
+    """Builds one foreign tensor from our whole tensors; inverse of :func:`load_foreign`."""
     parts = [(run, ours[recipe.name]) for recipe in recipes for run in recipe.runs if run.source == name]
     made = parts[0][1].new_empty(tuple(shape))
     for run, whole in parts:
         box = _source_box(run, slice(0, run.count), [slice(0, size) for size in whole.shape[1:]])
-        made[box].copy_(_turned(run, whole[run.start : run.start + run.count * run.step : run.step]))
+        made[box].copy_(_transpose_if_columns(run, whole[run.start : run.start + run.count * run.step : run.step]))
     return made
 
 
@@ -166,7 +166,7 @@ def _fill(target: torch.Tensor, recipe: Recipe, source: BoxReader) -> None:
             start = run.start + begin * run.step - first
             rows = held[start : start + (end - begin - 1) * run.step + 1 : run.step]
             read = source.read(run.source, _source_box(run, slice(begin, end), rest))
-            rows.copy_(_turned(run, read))
+            rows.copy_(_transpose_if_columns(run, read))
 
 
 def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, ...]:
@@ -176,5 +176,5 @@ def _source_box(run: Run, rows: slice, rest: list[slice]) -> tuple[slice | int, 
     return tuple(box if run.layer is None else [run.layer, *box])
 
 
-def _turned(run: Run, tensor: torch.Tensor) -> torch.Tensor:
+def _transpose_if_columns(run: Run, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.movedim(0, -1) if run.transposed else tensor

@@ -99,7 +99,10 @@ class IndexedReader(StorageReader):
                 f"{path} holds no readable tensor for {name!r}: {error}; nothing in it was run"
             ) from error
         if tensor.dtype != dtype or tuple(tensor.shape) != piece.sizes:
-            raise CheckpointError(f"{path} holds for {name!r} something else than {dtype} of shape {piece.sizes}")
+            raise CheckpointError(
+                f"{path} has another dtype or shape for {name!r} than {dtype} of shape {piece.sizes}, which the index "
+                "gives; load another checkpoint"
+            )
         return tensor
 
     @classmethod

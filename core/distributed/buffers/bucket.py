@@ -23,11 +23,11 @@ class Bucket:
         offset: the bucket's first element in the buffer.
         numel: number of elements, padding included; a multiple of the number of shards.
         buffer: owns `param_data`, and `grad_data` unless `releases_grads`.
-        param_data: `[numel]`, a view of the buffer's `param_data`; the parameters are views of it for good. None where
+        param_data: `[numel]`, a view of the buffer's `param_data`; the parameters are views of it. None where
             parameters keep their own memory.
         local_param_shard: `[numel / shards]`, this rank's part of `param_data`, which its optimizer updates. Set once,
             by the constructor or by `ShardedBuffer`, whose shards have memory of their own.
-        grad_data: `[numel]`, whole gradients. Without `releases_grads` a view of the buffer's `grad_data`, for good.
+        grad_data: `[numel]`, whole gradients. Without `releases_grads` a view of the buffer's `grad_data`; fixed.
             With `releases_grads` memory of the bucket: allocated for the first gradient of a step or to send the
             bucket, dropped by `release_grads`, None in between.
         separate_shard: `[numel / shards]`, memory of `local_grad_shard` with `releases_grads`. Allocated when it is

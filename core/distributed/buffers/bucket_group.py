@@ -37,9 +37,9 @@ class BucketGroup:
         tree: the order of additions over micro-batches, where there is one.
 
     Attributes:
-        bucket: the bucket, for good.
+        bucket: the bucket; fixed.
         phase: the bucket's phase in the step. Only methods of this class set it.
-        sums: sums of earlier micro-batches, for good; None without `tree`.
+        sums: sums of earlier micro-batches; fixed. None without `tree`.
         param_gather_handle: the gather of parameters that is running. `start_param_sync` sets it and
             `finish_param_sync` clears it; None if the gather finished before `start_param_sync` returned.
         param_gather_dispatched: whether parameters were gathered since gradients were last reduced.
@@ -75,7 +75,7 @@ class BucketGroup:
         # backward, because users freeze and thaw parameters between them.
         self._num_awaited = len(bucket.params)
         # Whether a gather may go on while forward runs: the parameters make their first reader wait.
-        self._may_be_pending = all(map(can_be_pending, bucket.params))
+        self._can_overlap_gather = all(map(can_be_pending, bucket.params))
         # A reduction in the lane: set by `start_grad_sync` in the phase SENT, cleared by `wait_for_grads`.
         self._grad_handle: Handle | None = None
         # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
@@ -301,7 +301,7 @@ class BucketGroup:
         if bucket.param_data is None or bucket.local_param_shard is None or self._reduction.shard_group is None:
             return
         gather = partial(self._gather, bucket.param_data, bucket.local_param_shard, "parameters")
-        if self._overlaps_params and not force_sync and self._may_be_pending:
+        if self._overlaps_params and not force_sync and self._can_overlap_gather:
             self.param_gather_handle = self._lane.submit(gather)
             make_pending(bucket.params, self.finish_param_sync)
         else:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...comm.memory import Allocate
-from ...host_memory import passing_memory
+from ...host_memory import transient_memory
 
 
 class GradMemory:
@@ -30,7 +30,7 @@ class GradMemory:
         device: torch.device,
         *,
         most_kept: Mapping[int, int] = MappingProxyType({}),
-        allocate: Allocate = passing_memory,
+        allocate: Allocate = transient_memory,
     ) -> None:
         self._dtype, self._device, self._allocate = dtype, device, allocate
         self._most_kept = most_kept

@@ -57,7 +57,7 @@ class GradSlot:
 
     is_written_by_layer: bool = False
     """Whether a layer's backward adds into ``main_grad`` itself, which must then exist and be zeroed. The first such
-    gradient or the wrapper sets it, for good."""
+    gradient or the wrapper sets it; never cleared."""
 
     @property
     def main_grad_dtype(self) -> torch.dtype:

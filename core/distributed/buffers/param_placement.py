@@ -35,7 +35,8 @@ class ParamPlacement:
         self._places: dict[nn.Parameter, tuple[str, int, torch.dtype]] = {
             param: (name, param.data_ptr(), param.dtype) for name, param in params
         }
-        # `check_step` leads from any to DONE; `check_gather` and `begin_step` from there to BY_OPTIMIZER.
+        # `check_step` sets DONE. `begin_step`, which `check_gather` and zeroing gradients call, turns DONE into
+        # BY_OPTIMIZER. Main thread only.
         self._checks = _Checks.WHEN_REDUCED
 
     def check_reduced(self, module: nn.Module) -> None:
@@ -55,7 +56,7 @@ class ParamPlacement:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Ends what the check of the last step holds for."""
+        """Requires a new check for the next step."""
         if self._checks is _Checks.DONE:
             self._checks = _Checks.BY_OPTIMIZER
 

@@ -22,7 +22,7 @@ deletes it; it exists exactly while the parameter's class is `_PendingParameter`
 
 _VIEW = "pending_view"
 """An attribute of a parameter: the function that returns its ``detach()`` and ``data`` while it is pending.
-`set_pending_view` sets it when the model is wrapped, for good."""
+`set_pending_view` sets it when the model is wrapped; never removed."""
 
 
 def can_be_pending(param: nn.Parameter) -> bool:

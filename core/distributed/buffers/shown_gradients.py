@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..parameter_owner import share_gradient
+from ..parameter_owner import set_gradient_shared
 from .bucket_group import BucketGroup
 from .unreadable_gradient import is_unreadable, make_unreadable_gradient
 
@@ -26,7 +26,7 @@ class ShownGradients:
     def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
         self._group_of, self._is_sharded = group_of, is_sharded
         # The tensor for each parameter that raises when it is read; without memory. Made when it is first shown, and
-        # kept for good: each step shows the same one.
+        # never removed: each step shows the same one.
         self._unreadable: dict[nn.Parameter, Tensor] = {}
 
     def take_written(self) -> None:
@@ -45,7 +45,7 @@ class ShownGradients:
                 param.grad = param.main_grad = None  # type: ignore[attr-defined]
             elif param.main_grad.dtype == param.dtype:  # type: ignore[attr-defined]
                 param.grad = param.main_grad  # type: ignore[attr-defined]
-                share_gradient(param, True)
+                set_gradient_shared(param, True)
 
     def hide_after_step(self) -> None:
         """Clears ``param.grad`` after a step, if gradients are sharded."""

@@ -1,7 +1,7 @@
 """Collectives of FSDP2's units, recorded under the names of the units; under gloo, direct exchanges between ranks.
 
-`comm.gloo` implements the exchange, and torch's `set_custom_all_gather` and `set_custom_reduce_scatter` take it. What
-torch, or the user, gathers and reduces with is wrapped in a recorder.
+`comm.gloo` implements the exchange, and torch's `set_custom_all_gather` and `set_custom_reduce_scatter` take it. Other
+collectives, torch's or the user's, are wrapped in recorders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from ...comm import collectives, gloo
 from ...comm.record import recorded
 from ..plan import FSDP2Plan, FSDP2UnitPlan
-from .torch_private import ReductionsUnderWay, as_fsdp, communication_of, exchange_directly
+from .torch_private import PendingReductions, as_fsdp, communication_of, exchange_directly
 
 
 def set_direct_collectives(plan: FSDP2Plan, *, gathers: bool) -> None:
@@ -27,7 +27,7 @@ def set_direct_collectives(plan: FSDP2Plan, *, gathers: bool) -> None:
     Args:
         gathers: units gather by direct exchange too, without torch's copies, and reduce while backward computes.
     """
-    reductions = ReductionsUnderWay()
+    reductions = PendingReductions()
     for unit, module in _units(plan):
         if gathers:
             module.set_custom_all_gather(DirectAllGather(_name(unit)))
@@ -36,7 +36,7 @@ def set_direct_collectives(plan: FSDP2Plan, *, gathers: bool) -> None:
 
 
 def record_collectives(plan: FSDP2Plan) -> None:
-    """Makes what each unit gathers and reduces with record itself; to be called again after a user exchanged it."""
+    """Wraps each unit's collectives in recorders. Call it again after the user has replaced one."""
     for unit, module in _units(plan):
         communication = communication_of(module)
         if communication is None:
@@ -59,7 +59,7 @@ def _name(unit: FSDP2UnitPlan) -> str:
 
 class _RecordsItself:
     unit: str
-    """The unit's name in messages; set when it is made, for good."""
+    """The unit's name in messages; fixed."""
 
 
 class _Direct(_RecordsItself):
@@ -98,14 +98,14 @@ class DirectAllGather(_Direct, AllGather):
 
 
 class DirectReduceScatter(_Direct, ReduceScatter):
-    """`comm.collectives.reduce_scatter`; gradients are there when it returns, or when `reductions` are finished.
+    """`comm.collectives.reduce_scatter`. Its output is valid when it returns, or after ``reductions.finish()``.
 
     Args:
         reductions: shared by all units of a model.
         plan: says how ranks are added.
     """
 
-    def __init__(self, unit: str, reductions: ReductionsUnderWay, plan: FSDP2Plan) -> None:
+    def __init__(self, unit: str, reductions: PendingReductions, plan: FSDP2Plan) -> None:
         self.unit, self._reductions, self._order = unit, reductions, plan.sum_order
 
     def __call__(
@@ -132,8 +132,8 @@ class DirectReduceScatter(_Direct, ReduceScatter):
 def _recorder(kind: type[_Recorder], inner: Any, unit: str) -> Any:
     """Wraps `inner` in a recorder of `kind` that is an instance of the type of `inner` too.
 
-    Torch lets its own implementations be exchanged for those on buffers of NCCL or on symmetric memory, and refuses
-    that for any other.
+    Torch replaces only instances of its own classes by its versions on NCCL's buffers or symmetric memory, and refuses
+    others, so the recorder is a subclass of the wrapped type too.
     """
     made: Any = object.__new__(type(f"{kind.__name__}Of{type(inner).__name__}", (kind, type(inner)), {}))
     vars(made).update(vars(inner), inner=inner, unit=unit)

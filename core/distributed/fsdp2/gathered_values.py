@@ -1,4 +1,4 @@
-"""Notices writes to shards and to gathered parameters, so that neither is used with values that the other lost."""
+"""Detects writes to shards and to gathered parameters, so that no forward uses stale values and no write is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import UnitError
 from .torch_private import gathered_versions, mark_gathered_parameter, name_of_parameter, shard_versions
 
 _UNWRITTEN = 0
-"""The version of what torch has gathered into and nothing else has written."""
+"""Version of a gathered parameter that only torch's gather has written."""
 
 
 class GatheredValues:

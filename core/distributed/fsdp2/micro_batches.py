@@ -1,8 +1,8 @@
 """Keeps units gathered from one micro-batch of a step to the next.
 
 Between micro-batches a rank holds every gradient whole, until the last one reduces them. Compared with that, the units
-that a micro-batch begins and ends with take little memory, and gathering them again takes long: at that moment nothing
-runs that could hide a gather.
+that a micro-batch begins and ends with take little memory. Gathering them again takes long, because no computation
+overlaps with those gathers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Gathers units ahead of their use, in the order in which the model really uses them.
 
-What comes next in a forward is what came next in the last one; what comes next in a backward is what came before in
-the forward that it belongs to. Modules called out of order, several times or not at all therefore change what is
-gathered ahead and never what is computed: a unit that was not gathered ahead is gathered when it is reached.
+Predicts the next unit of a forward from the last forward, and of a backward from its own forward in reverse. A wrong
+prediction costs a late gather and changes no number.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ class Prefetcher:
     ) -> None:
         self._forward_depth, self._backward_depth = forward_depth, backward_depth
         self._gathered_in_backward = set(gathered_in_backward)  # fixed
-        # The units of the forward under way, or of the last one, in the order in which they ran. Grows in `_enter`;
+        # The units of the running forward, or of the last one, in the order in which they ran. Grows in `_enter`;
         # backward reads it. `end_order` moves it to `_last_order`: when a forward of the root begins, or on reshard.
         self._order: list[nn.Module] = []
-        # The same of the forward before: what the one under way expects to run next. Empty before the second forward.
+        # Units of the previous forward, in order: the prediction for the current one. `end_order` sets it. Empty until
+        # the second forward.
         self._last_order: list[nn.Module] = []
         # Units of `_order` whose output needs a gradient, so that backward runs through them. Grows in `_leave`, is
         # cleared when a forward of the root begins.

@@ -16,7 +16,7 @@ from ..model.rewrapping import note_sharded, reject_wrapped
 from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from ..plan import FSDP2Plan, GradientReduction
 from .collectives import set_direct_collectives
-from .torch_private import PartialReshard, as_fsdp, keep_changes_of_requires_grad, tolerate_units_never_gathered
+from .torch_private import PartialReshard, allow_ungathered_units, as_fsdp, keep_changes_of_requires_grad
 
 
 def shard_model(plan: FSDP2Plan) -> None:
@@ -48,7 +48,7 @@ def shard_model(plan: FSDP2Plan) -> None:
                     partial[size] = PartialReshard(plan.groups.shard, size, mesh.device_type)
                 partial[size].apply_to(unit.modules[0])
     note_sharded(fsdp_modules(module))
-    tolerate_units_never_gathered(module)
+    allow_ungathered_units(module)
     keep_changes_of_requires_grad(module)
     for unit in plan.units:
         if not unit.is_needed_in_backward:

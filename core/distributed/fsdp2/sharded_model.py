@@ -32,7 +32,7 @@ from .torch_private import (
     has_failed_in_backward,
     is_in_forward,
     reset_iteration,
-    take_root,
+    set_fsdp_root,
 )
 
 
@@ -43,10 +43,11 @@ class ShardedModel:
         module: the model, on any device; its parameters may be DTensors of tensor parallelism already.
         plan: what is to be done to it, from `plan_fsdp2`.
         initializes: if False, ranks keep their tensors, and those on the meta device stay there, sharded: the caller
-            allocates and fills them before the first forward, as by ``to_empty`` and its own initialization.
+            allocates and fills them before the first forward, for example with ``to_empty`` and its own
+            initialization.
 
     Attributes:
-        module: the sharded model, for good.
+        module: the sharded model; fixed.
         plan: as given.
         fsdp_modules: every module that FSDP2 acts on, the root first; fixed.
 
@@ -84,11 +85,11 @@ class ShardedModel:
         if start is not None:
             start.allocate("cpu" if plan.offloads else None)
             start.fill()
-        # The tensors that units are gathered into exist. Set for good by the first forward, in `prepare_forward`.
+        # Whether the tensors that units are gathered into exist. The first `prepare_forward` sets it; never cleared.
         self._has_allocated = False
-        # Units keep parts of parameters after forward; fixed.
+        # Whether units keep parts of parameters after forward; fixed.
         self._keeps_parts = any(unit.kept_among is not None for unit in (*plan.units, plan.root))
-        # A backward raised. Set when it is noticed, in `_end_failed_backward`; cleared by `recover`, which returns it.
+        # Whether a backward raised. `_end_failed_backward` sets it; `recover` returns and clears it.
         self._has_failed = False
         # Versions of shards and gathered parameters, compared when a forward begins and on `reshard`.
         self._values = GatheredValues(module)
@@ -136,11 +137,11 @@ class ShardedModel:
     def prepare_forward(self) -> None:
         """Lets the next forward, of the model or of one of its units, compute with the current values of the shards.
 
-        Every rank calls it. Inside a forward that is running, and in what a backward recomputes, it does nothing.
+        Every rank calls it. Does nothing inside a running forward or a recomputation.
         """
         if current_backward() != NO_BACKWARD or (self._has_allocated and is_in_forward(self.module)):
             return
-        take_root(self.module)  # otherwise the first module to run becomes FSDP2's root, for good
+        set_fsdp_root(self.module)  # otherwise the first module to run becomes FSDP2's root, and stays it
         self._end_failed_backward()
         if not self._has_allocated:
             self._has_allocated = True
@@ -168,12 +169,12 @@ class ShardedModel:
     def make_callable_without_wrapper(self) -> None:
         """Lets the model be called, accumulate gradients and generate text without a wrapper around it.
 
-        Its own forward frees gathered parameters where no backward follows, as the wrapper's does. Its
-        ``set_requires_gradient_sync``, of a `FSDPModule`, acts as `no_sync` unless given ``recurse=False``. It is
+        Its own forward frees gathered parameters if no backward follows, as the wrapper's does.
+        ``set_requires_gradient_sync(False)`` acts as `no_sync`, unless called with ``recurse=False``. The model is
         marked for Hugging Face's ``generate``, so that ranks whose text has ended go on until all have.
         """
         self.module.register_forward_hook(self._free_without_backward)
-        # Both are set on the user's model, for good. Hugging Face's `generate` reads the mark in each call.
+        # Both are set on the user's model and never removed. Hugging Face's `generate` reads the mark in each call.
         self.module.set_requires_gradient_sync = self._set_requires_gradient_sync  # type: ignore[assignment]
         self.module._is_fsdp_managed_module = True  # type: ignore[assignment]
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...comm.memory import Allocate
-from ...host_memory import passing_memory
+from ...host_memory import transient_memory
 from ..groups import subgroup
 from ..plan import FullyShardedPlan
 from .memory import ShardedBuffer
@@ -20,7 +20,7 @@ def build_units(
     plan: FullyShardedPlan,
     buffers: Sequence[ShardedBuffer],
     params: Mapping[str, nn.Parameter],
-    allocate: Allocate = passing_memory,
+    allocate: Allocate = transient_memory,
 ) -> list[Unit]:
     """Builds the units of a plan, and the slots that they share.
 

@@ -16,10 +16,10 @@ from .gathering import ParameterGathering
 from .unit import Unit
 
 
-def watch_calls(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
+def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
     """Gathers parameters around every forward of the units' modules, and around the methods that the plan names.
 
-    Also makes a state dict hold this rank's shards. Hooks and replaced methods stay on the modules for good.
+    Also makes a state dict hold this rank's shards. Hooks and replaced methods are never removed.
 
     Args:
         units: in the plan's order, the root last.
@@ -30,11 +30,11 @@ def watch_calls(plan: FullyShardedPlan, units: Sequence[Unit], gathering: Parame
     (root,) = plan.units[-1].modules
     members = [module for planned in plan.units[:-1] for module in planned.modules]
     methods = find_forward_methods(root, members, plan.forward_methods)
-    shows_ranges = _AroundCalls(plan, plan.units[-1], units[-1], gathering).before_state_dict
+    shows_ranges = _CallHooks(plan, plan.units[-1], units[-1], gathering).before_state_dict
     for module in root.modules():
         module.register_state_dict_pre_hook(shows_ranges)
     for planned, unit in zip(plan.units, units, strict=True):
-        around = _AroundCalls(plan, planned, unit, gathering)
+        around = _CallHooks(plan, planned, unit, gathering)
         for module in planned.modules:
             module.register_forward_pre_hook(around.before, prepend=True, with_kwargs=True)
             module.register_forward_hook(around.after, always_call=True)
@@ -42,7 +42,7 @@ def watch_calls(plan: FullyShardedPlan, units: Sequence[Unit], gathering: Parame
                 setattr(module, name, around.enclose(getattr(module, name)))
 
 
-class _AroundCalls:
+class _CallHooks:
     """Hooks of one unit's modules; they do nothing in a pickled or copied module, where `_gathering` is None."""
 
     def __init__(
@@ -52,7 +52,7 @@ class _AroundCalls:
         is_root = planned is plan.units[-1]
         self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
         self._outputs = precision.output_dtype if is_root else None
-        # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise set for good.
+        # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise fixed.
         self._unit, self._gathering = unit, gathering
 
     def before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -92,8 +92,8 @@ class _AroundCalls:
 
 
 def _do_nothing() -> Any:
-    """Returns an `_AroundCalls` without a unit, for a copied module."""
-    made = object.__new__(_AroundCalls)
+    """Returns an `_CallHooks` without a unit, for a copied module."""
+    made = object.__new__(_CallHooks)
     made._gathering = None
     return made
 

@@ -19,7 +19,7 @@ from .unit import Unit
 
 
 class ParameterGathering:
-    """Gathers and hides the parameters of units around the calls of their modules (`watch_calls`).
+    """Gathers and hides the parameters of units around the calls of their modules (`install_call_hooks`).
 
     The main thread calls it in forward, autograd's in backward; never both at once.
 
@@ -36,16 +36,16 @@ class ParameterGathering:
         self._root = units[-1]
         # Number of units to prefetch in forward (False) and in backward (True); fixed.
         self._depth = {False: plan.forward_prefetch, True: plan.backward_prefetch}
-        # The unit that followed each unit, in forward (False) and in backward (True). `need` updates it during a pass,
-        # and `_prefetch` reads the order of the pass before. Never cleared.
+        # The unit that followed each unit, in forward (False) and in backward (True). `ensure_gathered` updates it
+        # during a pass, and `_prefetch` reads the order of the pass before. Never cleared.
         self._next: dict[tuple[bool, Unit], Unit] = {}
-        # The last unit, except the root, that `need` gathered in this forward or backward; None before the first one.
-        # `_begin` clears it for each forward of the model, `need` for each backward.
+        # The last unit, except the root, that `ensure_gathered` gathered in this forward or backward; None before the
+        # first one. `_begin` clears it for each forward of the model, `ensure_gathered` for each backward.
         self._last: Unit | None = None
-        # The backward that `_last` belongs to, or NO_BACKWARD. `need` sets it.
+        # The backward that `_last` belongs to, or NO_BACKWARD. `ensure_gathered` sets it.
         self._pass = NO_BACKWARD
-        # Count of writes to the shards when gathered units last had their values. `forget` sets it. `need` compares it
-        # in each forward, and calls `forget` if an optimizer or a load has written to the shards since.
+        # Count of writes to the shards when gathered units last had their values. `forget` sets it.
+        # `ensure_gathered` compares it in each forward, and calls `forget` if an optimizer or a load has written to the shards since.
         self._version = self._count_writes()
         # Whether each unit's backward reads its weights; fixed.
         self._needs_backward = {
@@ -62,7 +62,7 @@ class ParameterGathering:
             self._begin()
         else:
             unit.running += 1
-            self.need(unit)
+            self.ensure_gathered(unit)
 
     def after_call(self, unit: Unit, output: Any) -> None:
         """Ends a call, which returned `output` or raised (None); makes backward through `output` gather the unit."""
@@ -76,7 +76,7 @@ class ParameterGathering:
         if current_backward() == NO_BACKWARD and not self._root.running:
             self._last = None
         self._root.running += 1
-        self.need(self._root)
+        self.ensure_gathered(self._root)
 
     def _end(self, output: Any) -> None:
         self._root.running -= 1
@@ -117,7 +117,7 @@ class ParameterGathering:
 
     # ---- one unit
 
-    def need(self, unit: Unit) -> None:
+    def ensure_gathered(self, unit: Unit) -> None:
         """Gathers a unit, waits for its parameters, and prefetches the units that followed it in the last pass."""
         is_backward = current_backward() != NO_BACKWARD
         if not is_backward and self._version != self._count_writes():
@@ -189,11 +189,11 @@ class ParameterGathering:
             first = next(iter(unit.name_of.values()))
             raise UnitError(
                 f"a parameter of unit {unit.name} (it begins with {first}) was used outside of a forward, where each "
-                "rank holds its shard alone; use parameters inside the wrapper's whole_parameters(), which every rank "
-                "has to enter, or save and load them by core.dist_checkpointing"
+                "rank holds its shard alone; enter the wrapper's whole_parameters() on every rank, or save and load "
+                "with core.dist_checkpointing"
             )
-        self.need(unit)
+        self.ensure_gathered(unit)
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         """Gathers a unit for its backward; autograd calls it with the gradient of each of its outputs."""
-        self.need(unit)
+        self.ensure_gathered(unit)

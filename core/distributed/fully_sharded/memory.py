@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.memory import Allocate
-from ...host_memory import passing_memory
+from ...host_memory import transient_memory
 from ..buffers.bucket import Bucket
 from ..buffers.flat_memory import FlatMemory
 from ..buffers.grad_memory import GradMemory
@@ -49,7 +49,7 @@ class ShardedBuffer(FlatMemory):
         updated_parts: tuple[int, int],
         offloads: bool = False,
         pins_memory: bool = False,
-        allocate: Allocate = passing_memory,
+        allocate: Allocate = transient_memory,
     ) -> None:
         self.names = [param.name for bucket in plan.buckets for param in bucket.params]
         self.params = [params[name] for name in self.names]
@@ -60,7 +60,7 @@ class ShardedBuffer(FlatMemory):
         self.accumulated_in_fp32 = plan.accumulated_in_fp32
         self.param_data = None  # units' slots have the whole parameters
         numel = plan.buckets[-1].layout.end
-        self.grad_data: Tensor | None = None  # as `FlatMemory` says; set below, for good
+        self.grad_data: Tensor | None = None  # as `FlatMemory` says; set below, then fixed
         if plan.is_trained and not plan.releases_grads:
             self.grad_data = torch.zeros(numel, dtype=plan.grad_dtype, device=device)
         self.shard_device = torch.device("cpu") if offloads else device

@@ -39,7 +39,7 @@ class Piece:
         if not is_alone:
             collectives.all_gather(into, own, group, what=what)
 
-    def own_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+    def local_ranges(self, rank: int) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields for each parameter: the parameter, this rank's elements of it (flat), and the first one's index."""
         length = self.shard.numel()
         begin = length * rank

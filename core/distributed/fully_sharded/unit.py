@@ -1,4 +1,4 @@
-"""A unit of sharded parameters, and the slot that it is gathered into: its parameters are views of it for good."""
+"""A unit of sharded parameters, and its slot: the memory that it is gathered into and its parameters are views of."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...comm import collectives
 from ...comm.lane import CommLane, Handle
 from ...comm.memory import Allocate
 from ...errors import UnitError
-from ...host_memory import passing_memory
+from ...host_memory import transient_memory
 from ...tensor_parallel.allocation import has_no_memory
 from ..buffers.pending_parameters import can_be_pending, end_pending, make_pending
 from .piece import Piece
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
-"""Set to 1 in the environment, it fills a slot with NaN when its unit is hidden: what reads parameters around the
-check for hidden ones, by a saved view or in C++, then shows. Each use gathers again."""
+"""If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
+views, C++) become visible. Each use gathers again."""
 
 
 def _poisons() -> bool:
@@ -53,11 +53,11 @@ class Slot:
         self.owner: Unit | None = None
 
 
-class _Parameters(Enum):
+class _Visibility(Enum):
     """How the parameters of a unit can be read.
 
-    `hide` and `show` lead from the first to the second and back, `gather_apart` to the third from both, and
-    `return_to_slot` from it to the first. Without a slot they are readable for good.
+    `hide`: READABLE to HIDDEN; `show`: back; `gather_apart`: any to APART; `return_to_slot`: APART to READABLE.
+    Without a slot always READABLE.
     """
 
     READABLE = auto()
@@ -82,7 +82,8 @@ class Unit:
         name_of: its parameters, each with its name in the model; fixed.
         running: calls of its modules that have begun and not ended, counted by `ParameterGathering`, which resets it
             when gradients are zeroed.
-        used_in: the backward that needed it last, or `NO_BACKWARD` for a forward; set by `ParameterGathering.need`.
+        used_in: the backward that needed it last, or `NO_BACKWARD` for a forward; set by
+            `ParameterGathering.ensure_gathered`.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Unit:
         self._what = f"the parameters of unit {name}"
         self.running = 0
         self.used_in = NO_BACKWARD
-        # A gather that is under way in the lane: set by `start_gather`, cleared by `finish_gather`.
+        # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
         self._handle: Handle | None = None
         # Of each piece the part that this rank keeps for its neighbours between forward and backward, in memory of its
         # own. `_keep_part` sets it when another unit takes the slot in forward; `drop_part` clears it once backward
@@ -105,19 +106,19 @@ class Unit:
         self._part: list[Tensor] = []
         self.name_of = {param: name for piece in pieces for param, name in zip(piece.params, piece.names, strict=True)}
         # Parameters that can make their reader wait; fixed.
-        self._hideable = [param for param in self.name_of if can_be_pending(param)]
+        self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]
         # torch's count of writes to each parameter when it was last hidden, or its memory set; a gather writes the
         # slot and does not count. `hide` compares it: a write in between would be lost.
         self._versions = self._count_writes()
-        # Set by the methods that `_Parameters` names, on the thread that runs forward or backward.
-        self._are = _Parameters.READABLE
+        # Set by the methods that `_Visibility` names, on the thread that runs forward or backward.
+        self._state = _Visibility.READABLE
         # What a use of a hidden parameter calls; `ParameterGathering` replaces it once, when it is built.
         self.on_use: Callable[[], None] = self.show
 
-    def own_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+    def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
         for piece in self.pieces:
-            yield from piece.own_ranges(self._group.rank())
+            yield from piece.local_ranges(self._group.rank())
 
     @property
     def part(self) -> Sequence[Tensor]:
@@ -144,7 +145,7 @@ class Unit:
 
     def _take_values(self) -> None:
         """Copies this rank's part of the values of the parameters into the shards."""
-        for param, own, start in self.own_ranges():
+        for param, own, start in self.local_ranges():
             if not has_no_memory(param):
                 own.copy_(param.detach().flatten()[start : start + own.numel()])
 
@@ -178,11 +179,11 @@ class Unit:
         self._part = [piece.whole.chunk(group.size())[group.rank()].clone() for piece in self.pieces]
 
     def drop_part(self) -> None:
-        """Frees what it keeps for a backward that will not come, or has."""
+        """Frees the part that this rank keeps for its neighbours between forward and backward."""
         self._part = []
 
     def finish_gather(self) -> None:
-        """Waits for a gather that is under way."""
+        """Waits for the running gather, if any."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             handle.wait()
@@ -191,9 +192,9 @@ class Unit:
 
     def show(self) -> None:
         """Makes its parameters readable; they are gathered."""
-        if self._are is _Parameters.HIDDEN:
-            self._are = _Parameters.READABLE
-            end_pending(self._hideable)
+        if self._state is _Visibility.HIDDEN:
+            self._state = _Visibility.READABLE
+            end_pending(self._params_to_hide)
 
     def hide(self) -> None:
         """Makes a use of its parameters call `on_use`.
@@ -201,11 +202,11 @@ class Unit:
         Raises:
             UnitError: a parameter was written while it was gathered; the write would be lost.
         """
-        if self._are is not _Parameters.READABLE or self.slot is None:
+        if self._state is not _Visibility.READABLE or self.slot is None:
             return
         before, self._versions = self._versions, self._count_writes()
-        self._are = _Parameters.HIDDEN
-        make_pending(self._hideable, self.on_use)
+        self._state = _Visibility.HIDDEN
+        make_pending(self._params_to_hide, self.on_use)
         if _poisons():
             self._poison(self.slot)
         if before != self._versions:
@@ -231,9 +232,9 @@ class Unit:
         self.show()
         if self.slot is None:
             return
-        self.slot.owner, self._are = None, _Parameters.APART
+        self.slot.owner, self._state = None, _Visibility.APART
         for piece in self.pieces:
-            apart = passing_memory(piece.whole.numel(), piece.shard.dtype, piece.whole.device)
+            apart = transient_memory(piece.whole.numel(), piece.shard.dtype, piece.whole.device)
             piece.gather(apart, self._group, self._what)
             piece.place_params(apart)
 
@@ -245,7 +246,7 @@ class Unit:
             self._take_values()
         for piece in self.pieces:
             piece.place_params(piece.whole)
-        self._versions, self._are = self._count_writes(), _Parameters.READABLE
+        self._versions, self._state = self._count_writes(), _Visibility.READABLE
 
     def _count_writes(self) -> list[int]:
         return [param._version for param in self.name_of]

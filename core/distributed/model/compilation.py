@@ -70,8 +70,8 @@ def _compiler(memory_budget: float) -> Callable[..., Any]:
 def _checks_for_random_numbers() -> dict[str, Any]:
     """Returns settings of the compiler with which it refuses a graph that draws random numbers.
 
-    Torch takes a random operation for any other that it may compute again, and draws again: the gradient would be that
-    of another dropout than the forward's (seen on torch 2.13).
+    Torch may recompute random operations with new draws: the gradient would then use another dropout mask than the
+    forward (seen on torch 2.13).
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass  # takes a second, which compiling takes anyway
 

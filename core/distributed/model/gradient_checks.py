@@ -27,9 +27,10 @@ class GradientChecks:
 
     def __init__(self, for_nan: bool, for_large: bool) -> None:
         self._for_nan, self._for_large = for_nan, for_large
-        # By parameter, the largest norm so far and the number of steps that it covers. `_check_norm` updates both in
-        # the first `OBSERVED_STEPS` steps. Never cleared, and not in checkpoints: a resumed run observes again.
+        # The largest norm of each gradient in its first `OBSERVED_STEPS` steps, by parameter. `_check_norm` updates it
+        # in these steps. Never cleared, and not in checkpoints: a resumed run observes again.
         self._largest: dict[str, float] = {}
+        # The number of steps that `_largest` covers, by parameter, up to `OBSERVED_STEPS`. Set and kept as `_largest`.
         self._seen: dict[str, int] = {}
 
     def check(self, gradients: Iterable[tuple[str, torch.Tensor]], step: int, *, are_reduced: bool = False) -> None:

@@ -49,7 +49,7 @@ EVERY_SECOND_ONE: tuple[str, ...] = ("mm", "addmm")
 
 
 def transform_units(transforms: Iterable[UnitTransform]) -> None:
-    """Replaces the forward of each module as planned, on the instance and for good, before the model is sharded.
+    """Replaces the forward of each module as planned, on the instance, before the model is sharded. Never restored.
 
     ``"full"`` recomputation saves only a module's inputs and computes the rest again in backward (Chen et al., 2016);
     ``"selective"`` also saves the results of `SAVED_OPERATIONS`. Each module is compiled by itself, recomputation

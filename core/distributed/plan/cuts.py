@@ -1,4 +1,4 @@
-"""Places the parameters of a unit so that ranks share it by whole elements, blocks, rows or tensors: arithmetic."""
+"""Computes where a unit is cut between ranks: at elements, blocks, rows or tensors. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .layout import HIGH_BUSBW_ALIGNMENT, PARAM_ALIGNMENT, BucketLayout, round_u
 from .values import Cut
 
 _MOST_PADDING = 0.01
-"""Of a unit's elements, for which ``auto`` still cuts by rows."""
+"""Share of padding, beyond that of ``flat``, below which ``auto`` cuts by rows."""
 
 Shape = Sequence[int]
 

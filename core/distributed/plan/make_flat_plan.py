@@ -150,7 +150,7 @@ def full_param_layout(
 def lay_out_params(
     params: Sequence[nn.Parameter], *, dp_size: int | None, separates_shared: bool = True, **options: Any
 ) -> list[BucketLayout]:
-    """Calls `lay_out` with parameters, in reverse order of construction; `options` are its others.
+    """Lays out parameters, which come in reverse order of construction. `options` go to `lay_out`.
 
     Where buckets are cut, a weight that carries ``shared_embedding`` has one of its own, as in Megatron-LM: it is read
     outside its module too. Weights of tensor-parallel layers are aligned, since their gradients are computed in place.
@@ -182,7 +182,7 @@ def _by_kind(names: ParameterNames, ddp_config: DistributedDataParallelConfig) -
 
 
 Kind = tuple[bool, torch.dtype, torch.dtype, torch.device]
-"""Of the parameters of one buffer; see `kind_of`."""
+"""What parameters of one buffer share: `kind_of`'s result."""
 
 
 def kind_of(

@@ -58,7 +58,7 @@ def plan_fsdp2(
     kept = _kept_between_micro_batches(found, settings)
     reshards = _reshards(found, settings, groups.shard.size())
     params = _params_of_units(module, found, groups.shard.size())
-    inner = replace(policy, output_dtype=None)  # the model's outputs alone are cast, as by `Float16Module`
+    inner = replace(policy, output_dtype=None)  # only the model's outputs are cast, as `Float16Module` does
     units = tuple(
         FSDP2UnitPlan(
             params=params[index],
@@ -136,7 +136,7 @@ def _reshards(
         stays = unit is None or unit is last
         reshard = check_reshard(reshard_of(name, False if stays else default, overrides), shard_size)
         if unit is not None and not unit.is_needed_in_backward:
-            reshard = reshard is not False  # nothing would gather again what a number keeps
+            reshard = reshard is not False  # a unit kept among some ranks would never be gathered again
         found.append(reshard)
     return found
 

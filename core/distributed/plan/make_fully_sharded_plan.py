@@ -202,7 +202,7 @@ def _moved(layout: BucketLayout, start: int, first_member: int) -> BucketLayout:
 
 
 def _slots(sizes: Sequence[Hashable], reshards: Sequence[bool], in_use: int) -> list[int]:
-    """Returns the slot of each unit. Of those that reshard, units of one size take turns with `in_use` slots."""
+    """Returns each unit's slot. Units of one size that reshard share `in_use` slots in turn."""
     shared: dict[Hashable, list[int]] = {}
     found: list[int] = []
     for size, is_shared in zip(sizes, reshards, strict=True):

@@ -18,8 +18,9 @@ def plan_transforms(
 ) -> tuple[UnitTransform, ...]:
     """Chooses the units whose activations are computed again in backward, and those that are compiled.
 
-    Units that are one layer of weights (an embedding, a projection) are left alone and not counted: to compute their
-    one operation again would save nothing. So are units inside units, which are part of what is done to these.
+    Skips single-layer units (an embedding, a projection), where recomputing saves nothing, units whose backward reads
+    no weight, and units nested in other units, which are transformed with them. Skipped units do not count for the
+    interval.
 
     Raises:
         ParallelConfigError: a model that recomputes by itself as well (``recompute_granularity``); or no unit that it

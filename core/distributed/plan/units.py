@@ -44,17 +44,19 @@ UnitChoice = type[nn.Module] | nn.Module
 def find_units(root: nn.Module, classes: Iterable[UnitChoice], *, splits_dtypes: bool = True) -> list[UnitModules]:
     """Returns the units of a model, children before parents. A parameter is in one unit, or left to the root.
 
-    A unit is an outermost module that is an instance of one of ``classes``, or, nested too, of a class listed in the
-    attribute ``_fsdp_modules`` of the root or of any module below it (Megatron-LM's way for a model to name its own
-    units). A module that is in ``classes`` itself is a unit, nested too. A module without parameters is no unit.
-    In place of a container without a forward of its own (`nn.ModuleList`, `nn.ModuleDict`) its items become units,
-    those of containers in it too; an `nn.Sequential` is a unit. A module that holds a weight which others read, that
-    is, one that is marked ``shared_embedding`` (Megatron's mark) or registered outside the unit too, is left to the
-    root, which is gathered for the whole forward; units that share a weight among themselves only are united into one.
-
-    FSDP2 takes one dtype of trainable parameters in a unit. Where a unit, or what is left to the root, has several,
-    the modules that hold those of a rarer one (fp32 norms in a bf16 layer) are a unit of their own before it, unless
-    `splits_dtypes` is False.
+    - The outermost modules that are instances of one of ``classes`` are units.
+    - Instances of a class in the attribute ``_fsdp_modules`` of any module are units, nested ones too. With it a model
+      of Megatron-LM names its own units.
+    - A module that is itself in ``classes`` is a unit, nested or not.
+    - A module without parameters is no unit.
+    - A container without a forward (`nn.ModuleList`, `nn.ModuleDict`) that would be a unit is replaced by its items,
+      recursively. An `nn.Sequential` is a unit.
+    - A module is left to the root, which is gathered for the whole forward, if code outside it reads one of its
+      weights: one marked ``shared_embedding`` (Megatron's mark), or registered outside the units too.
+    - Units that share a weight only with each other are united.
+    - FSDP2 takes one dtype of trainable parameters in a unit. In a unit, or the root, with several, the modules with
+      those of a rarer dtype (fp32 norms in a bf16 layer) become a separate unit before it, unless `splits_dtypes` is
+      False.
 
     Raises:
         WrapError: an entry of ``classes`` or ``_fsdp_modules`` that is not a module class, or a module that itself

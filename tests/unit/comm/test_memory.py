@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from core.comm import collectives, memory
 from core.device import current_device
-from core.host_memory import passing_memory
+from core.host_memory import transient_memory
 from core.warn import warn_once
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._rounding import assert_same
@@ -72,7 +72,7 @@ def _warns(kind: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(kind, toy(), nccl_ub=True)
-    assert memory.allocator(dist.group.WORLD, CPU, registers=False) is passing_memory
+    assert memory.allocator(dist.group.WORLD, CPU, registers=False) is transient_memory
     return [str(warning.message) for warning in caught if "nccl_ub" in str(warning.message)]
 
 
@@ -88,7 +88,7 @@ def _gradients_of_one_rank(registers: bool) -> tuple[dict[str, torch.Tensor], li
 
     def noted(*args: Any, **options: Any) -> memory.Allocate:
         found = memory.allocator(*args, **options)
-        by_the_backend.append(found is not passing_memory)
+        by_the_backend.append(found is not transient_memory)
         return found
 
     with (

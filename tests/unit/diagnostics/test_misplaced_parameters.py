@@ -16,7 +16,7 @@ from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import Block, build, toy
 
 WAYS_OUT = (
-    "Call that unit's forward instead of reading its weight",
+    "Call that unit's forward",
     "through sub_modules_to_wrap",
     "forward_methods of TorchFullyShardedDataParallelConfig",
 )

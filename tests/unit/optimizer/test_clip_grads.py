@@ -19,7 +19,7 @@ from core.optimizer.clip_grads import (
     _sum_on_device,
     _sum_on_host,
     clip_coefficient,
-    joined_neighbours,
+    merge_contiguous,
 )
 from core.optimizer.param_groups import collect_main_params
 from tests.functional._runs import build_gpt, ddp_config, micro_batches
@@ -124,7 +124,7 @@ def _count_of_a_wrappers_kernels(wrapper: str) -> tuple[int, int]:
     model(tokens, labels=labels).mean().backward()
     finalize_model_grads([model])
     grads = [g for p in model.module.parameters() if (g := model.local_gradient(p)) is not None and g.numel()]
-    return len(joined_neighbours(grads)), len(grads)
+    return len(merge_contiguous(grads)), len(grads)
 
 
 @pytest.mark.parametrize(("wrapper", "most"), [("ddp", 1), ("zero3", 3), ("fsdp2", 4)])

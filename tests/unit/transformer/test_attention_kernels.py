@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from core.transformer.attention_kernels import (
-    Attended,
+    PartialAttention,
     attend,
     attend_backward,
     combine,
@@ -46,7 +46,7 @@ def _in_two(device: str, dtype: torch.dtype, dropout: float = 0.0) -> list[torch
                 query,
                 key[:, :, keys],
                 value[:, :, keys],
-                Attended(both.output, both.logsumexp, part.random if dropout else ()),
+                PartialAttention(both.output, both.logsumexp, part.random if dropout else ()),
             ),
             causal=causal,
             dropout=dropout,

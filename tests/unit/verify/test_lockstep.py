@@ -16,7 +16,7 @@ from core.distributed import DistributedDataParallel, TorchFullyShardedDataParal
 from core.distributed.data_parallel_base import unwrap_model
 from core.errors import ConfigError, WrapError
 from core.optimizer.distrib_optimizer import DistributedOptimizer
-from core.verify import Options, Parting, Verdict, load_model_under_test, verify
+from core.verify import FirstDifference, Options, Verdict, load_model_under_test, verify
 from core.verify.lockstep import WRAPPERS, names_of_wrappers
 from tests.functional._faults import FAULTS
 from tests.unit._spawn import RankFailure, run_distributed
@@ -136,13 +136,13 @@ def test_every_wrapper_is_equal_on_four_ranks():
 @pytest.mark.parametrize(
     ("fault", "wrappers", "expected"),
     [
-        ("doubled", ["zero1", "fsdp2"], [None, Parting(3, "gradient", "layers.0.0.bias", 1.0, 0)]),
-        ("stale", ["zero1", "fsdp2"], [Parting(1, "weight", "last.bias", math.inf, 1), None]),
-        ("sum", ["ddp", "fsdp2"], [Parting(0, "gradient", "first.weight", 1.0, 0), None]),
-        ("nan", ["zero1"], [Parting(0, "gradient", "first.weight", math.nan, 0)]),
+        ("doubled", ["zero1", "fsdp2"], [None, FirstDifference(3, "gradient", "layers.0.0.bias", 1.0, 0)]),
+        ("stale", ["zero1", "fsdp2"], [FirstDifference(1, "weight", "last.bias", math.inf, 1), None]),
+        ("sum", ["ddp", "fsdp2"], [FirstDifference(0, "gradient", "first.weight", 1.0, 0), None]),
+        ("nan", ["zero1"], [FirstDifference(0, "gradient", "first.weight", math.nan, 0)]),
     ],
 )
-def test_a_planted_difference_is_named(fault: str, wrappers: list[str], expected: list[Parting | None]):
+def test_a_planted_difference_is_named(fault: str, wrappers: list[str], expected: list[FirstDifference | None]):
     ranks = run_distributed(_verified, 2, "build", Options(steps=5), wrappers, fault)
     for verdicts in ranks:
         for verdict, parting in zip(verdicts, expected, strict=True):

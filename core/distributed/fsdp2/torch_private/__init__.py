@@ -10,12 +10,12 @@ micro_batch_sums sums of micro-batches in a tree, for the same bits on any numbe
 memory           the tensors that FSDP2 holds
 """
 
-from .exchange import ReductionsUnderWay, exchange_directly
+from .exchange import PendingReductions, exchange_directly
 from .gradients import (
+    allow_ungathered_units,
     complete_accumulated_gradients,
     drop_unsharded_gradients,
     reduce_unsharded_gradients,
-    tolerate_units_never_gathered,
     whole_gradients,
 )
 from .iteration import (
@@ -25,7 +25,7 @@ from .iteration import (
     has_failed_in_backward,
     is_in_forward,
     reset_iteration,
-    take_root,
+    set_fsdp_root,
 )
 from .memory import gathered_parameters, gathered_tensors, gradient_tensors, shard_tensors
 from .micro_batch_sums import MicroBatchSums
@@ -36,7 +36,7 @@ from .states import as_fsdp, communication_of, name_of_parameter
 __all__ = [
     "MicroBatchSums",
     "PartialReshard",
-    "ReductionsUnderWay",
+    "PendingReductions",
     "allocate_gathered_parameters",
     "as_fsdp",
     "communication_of",
@@ -59,7 +59,7 @@ __all__ = [
     "reset_iteration",
     "shard_tensors",
     "shard_versions",
-    "take_root",
-    "tolerate_units_never_gathered",
+    "set_fsdp_root",
+    "allow_ungathered_units",
     "whole_gradients",
 ]

@@ -1,10 +1,10 @@
 """Lets FSDP2 gather without copies, and reduce during the rest of the backward, where ranks exchange messages.
 
 Torch copies the shards of a unit into one buffer, gathers that, and copies the result out into each parameter, so that
-NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_directly`) that buys nothing: a
-parameter that is cut on its first dimension is, whole, its shards one after the other. And on CPU, where there are no
-streams, torch waits for each reduction before backward goes on. It has no public way between the gather and the
-copies, nor behind the reduction.
+NCCL has one large message. Where ranks exchange messages (`comm.gloo.exchanges_directly`) the copies gain nothing,
+because the shards of a parameter cut on dim 0 are contiguous in the whole parameter. On CPU, where there are no
+streams, torch also waits for each reduction before backward goes on. Torch has no public hook between the gather and
+the copies, or after the reduction.
 
 Relies on these names of `FSDPParamGroup`:
 
@@ -44,35 +44,36 @@ _DIVIDED_BY_THE_BACKEND = (torch.float32, torch.bfloat16)
 returned."""
 
 _MOST_REDUCTIONS_UNDER_WAY = 2
-"""Reductions that run at once: each holds the whole gradients of a unit."""
+"""Largest number of reductions that run at once: each holds the whole gradients of a unit."""
 
 
-class ReductionsUnderWay:
+class PendingReductions:
     """Reductions of one model's gradients that run while its backward computes; all of its units share it."""
 
     def __init__(self) -> None:
-        # Those that were started and not waited for, the oldest first. `run` adds, on autograd's thread; `finish`
-        # empties it, at the latest when the backward ends.
+        # Reductions that were started, the oldest first. `run` adds one, on autograd's thread, and may have waited for
+        # it; `finish` empties the list, at the latest when the backward ends.
         self._handles: list[Handle] = []
-        # Whether a reduction that is called now may end later: set and cleared by `begun_inside`.
-        self._may_end_later = False
+        # Whether a reduction that is called now may end later: set and cleared by `deferred`.
+        self._defers = False
 
     @contextmanager
-    def begun_inside(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Lets reductions that are called inside run on, until `finish`."""
-        self._may_end_later = True
+        self._defers = True
         try:
             yield
         finally:
-            self._may_end_later = False
+            self._defers = False
 
     def run(self, reduce: Callable[[], None], device: torch.device) -> None:
         """Runs a reduction, or starts it."""
-        if not self._may_end_later:
+        if not self._defers:
             reduce()
             return
         if len(self._handles) >= _MOST_REDUCTIONS_UNDER_WAY:
-            self._handles[-_MOST_REDUCTIONS_UNDER_WAY].wait()  # what they reduce is memory
+            # Each running reduction holds a unit's whole gradients: wait for the oldest.
+            self._handles[-_MOST_REDUCTIONS_UNDER_WAY].wait()
         self._handles.append(comm_lane(device).submit(reduce))
 
     def finish(self) -> None:
@@ -93,13 +94,14 @@ class ReductionsUnderWay:
             self.finish()
 
 
-def exchange_directly(module: FSDPModule, reductions: ReductionsUnderWay) -> None:
-    """Makes the unit of an FSDP module gather without copies, where what it gathers with has ``gather_each``.
+def exchange_directly(module: FSDPModule, reductions: PendingReductions) -> None:
+    """Replaces a unit's gathers and reductions.
 
-    And reduce while the backward computes, where it reduces through these `reductions`.
+    Gathers without copies if its all-gather has ``gather_each``; reduces during backward if its reduce-scatter uses
+    `reductions`.
     """
     for group in fsdp_param_groups(module._get_fsdp_state()):
-        # An attribute of ours of torch's object, for good, which `drop_gather_under_way` reads.
+        # Our attribute of torch's object. Set once, never deleted; `drop_gather_under_way` reads it.
         group.direct_exchange = DirectExchange(group, reductions)
 
 
@@ -110,38 +112,40 @@ def abandon_reductions(group: Any) -> None:
 
 
 def drop_gather_under_way(group: Any) -> None:
-    """Waits for a gather of this parameter group that is under way, and frees what it brought; else does nothing."""
+    """Waits for this group's running gather, if any, and frees its result."""
     if hasattr(group, "direct_exchange"):
         group.direct_exchange.drop_gather()
 
 
 class _Gather(AllGatherResult):
-    """A gather under way whose messages arrive in the parameters themselves.
+    """A running gather whose messages arrive in the parameters themselves.
 
     It is the group's ``_all_gather_result`` from `DirectExchange.unshard` to `wait_for_unshard`, or to `drop_gather`
-    where nothing used the unit.
+    if nothing used the unit.
     """
 
 
 class DirectExchange:
-    """Takes over some methods of one `FSDPParamGroup`, what FSDP2 gathers and reduces together; it computes as before.
+    """Replaces methods of one `FSDPParamGroup`, the parameters that FSDP2 gathers and reduces together.
+
+    Results do not change.
 
     Torch calls these methods by name, on the object: `unshard` and `wait_for_unshard` before a unit runs,
     `post_backward` when its gradients are complete, `finalize_backward` when a backward ends, and, from torch 2.13 on,
     `_reset_iter_state` after an exception.
     """
 
-    def __init__(self, group: Any, reductions: ReductionsUnderWay) -> None:
+    def __init__(self, group: Any, reductions: PendingReductions) -> None:
         self._group, self._reductions = group, reductions
         names = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward", "_reset_iter_state")
-        # Torch's own methods, bound to the group, which ours call. Ours replace them on the object, for good.
-        self._torchs = {name: getattr(group, name) for name in names if hasattr(group, name)}
-        for name in self._torchs:
+        # Torch's bound methods, which the replacements call. Never restored.
+        self._original_methods = {name: getattr(group, name) for name in names if hasattr(group, name)}
+        for name in self._original_methods:
             setattr(group, name, getattr(self, name))
 
     def unshard(self, async_op: bool = False) -> None:
         if self._needs_no_gather() or not self._can_gather_in_place():
-            self._torchs["unshard"](async_op)
+            self._original_methods["unshard"](async_op)
             return
         group = self._group
         ranks = group._all_gather_process_group
@@ -161,7 +165,7 @@ class DirectExchange:
         group = self._group
         result = group._all_gather_result
         if not isinstance(result, _Gather):
-            self._torchs["wait_for_unshard"]()
+            self._original_methods["wait_for_unshard"]()
             return
         cast(torch.distributed.Work, result.all_gather_work).wait()
         for parameter in group.fsdp_params:
@@ -172,27 +176,27 @@ class DirectExchange:
     def post_backward(self, *unused: Any) -> None:
         if not self._may_reduce_later():
             self._reductions.finish()
-            self._torchs["post_backward"](*unused)
+            self._original_methods["post_backward"](*unused)
             return
-        with self._reductions.begun_inside():
-            self._torchs["post_backward"](*unused)
+        with self._reductions.deferred():
+            self._original_methods["post_backward"](*unused)
 
     def finalize_backward(self) -> None:
         self.drop_gather()
         self._reductions.finish()
-        self._torchs["finalize_backward"]()
+        self._original_methods["finalize_backward"]()
 
     def _reset_iter_state(self) -> None:
         self.drop_gather()
         self._reductions.abandon()
-        self._torchs["_reset_iter_state"]()
+        self._original_methods["_reset_iter_state"]()
 
     def abandon_reductions(self) -> None:
         """Waits for the model's running reductions, and raises none of their errors."""
         self._reductions.abandon()
 
     def drop_gather(self) -> None:
-        """Waits for a gather that is under way, and frees what it brought."""
+        """Waits for the running gather, if any, and frees its result."""
         result = self._group._all_gather_result
         if isinstance(result, _Gather):
             cast(torch.distributed.Work, result.all_gather_work).wait()
@@ -207,7 +211,7 @@ class DirectExchange:
         return group._all_gather_result is not None or group.is_unsharded or reads_no_weight
 
     def _may_reduce_later(self) -> bool:
-        """Returns whether torch computes nothing with what a reduction brings before the backward ends."""
+        """Returns whether torch leaves the reduced gradient unread until backward ends."""
         group = self._group
         return (
             group.reduce_grads

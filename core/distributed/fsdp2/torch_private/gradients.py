@@ -35,10 +35,10 @@ def drop_unsharded_gradients(root: nn.Module) -> None:
 
 
 def complete_accumulated_gradients(root: nn.Module) -> None:
-    """Gives a zero to each parameter that `no_sync` brought no gradient, in a group where it brought others one.
+    """Adds zero gradients for parameters that `no_sync` left without one, if others of their group have one.
 
-    What accumulates is of the reduction's dtype; a gradient that is absent, or that comes in the last backward alone,
-    is of the computation's, and FSDP2 reduces one dtype at a time.
+    Accumulated gradients have the dtype of the reduction. A gradient that only the last backward computes has that of
+    the computation, and FSDP2 reduces one dtype at a time.
     """
     for group in param_groups(root):
         trained = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad]
@@ -50,7 +50,7 @@ def complete_accumulated_gradients(root: nn.Module) -> None:
                 parameter.unsharded_accumulated_grad = torch.zeros_like(parameter._unsharded_param, dtype=found.dtype)
 
 
-def tolerate_units_never_gathered(root: nn.Module) -> None:
+def allow_ungathered_units(root: nn.Module) -> None:
     """Lets `no_sync` end a backward where no forward has reached some unit: torch asks for its gradient nevertheless.
 
     (pytorch/pytorch#194058)

@@ -2,14 +2,14 @@
 
 Relies on these fields of torch, which its hooks set and clear:
 
-- ``_state_ctx.iter_forward_root``: the root while its forward runs, else None. Were it left set, no forward would look
+- ``_state_ctx.iter_forward_root``: the root while its forward runs, else None. If it stayed set, no forward would look
   for changed shards.
 - ``_state_ctx.post_backward_final_callback_queued``: True from a backward's first hook to its end, and after one that
-  raised. Were it cleared there too, a failed backward would pass for a whole one.
+  raised. If it were cleared, a failed backward would look complete.
 - ``_comm_ctx.post_forward_order``: grows with each forward; a backward clears it. Evaluations would make it longer and
   longer.
-- ``_all_gather_result`` of a group: a gather that nothing has waited for, else None. Were it kept over a step,
-  the next forward would compute with old weights.
+- ``_all_gather_result`` of a group: a gather that nothing has waited for, else None. If it were kept, the next forward
+  would use old weights.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def forget_forward_order(root: nn.Module) -> None:
 
 
 def drop_pending_gathers(root: nn.Module) -> None:
-    """Waits for all-gathers of units that then were not used, and drops what they brought.
+    """Waits for all-gathers that no unit has used, and drops their results.
 
-    Else that unit's next use would take them, and compute with parameters from before the optimizer's step. FSDP2
-    does so itself at the end of a backward, but no backward follows an evaluation.
+    Otherwise the unit's next use would take the result, with parameters from before the optimizer's step. FSDP2 does
+    this itself at the end of a backward, but no backward follows an evaluation.
     """
     for group in param_groups(root):
         drop_gather_under_way(group)
@@ -84,8 +84,8 @@ def drop_pending_gathers(root: nn.Module) -> None:
             result.all_gather_work.wait()
 
 
-def take_root(root: nn.Module) -> None:
-    """Makes `root` what FSDP2 calls the root, which otherwise is the first module to run, and for good."""
+def set_fsdp_root(root: nn.Module) -> None:
+    """Makes `root` what FSDP2 calls the root, which is otherwise the first module to run; it never changes."""
     state_of(root)._lazy_init()
 
 

@@ -16,7 +16,7 @@ from .states import fsdp_parameters, param_groups
 
 
 def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields what holds gathered parameters now: whole ones, those of partial reshards, and gathers under way."""
+    """Yields what holds gathered parameters now: whole ones, those of partial reshards, and running gathers."""
     for group in param_groups(root):
         for parameter in group.fsdp_params:
             yield from parameter.all_gather_outputs
@@ -29,7 +29,7 @@ def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def gradient_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields what holds gradients now: sharded ones, whole ones that are not reduced yet, and reductions under way."""
+    """Yields what holds gradients now: sharded ones, whole ones that are not reduced yet, and running reductions."""
     for group in param_groups(root):
         for parameter in group.fsdp_params:
             held = (parameter.sharded_param.grad, parameter.unsharded_accumulated_grad)
@@ -58,7 +58,7 @@ def gathered_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _reductions_under_way(comm_ctx: Any) -> list[Any]:
-    """Returns torch's reductions under way; torch before 2.13 keeps one and later ones a list."""
+    """Returns torch's running reductions; torch before 2.13 keeps one and later versions a list."""
     states = getattr(comm_ctx, "reduce_scatter_states", None)
     if states is None:
         states = [comm_ctx.reduce_scatter_state]

@@ -1,9 +1,8 @@
 """Adds up gradients of FSDP2 over micro-batches in a tree.
 
-Inside `no_sync` torch adds each gradient to the one before, whole; outside it, it reduces what has come, and adds that
-to the shard's. Here what it has added up is taken away when it is complete as a node of the tree, so that torch starts
-from zero, and is added at the end of the step: to whole gradients right before torch reduces them, to shards' after
-it.
+Inside `no_sync` torch adds whole gradients; outside it, torch reduces them and adds the result to the gradients of the
+shards. When torch's sum is a complete node of the tree, this module moves it out, so that torch starts a new sum. At
+the end of the step it adds the sum back: to whole gradients before torch reduces them, to shards after.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class MicroBatchSums:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that are set aside."""
+        """All sums that were moved out."""
         return [tensor for unit in self._units for tensor in unit.sums.tensors]
 
     def _begin(self, additions: int | None, reduces: bool) -> None:
@@ -65,7 +64,7 @@ class MicroBatchSums:
                 torch._foreach_mul_(found, self._tree.factor)
 
     def clear(self) -> None:
-        """Begins a step: drops what was set aside."""
+        """Begins a step: drops the sums that were moved out."""
         for unit in self._units:
             unit.sums.clear()
 
@@ -75,13 +74,13 @@ class _UnitSums:
 
     def __init__(self, group: Any, tree: GradientTree, of_shards: bool, replicas: ProcessGroup | None) -> None:
         self.group, self._tree, self._of_shards, self._replicas = group, tree, of_shards, replicas
-        # Owns what was set aside: whole gradients, or shards. Filled as backwards begin; emptied by `_complete` before
-        # torch reduces, or by `finish`, or when the step is dropped.
+        # Owns the sums that were moved out: of whole gradients, or of shards. Filled when backwards begin; emptied by
+        # `_complete` before torch reduces, by `finish`, or when the step is dropped.
         self.sums = PartialSums()
         # The backward in which the unit's gradients were complete last, and how often each had been written by then.
         # `post_backward` sets both at its end, and reads them to notice a second run of the unit in one backward.
         self._ended_in, self._versions = NO_BACKWARD, list[int]()
-        # Torch's own method, which ours replaces on the object, for good.
+        # Torch's bound method, which our replacement on the object calls. Never restored.
         self._post_backward = group.post_backward
         group.post_backward = self.post_backward
 
@@ -134,7 +133,7 @@ class _UnitSums:
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Adds what was set aside to the whole gradients that torch is about to reduce."""
+        """Adds the sums that were moved out to the whole gradients that torch is about to reduce."""
         if not self.sums.tensors:
             return
         dtype = self.sums.tensors[0].dtype

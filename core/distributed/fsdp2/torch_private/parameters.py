@@ -1,8 +1,8 @@
 """Keeps what a program does to parameters while they are gathered: freezes them, or builds an optimizer of them.
 
 Relies on torch keeping one tensor for the shard of a parameter (``sharded_param``, ``_sharded_param_data``) and one
-for the gathered parameter (``_unsharded_param``), each with a version that counts writes but no gather: counted, every
-forward would gather again; replaced by others, a write would go unnoticed and be lost.
+for the gathered parameter (``_unsharded_param``), each with a version that counts writes but no gathers. If gathers
+were counted, every forward would gather again. If torch replaced the tensor, a write would be missed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .states import fsdp_parameters, name_of_parameter
 
 
 def keep_changes_of_requires_grad(root: nn.Module) -> None:
-    """Lets a program freeze or thaw a parameter while it is gathered: torch would forget it with the gathered one.
+    """Keeps a change of ``requires_grad`` that a program makes while a parameter is gathered.
 
-    (pytorch/pytorch#105371) ``requires_grad_when_gathered``, an attribute of ours of torch's object, is what the
-    gathered parameter's was when both agreed last: set when the unit is gathered, and when a change has been taken
-    over.
+    Torch would lose it with the gathered parameter (pytorch/pytorch#105371). Our attribute of torch's object,
+    ``requires_grad_when_gathered``, holds the value at which shard and gathered parameter last agreed. It is set when
+    the unit is gathered, and when the shard has taken over a change.
     """
     for parameter in fsdp_parameters(root):
         parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)
@@ -51,8 +51,8 @@ def shard_versions(root: nn.Module) -> list[int]:
 
 
 def gathered_versions(root: nn.Module) -> dict[Any, int]:
-    """Returns the same of the gathered parameters that modules compute with, by torch's object; a gather is no
-    write."""
+    """Returns the same for the gathered parameters that modules compute with, by torch's object; a gather does not
+    count as a write."""
     parameters = (p for p in fsdp_parameters(root) if hasattr(p, "_unsharded_param"))
     return {parameter: parameter._unsharded_param._version for parameter in parameters}
 

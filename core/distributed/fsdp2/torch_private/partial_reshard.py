@@ -1,7 +1,8 @@
 """Keeps parameters whole among a part of the ranks between forward and backward.
 
 Relies on what `fully_shard` sets for resharding to a number of ranks: ``post_forward_mesh_info`` of the group
-and of each parameter, and the two sizes that follow from it. Without them units keep what they kept before.
+and of each parameter, and the two sizes that follow from it. Without these fields a unit would reshard to its full
+group.
 """
 
 from __future__ import annotations

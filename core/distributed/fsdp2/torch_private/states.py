@@ -23,8 +23,9 @@ def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
 
 
 _GROUPS = "_param_groups_of_shardstack"
-"""An attribute of torch's state of a sharded model: all groups below it, which `fully_shard` has made for good. Set
-when they are first asked for, because a walk over the modules costs more than most of what is done to the groups."""
+"""An attribute of torch's state of a sharded model: all groups below it. `fully_shard` makes the groups, and nothing
+changes them. `param_groups` sets it at its first call. Cached, because walking the modules costs more than most uses.
+"""
 
 
 def param_groups(root: nn.Module) -> Sequence[Any]:

@@ -81,7 +81,7 @@ def test_parameters_that_did_not_wait_would_be_seen_to_be_stale():
 
 def _switches_hooks() -> None:
     model = build("zero1_overlap", toy())
-    with pytest.raises(ShardstackError, match="enabled already"):
+    with pytest.raises(ShardstackError, match="while the hooks are enabled"):
         model.enable_forward_pre_hook()
     model.disable_forward_pre_hook()
     with pytest.raises(ShardstackError, match="no forward pre-hooks"):

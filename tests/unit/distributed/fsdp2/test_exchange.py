@@ -15,7 +15,7 @@ from core import parallel_state
 from core.comm import collectives
 from core.distributed.fsdp2.collectives import DirectAllGather
 from core.distributed.fsdp2.torch_private import (
-    ReductionsUnderWay,
+    PendingReductions,
     drop_pending_gathers,
     exchange_directly,
     gathered_tensors,
@@ -43,7 +43,7 @@ def _sharded(**options) -> Uneven:
         parallel_state.initialize_model_parallel()
     model = fully_shard(Uneven(), mesh=parallel_state.get_data_parallel_mesh(), **options)
     model.set_custom_all_gather(DirectAllGather("the root unit"))
-    exchange_directly(model, ReductionsUnderWay())
+    exchange_directly(model, PendingReductions())
     return model
 
 
@@ -92,7 +92,7 @@ def _cut_elsewhere() -> int:
     mesh = parallel_state.get_data_parallel_mesh()
     model = fully_shard(Even(), mesh=mesh, shard_placement_fn=_on_the_last_dimension)
     model.set_custom_all_gather(DirectAllGather("the root unit"))
-    exchange_directly(model, ReductionsUnderWay())
+    exchange_directly(model, PendingReductions())
     with copies_counted() as copies:
         model.unshard()
     assert torch.equal(model.weight, Even().weight)
