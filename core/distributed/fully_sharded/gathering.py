@@ -45,7 +45,7 @@ class ParameterGathering:
         # The backward that `_last` belongs to, or NO_BACKWARD. `ensure_gathered` sets it.
         self._pass = NO_BACKWARD
         # Count of writes to the shards when gathered units last had their values. `forget` sets it.
-        # `ensure_gathered` compares it in each forward, and calls `forget` if an optimizer or a load has written since.
+        # `ensure_gathered` compares it in each forward, and calls `forget` if an optimizer or load has written since.
         self._version = self._count_writes()
         # Whether each unit's backward reads its weights; fixed.
         self._needs_backward = {
