@@ -131,20 +131,21 @@ def test_a_backward_whose_reduction_raised_leaves_nothing():
 class _Checkpointed(nn.Module):
     """Layers that are recomputed in backwards of their own, inside that of the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_checkpointed: int) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)])
+        self.num_checkpointed = num_checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.requires_grad_()
-        for layer in (self.first, self.second):
-            x = checkpoint(layer, x, use_reentrant=True)
-        return self.head(x).square().mean()
+        for index, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=True) if index < self.num_checkpointed else layer(x)
+        return x.square().mean()
 
 
-def _recomputes_in_nested_backwards() -> None:
-    wrapped, serial = Replicas(_Checkpointed(), dist.group.WORLD), _Checkpointed()
+def _recomputes_in_nested_backwards(num_checkpointed: int) -> None:
+    wrapped, serial = Replicas(_Checkpointed(num_checkpointed), dist.group.WORLD), _Checkpointed(num_checkpointed)
     inputs = [torch.arange(12.0).view(3, 4) / (3 + rank) for rank in range(2)]
     for _ in range(2):
         wrapped(inputs[dist.get_rank()].clone()).backward()
@@ -155,8 +156,9 @@ def _recomputes_in_nested_backwards() -> None:
     assert_same_sums(found, expected, additions=11)  # two micro-batches of two ranks, each a sum over three rows
 
 
-def test_reentrant_checkpoints_lose_no_gradient():
-    run_distributed(_recomputes_in_nested_backwards, 2)
+@pytest.mark.parametrize("num_checkpointed", [2, 3])
+def test_reentrant_checkpoints_lose_no_gradient(num_checkpointed):
+    run_distributed(_recomputes_in_nested_backwards, 2, num_checkpointed)
 
 
 def test_gradients_that_are_sharded_are_not_finished_in_backward():
