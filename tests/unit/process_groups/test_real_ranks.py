@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from core import parallel_state as ps
 from tests.unit._spawn import run_distributed
-from tests.unit.parallel_state._oracle import (
+from tests.unit.process_groups._oracle import (
     DEFAULT_ORDER,
     GROUPS,
     Case,
