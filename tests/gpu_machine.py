@@ -60,7 +60,8 @@ def _gpus_of_the_driver() -> str:
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
-    return subprocess.run([command, "-L"], capture_output=True, text=True, timeout=60).stdout.partition("(")[0].strip()
+    listed = subprocess.run([command, "-L"], capture_output=True, text=True, timeout=600).stdout
+    return listed.partition("(")[0].strip()
 
 
 def main() -> None:

@@ -123,7 +123,7 @@ def test_a_flipped_bit_is_found_where_tensors_are_resharded(corpus: Path, run: P
     assert error.endswith(f"--load {run / 'iter_0000004'}")
 
 
-def test_every_door_refuses_a_flipped_bit(corpus: Path, run: Path, tmp_path: Path) -> None:
+def test_every_reader_refuses_a_flipped_bit(corpus: Path, run: Path, tmp_path: Path) -> None:
     """In the weights of the layout that reads them, where nothing is cut again."""
     tensors = json.loads((run / "iter_0000006" / "checkpoint.json").read_text())["tensors"]
     _, _, file, start, num_bytes, _ = tensors["model.decoder.final_layernorm.weight"]["pieces"][0]

@@ -30,7 +30,7 @@ def _text(run: Path) -> str:
     return ended.out
 
 
-def test_there_and_back(corpus: Path, run: Path, tmp_path: Path) -> None:
+def test_conversion_round_trips(corpus: Path, run: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     there = run_program("convert", "--load", run, "--save", tmp_path / "hf", "--max-shard-gb", "1e-5", folder=tmp_path)
     assert there.status == 0 and "AutoModelForCausalLM.from_pretrained" in there.out, there.err

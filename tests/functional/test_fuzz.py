@@ -18,7 +18,7 @@ def test_a_minute_of_hostile_files() -> None:
         env=program_environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert "hostile files: checkpoint" in ended.stdout

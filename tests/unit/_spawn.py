@@ -28,12 +28,14 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -45,6 +47,7 @@ from tests.unit._process_state import process_state_kept
 START_LIMIT_S = 600.0
 JOB_LIMIT_S = 600.0  # ends a hang; of a job that takes seconds a busy machine makes minutes
 IDLE_POOLS_KEPT = 4  # world sizes whose processes stay alive
+_GIVES_UP_AFTER = timedelta(seconds=1)
 _JOBS_NAMED = 4  # the last jobs of a pool, named when one fails
 _SHOW_STACKS = signal.SIGUSR2  # no test sends it
 
@@ -158,8 +161,12 @@ def close_pools() -> None:
 
 def _serve(pipe: Connection, rank: int, world_size: int, store_path: str) -> None:
     """Joins the group, then answers jobs until the pipe closes: the life of one rank."""
+    from core.comm import record
+
     os.environ.update(OMP_NUM_THREADS="1", SHARDSTACK_DEVICE="cpu", RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    if world_size > 1:  # a rank alone is asked by none, and does not listen
+        record._INTERVALS_WITHOUT_ANSWER = int(JOB_LIMIT_S / 2)  # on a busy machine a rank may take long to answer
     stacks = _stacks_file(store_path, rank).open("w")  # open while the process lives
     faulthandler.register(_SHOW_STACKS, stacks, all_threads=True)
     store = dist.FileStore(store_path, world_size)
@@ -204,13 +211,31 @@ def wait_for(*points: str) -> None:
     dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=JOB_LIMIT_S / 2))
 
 
-def group_that_gives_up() -> dist.ProcessGroup:
-    """Returns a group of all ranks whose calls fail after two seconds, if a rank stays away.
+def has_reached(point: str) -> bool:
+    """Returns whether a rank of this job has called `reach` with this point."""
+    return bool(dist.distributed_c10d._get_default_store().check([f"tests/{_job}/{point}"]))
 
-    Ranks meet first: the limit is that of connecting too.
+
+def give_up_soon(group: dist.ProcessGroup) -> None:
+    """Makes this rank's calls in a group fail after a second, if a rank stays away; until the job ends.
+
+    To be called right before the call that is to fail. A limit given when the group is made would be that of
+    connecting and of every call before, which take seconds on a busy machine.
     """
-    dist.barrier()
-    return dist.new_group(timeout=timedelta(seconds=2))
+    from core.comm import gloo
+
+    group._get_backend(torch.device("cpu"))._set_default_timeout(_GIVES_UP_AFTER)
+    # Messages between two ranks keep the limit with which their group was made.
+    _undone_after_the_job.enter_context(mock.patch.object(gloo, "_wait_for", _wait_briefly))
+
+
+def _wait_briefly(messages: Sequence[dist.Work]) -> None:
+    for message in messages:
+        message.wait(_GIVES_UP_AFTER)
+
+
+_undone_after_the_job = ExitStack()
+"""Patches of this rank. `give_up_soon` adds; `_tear_down` undoes them."""
 
 
 _hash_ranks_to_str = dist.distributed_c10d._hash_ranks_to_str
@@ -246,6 +271,7 @@ def _seed_everything() -> None:
 def _tear_down() -> None:
     """Leaves the next job the default group alone, on all ranks before any begins it."""
     _finish_lanes()
+    _undone_after_the_job.close()
     dist.barrier()  # a group may still be connecting on a slower rank
     parallel_state = sys.modules.get("core.parallel_state")  # only a job that imported it can have built groups
     if parallel_state is not None:

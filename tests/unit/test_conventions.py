@@ -13,6 +13,11 @@ TESTS = Path(__file__).parents[1]
 LONGEST_NAME = 60
 TESTED_WITH_OTHERS = {"models/common/language_module", "pipeline_parallel"}
 """By `models/gpt/test_gpt_model.py`, and by `test_megatron_names.py`."""
+NOT_OF_CORE = {
+    "examples": "tests the parts of `examples/gpt`",
+    "distributed/outside_the_loop": "has the scenarios of `distributed/test_outside_the_loop.py`, and no tests",
+}
+"""Folders of `tests/unit` that mirror no folder of `core`, and what each is for."""
 
 
 def _names() -> Iterator[str]:
@@ -38,3 +43,10 @@ def test_every_package_has_a_folder_or_a_file_of_tests():
     }
     assert len(packages) > 30, "the packages were not found"
     assert untested == TESTED_WITH_OTHERS
+
+
+def test_every_folder_of_tests_is_a_folder_of_core():
+    unit = TESTS / "unit"
+    folders = {file.parent.relative_to(unit).as_posix() for file in unit.rglob("*.py")} - {"."}
+    assert len(folders) > 30, "the folders were not found"
+    assert {folder for folder in folders if not (CORE / folder / "__init__.py").is_file()} == NOT_OF_CORE.keys()

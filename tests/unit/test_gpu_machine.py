@@ -125,7 +125,7 @@ def test_make_collects_the_files_that_are_printed() -> None:
             env={"PATH": os.environ["PATH"]},  # without the flags and variables of the make that runs this test
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
         for python in ("echo", "false")
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,32 +16,30 @@ CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def _resident_bytes() -> int:
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmRSS:")).split()[1])
-
-
-def _comes_and_goes() -> tuple[int, int]:
-    """Returns how many bytes the process has more with 16 MiB taken, and after they went, with others taken since."""
-    before = _resident_bytes()
-    taken = transient_memory(4 * MIB, torch.float32, CPU).fill_(1.0)
-    with_it = _resident_bytes()
-    behind = [torch.ones(1000) for _ in range(100)]
-    view = taken[100:200].view(10, 10)
-    del taken
-    assert view.sum() == 100  # a view keeps it
-    del view
-    assert len(behind) == 100
-    return with_it - before, _resident_bytes() - before
+def _resident_bytes(start: int, num_bytes: int) -> int:
+    """Returns the resident memory of all mappings that a range of addresses is in."""
+    resident, overlaps = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if (mapping := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            first, end = (int(address, 16) for address in mapping.groups())
+            overlaps = first < start + num_bytes and start < end
+        elif overlaps and line.startswith("Rss:"):
+            resident += 1024 * int(line.split()[1])
+    return resident
 
 
 def test_freed_memory_leaves_the_process_from_anywhere():
     for _ in range(2):
         torch.empty(4 * MIB).fill_(1.0)  # from now on glibc keeps pieces of this size
-    _comes_and_goes()  # code and small tensors take their memory
-    while_taken, after = _comes_and_goes()
-    assert while_taken >= 16 * MIB
-    assert after < 2 * MIB
+    taken = transient_memory(4 * MIB, torch.float32, CPU).fill_(1.0)
+    place = taken.data_ptr(), taken.nbytes
+    assert _resident_bytes(*place) >= 16 * MIB
+    behind = [torch.ones(1000) for _ in range(100)]
+    view = taken[100:200].view(10, 10)
+    del taken
+    assert view.sum() == 100 and _resident_bytes(*place) >= 16 * MIB  # a view keeps it
+    del view
+    assert len(behind) == 100 and _resident_bytes(*place) < 2 * MIB
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -73,7 +73,7 @@ def test_torch_and_numpy_are_enough(module: str, problems: dict[str, str]) -> No
 
 
 @pytest.mark.parametrize("package", NEED_EXTRAS)
-def test_a_door_without_its_system_names_the_extra(package: str, problems: dict[str, str]) -> None:
+def test_an_adapter_without_its_system_names_the_extra(package: str, problems: dict[str, str]) -> None:
     assert "MissingExtraError" in problems[package] and "pip install 'shardstack[" in problems[package]
 
 

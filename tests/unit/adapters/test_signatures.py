@@ -111,7 +111,7 @@ CONFIGS: dict[Any, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__qualname__)
-def test_signatures(function):
+def test_functions_have_the_original_signatures(function):
     parameters = inspect.signature(function).parameters.values()
     found = {p.name: p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert list(found.items()) == list(FUNCTIONS[function].items())

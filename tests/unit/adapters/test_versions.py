@@ -49,7 +49,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(package: str):
 
 
 @pytest.mark.parametrize("package", versions.SUPPORTED)
-def test_the_extra_installs_what_the_door_knows(package: str):
+def test_extras_match_supported_versions(package: str):
     at_least, below, extra = versions.SUPPORTED[package]
     line = re.search(rf'"{extra}": \[(.*?)\]', (ROOT / "setup.py").read_text(encoding="utf-8"), re.DOTALL)
     assert line is not None and f'"{package}>={at_least},<{below}"' in line[1]

@@ -167,7 +167,7 @@ def test_a_collective_behind_long_work_is_named_and_may_end() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_collective_behind_long_work_of_a_gpu_is_named() -> None:
-    cycles = int(4e9 * 2)  # four seconds, at two GHz
+    cycles = int(20 * 2e9)  # twenty seconds, at two GHz: the host has until then to notice
     with one_rank_on_a_gpu():
         numbers = torch.tensor([1.0, 2.0], device=device.current_device())
         message = _late_and_then_over(numbers, lambda: torch.cuda._sleep(cycles), torch.cuda.synchronize)

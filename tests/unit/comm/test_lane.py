@@ -17,6 +17,7 @@ import torch
 
 from core.comm import lane as lane_module
 from core.comm.lane import comm_lane
+from tests.unit._lane import called_before_waiting
 
 CPU = torch.device("cpu")
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -55,8 +56,9 @@ def test_a_buffer_is_freed_as_soon_as_its_task_has_run():
 def test_an_immediate_call_keeps_its_place_behind_the_lane():
     lane, done, gate = comm_lane(CPU), [], threading.Event()
     lane.submit(lambda: (gate.wait(), done.append("first")))
-    threading.Timer(0.05, gate.set).start()
-    lane.run(lambda: done.append("second"))
+    with called_before_waiting(lambda task: gate.set()):
+        lane.run(lambda: done.append("second"))
+    gate.set()  # if nothing has waited
     assert done == ["first", "second"]
     assert comm_lane(torch.device("cpu")) is comm_lane(CPU, 0) is lane
 
@@ -101,24 +103,34 @@ def test_a_gpus_lane_is_a_stream_before_computation():
     ]
 
 
-def _ends_with_products_in_the_lane(count: int, before: str = "") -> tuple[int, str]:
+def _ends_with_something_in_the_lane(longest_exit_s: float, task: str) -> tuple[int, str, str]:
+    """Runs a program whose lane begins a task, statements of Python, when the program ends."""
     program = f"""
-import time
+import atexit, threading
 import torch
 from core.comm import lane
-{before}
-matrix = torch.ones(1000, 1000)
-lane.comm_lane(matrix.device).submit(lambda: [matrix @ matrix for _ in range({count})])
-time.sleep(0.05)
+
+lane._LONGEST_EXIT_S = {longest_exit_s}
+ends = threading.Event()
+
+def task():
+    ends.wait()
+    {task}
+
+lane.comm_lane(torch.device("cpu")).submit(task)
+atexit.register(ends.set)  # called before what the lane has registered
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
     )
-    return ended.returncode, ended.stderr
+    return ended.returncode, ended.stdout, ended.stderr
 
 
-def test_a_process_may_end_with_something_in_the_lane():
-    assert _ends_with_products_in_the_lane(4) == (0, "")  # far less than the time for which an exit waits
-    # What would happen: a thread that comes out of one of torch's functions while Python ends is unwound through it.
-    aborted, said = _ends_with_products_in_the_lane(10_000, "lane._LONGEST_EXIT_S = 0.0")
-    assert aborted != 0 and "terminate called" in said
+def test_a_process_ends_after_what_is_in_the_lane():
+    """Else a thread that comes out of one of torch's functions while Python ends is unwound through it: an abort."""
+    products = "[torch.ones(1000, 1000) @ torch.ones(1000, 1000) for _ in range(20)]; print('multiplied', flush=True)"
+    assert _ends_with_something_in_the_lane(600.0, products) == (0, "multiplied\n", "")
+
+
+def test_a_process_ends_without_what_would_not_end():
+    assert _ends_with_something_in_the_lane(0.1, "threading.Event().wait()") == (0, "", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -14,7 +13,7 @@ from core.comm import collectives, record
 from core.comm.call import Collective, message_tag, recorded_collective
 from core.comm.record import NUM_CALLS_KEPT, ask_other_ranks, latest_collective, record_of, recorded
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import group_that_gives_up, run_distributed
+from tests.unit._spawn import give_up_soon, run_distributed
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 
@@ -71,10 +70,11 @@ def _entered(call: Collective) -> tuple[Collective | None, Collective | None]:
 
 
 def _exchanges_different_things() -> bool:
-    group = group_that_gives_up()
+    group = dist.new_group()
     mine = torch.full((2,), float(dist.get_rank()))
     gathered = torch.empty(4)
     what = "unit a" if dist.get_rank() == 0 else "unit b"
+    give_up_soon(group)
     try:
         collectives.all_gather(gathered, mine, group, what=what)
     except RuntimeError:
@@ -134,20 +134,29 @@ def test_a_rank_far_ahead_of_its_device_publishes_where_it_is():
     assert [number for number, *_ in published["calls"]] == [*range(7, 15), *range(33, 41)]
 
 
-def _published_before_and_after_a_question() -> list[bool]:
+def test_a_rank_publishes_nothing_without_a_question():
+    store, listener = dist.HashStore(), record._Listener()
+    with mock.patch.object(record, "_publish_all") as publish:
+        listener._answer(store)
+        assert not publish.called
+        for question in (1, 2):
+            store.add(record._QUESTIONS, 1)
+            for _ in range(2):  # the second look finds no other question
+                listener._answer(store)
+            assert publish.call_count == question
+            assert store.add(record._answers(question), 0) == 1
+
+
+def _published_after_a_question() -> bool:
     group = dist.new_group()
-    record = record_of(group)
-    dist.barrier(group)
     with recorded("all-reduce", "the loss", 8, group):
         pass
-    time.sleep(1.5)  # longer than between two looks
-    before = record.read(1 - dist.get_rank()) is not None
     dist.barrier(group)
     if dist.get_rank() == 0:
         ask_other_ranks()
     dist.barrier(group)
-    return [before, record.read(1 - dist.get_rank()) is not None]
+    return record_of(group).read(1 - dist.get_rank()) is not None
 
 
 def test_ranks_publish_their_records_once_one_asks():
-    assert run_distributed(_published_before_and_after_a_question, 2) == [[False, True], [False, True]]
+    assert run_distributed(_published_after_a_question, 2) == [True, True]

@@ -25,7 +25,7 @@ def _micro_batches(total: int, consumed: int, micro: int, batch: int, rank: int,
     return result
 
 
-def test_who_reads_what():
+def test_each_rank_reads_its_samples():
     assert _micro_batches(19, 1, 2, 8, 0, 2) == [[1, 2], [5, 6], [9, 10], [13, 14]]
     assert _micro_batches(19, 1, 2, 8, 1, 2) == [[3, 4], [7, 8], [11, 12], [15, 16]]
 

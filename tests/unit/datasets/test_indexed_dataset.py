@@ -116,7 +116,7 @@ def test_pickling_carries_the_path_and_not_the_content(tmp_path: Path):
     assert np.array_equal(pickle.loads(data)[0], corpus[0])
 
 
-def test_exists(tmp_path: Path):
+def test_exists_needs_both_files(tmp_path: Path):
     write_corpus(tmp_path / "c", [[1]])
     assert IndexedDataset.exists(tmp_path / "c")
     (tmp_path / "c.bin").unlink()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -21,7 +23,7 @@ from core.errors import OutOfStepError
 from core.tensor_parallel.column_linear import column_parallel_linear
 from core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import group_that_gives_up, reach, run_distributed, wait_for
+from tests.unit._spawn import give_up_soon, reach, run_distributed, wait_for
 from tests.unit.distributed._toys import batches, build, loss_of, toy
 
 
@@ -38,29 +40,43 @@ def _explained(run: Any) -> str:
 
 def _stays_away(*waiting: int) -> str:
     """Keeps this rank busy elsewhere until the ranks that wait for it have their messages."""
+    reach(f"rank {dist.get_rank()} stays away")
     wait_for(*(f"rank {rank} has its message" for rank in waiting))
     return ""
 
 
-def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any], collective: str) -> str:
-    model = build(kind, toy(tied=False), group=group_that_gives_up(), **fields)
-    rank = dist.get_rank()
-    begin = record.CollectiveRecord.collective
+def _meet(group: dist.ProcessGroup, *ranks: int) -> None:
+    """Waits until all of `ranks` have come to the calls that are to fail, recorded or about to be made."""
+    reach(f"rank {dist.get_rank()} calls")
+    wait_for(*(f"rank {rank} calls" for rank in ranks))
+    give_up_soon(group)
 
-    def begin_and_say(self: Any, kind: str, *call: Any, **where: Any) -> Any:
-        begun = begin(self, kind, *call, **where)
-        if kind == collective:
-            reach("rank 0 waits")
+
+@contextmanager
+def _meeting_in(kind: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Makes two ranks meet once each has recorded a collective: this one the first of `kind`."""
+    begin, is_first = record.CollectiveRecord.collective, iter([True])
+
+    def begin_and_meet(self: Any, found: str, *call: Any, **where: Any) -> Any:
+        begun = begin(self, found, *call, **where)
+        if found == kind and next(is_first, False):
+            _meet(group, 0, 1)
         return begun
 
+    with mock.patch.object(record.CollectiveRecord, "collective", begin_and_meet):
+        yield
+
+
+def _one_rank_skips_a_micro_batch(kind: str, fields: dict[str, Any], collective: str) -> str:
+    model = build(kind, toy(tied=False), group=dist.new_group(), **fields)
+    rank = dist.get_rank()
+
     def step() -> None:
-        with failures_explained(model):
+        with failures_explained(model), _meeting_in("all-reduce" if rank else collective, model.process_group):
             if rank == 0:
-                with mock.patch.object(record.CollectiveRecord, "collective", begin_and_say):
-                    loss_of(model, batches(0)[0]).backward()
-                    finalize_model_grads([model])
+                loss_of(model, batches(0)[0]).backward()
+                finalize_model_grads([model])
             else:  # this rank takes its step to be over, and measures its gradients
-                wait_for("rank 0 waits")
                 norm = torch.ones(1)
                 with recorded("all-reduce", "the gradient norm", norm, model.process_group):
                     dist.all_reduce(norm, group=model.process_group)
@@ -92,13 +108,14 @@ def test_a_rank_left_behind_names_the_collective_and_the_other(kind, fields, col
 
 
 def _one_rank_skips_a_layer() -> str:
-    group = group_that_gives_up()
+    group = dist.new_group()
 
     def forward() -> None:
-        if dist.get_rank() == 0:
-            reduce_from_tensor_model_parallel_region(torch.ones(4), group)
-        else:
-            column_parallel_linear(torch.ones(2, 1, 4), torch.ones(3, 4), None, group, sequence_parallel=True)
+        with _meeting_in("all-gather" if dist.get_rank() else "all-reduce", group):
+            if dist.get_rank() == 0:
+                reduce_from_tensor_model_parallel_region(torch.ones(4), group)
+            else:
+                column_parallel_linear(torch.ones(2, 1, 4), torch.ones(3, 4), None, group, sequence_parallel=True)
 
     return _explained(forward)
 
@@ -111,10 +128,12 @@ def test_a_layer_that_one_tensor_parallel_rank_skips_is_named():
 
 
 def _one_rank_leaves_in_backward() -> str:
-    model = build("fsdp2", toy(tied=False), group=group_that_gives_up())
+    model = build("fsdp2", toy(tied=False), group=dist.new_group())
     loss = loss_of(model, batches(dist.get_rank())[0])
     if dist.get_rank() == 1:
         return _stays_away(0)  # as a loader that waits for its data
+    wait_for("rank 1 stays away")
+    give_up_soon(model.process_group)
 
     def step() -> None:
         with failures_explained(model):
@@ -134,15 +153,17 @@ def test_a_busy_rank_is_known_by_its_last_collective():
 
 
 def _one_of_four_stays_away() -> str:
-    group = group_that_gives_up()
+    group = dist.new_group()
     tensor = torch.ones(4)
     with recorded("all-reduce", "the loss", tensor, group):
         dist.all_reduce(tensor, group=group)
     if dist.get_rank() == 2:
         return _stays_away(0, 1, 3)
+    wait_for("rank 2 stays away")
 
     def run() -> None:
         with recorded("all-reduce", "the gradient norm", tensor, group):
+            _meet(group, 0, 1, 3)
             dist.all_reduce(tensor, group=group)
 
     return _explained(run)
@@ -159,13 +180,18 @@ def test_ranks_that_wait_are_distinguished_from_absent_ones():
 
 
 def _one_rank_does_not_answer() -> str:
-    group, tensor = group_that_gives_up(), torch.ones(4)
+    group, tensor = dist.new_group(), torch.ones(4)
     if dist.get_rank() == 1:
-        with mock.patch.object(record, "_publish_all"):  # as in a process that is paused
+        with mock.patch.object(record._Listener, "_answer"):  # as in a process that is paused
             return _stays_away(0)
+    wait_for("rank 1 stays away")
+    give_up_soon(group)
 
     def run() -> None:
-        with recorded("all-reduce", "the loss", tensor, group):
+        with (
+            mock.patch.object(record, "_INTERVALS_WITHOUT_ANSWER", 1),
+            recorded("all-reduce", "the loss", tensor, group),
+        ):
             dist.all_reduce(tensor, group=group)
 
     return _explained(run)
@@ -178,9 +204,11 @@ def test_a_rank_that_does_not_answer_is_named():
 
 
 def _fails_without_records() -> str:
-    group = group_that_gives_up()
+    group = dist.new_group()
     if dist.get_rank() == 1:
         return _stays_away(0)
+    wait_for("rank 1 stays away")
+    give_up_soon(group)
     model = nn.Linear(2, 2)
 
     def run() -> None:
@@ -202,9 +230,11 @@ def test_without_records_a_failure_says_that_there_are_none():
 
 
 def _fails_outside_of_any_record() -> str:
-    model = build("ddp", toy(), group=group_that_gives_up())
+    model = build("ddp", toy(), group=dist.new_group())
     if dist.get_rank() == 1:
         return _stays_away(0)
+    wait_for("rank 1 stays away")
+    give_up_soon(model.process_group)
 
     def step() -> None:
         with failures_explained(model):
@@ -237,19 +267,23 @@ def _nccls_entry(group: Any, number: int, state: str) -> dict[str, Any]:
 
 
 def _waits_as_under_nccl() -> str:
-    group, rank = group_that_gives_up(), dist.get_rank()
+    group, rank = dist.new_group(), dist.get_rank()
     with recorded("all-reduce", "the gradient norm", torch.ones(4), group):
         dist.all_reduce(torch.ones(4), group=group)
     entries = [_nccls_entry(group, 56, "completed")] + [_nccls_entry(group, 57, "started")] * (rank != 1)
     with mock.patch.object(flight_recorder, "flight_recorder", lambda: entries):
         if rank == 1:
             return _stays_away(0, 2)
+        wait_for("rank 1 stays away")
 
         def run() -> None:
             with recorded("all-reduce", "the loss", torch.ones(4), group):
+                _meet(group, 0, 2)
                 dist.all_reduce(torch.ones(4), group=group)
 
-        return _explained(run)
+        message = _explained(run)
+        wait_for("rank 0 has its message", "rank 2 has its message")  # until then the other asks for these entries
+        return message
 
 
 def test_the_flight_recorder_comes_first_where_it_has_the_call():

@@ -33,7 +33,7 @@ class Gate:
         writer._append = self._wait
 
     def _wait(self, *args):
-        assert self._open.wait(100)
+        assert self._open.wait(600)
         return self._kept(*args)
 
     def open(self) -> None:
@@ -106,7 +106,8 @@ def test_one_is_written_at_a_time(tmp_path):
     saver, gate = AsyncSaver(), Gate()
     saver.save({"w": torch.ones(3)}, tmp_path / "iter_0000001", metadata={})
     assert not (tmp_path / "iter_0000001").exists()
-    threading.Timer(0.3, gate.open).start()
+    join = saver._thread.join
+    saver._thread.join = lambda limit_s: (gate.open(), join(limit_s))
     saver.save({"w": torch.ones(3)}, tmp_path / "iter_0000002", metadata={}, keep=Retention(1))
     assert gate.is_open  # it waited for the first
     assert (tmp_path / "iter_0000001").exists() or (tmp_path / "iter_0000002").exists()
@@ -168,7 +169,7 @@ def _copies_ahead_of_the_plan(layout: str, root: str) -> bool:
     writer.RawWriter._values = lambda *args: [tensor for tensor in kept(*args) if tensors.append(tensor) is None]
     tensors: list[torch.Tensor] = []
     begun = writer.folders.begin
-    planning, writer.folders.begin = threading.Event(), lambda folder: planning.wait(100) and begun(folder)
+    planning, writer.folders.begin = threading.Event(), lambda folder: planning.wait(600) and begun(folder)
     saver.save(model_state_dict(model), f"{root}/it", metadata={})  # returns, though no plan can be made yet
     with torch.no_grad():
         for tensor in model.state_dict().values():

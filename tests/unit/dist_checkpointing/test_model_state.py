@@ -155,7 +155,7 @@ def test_what_one_rank_lacks_is_raised_on_all():
     assert "missing: norm.weight" in first
 
 
-def test_all_problems_stand_in_one_error_and_nothing_is_loaded():
+def test_all_problems_are_in_one_error_and_nothing_is_loaded():
     model = Toy(filled=False)
     given = _full() | {"rows.weight": torch.ones(5, 5), "steps": torch.tensor(1.5), "extra": torch.ones(1), "n": 3}
     del given["columns.bias"]

@@ -89,6 +89,14 @@ class Toy(nn.Module):
         return self.head(x)
 
 
+class Twice(Toy):
+    """A model whose first block runs twice."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.blocks[0](self.embedding(tokens)))
+        return self.head(x)
+
+
 class Stack(nn.Module):
     """Layers of one kind, and a parameter of the root."""
 

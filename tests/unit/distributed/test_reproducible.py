@@ -23,11 +23,11 @@ from core.distributed import (
     wrap_model,
 )
 from core.distributed.flat_data_parallel import _FlatDataParallel
-from core.errors import ConfigError, ParallelConfigError, ShardstackError, UnitError
+from core.errors import ConfigError, ParallelConfigError, ShardstackError
 from core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from tests.unit._quick import quick
 from tests.unit._spawn import run_distributed
-from tests.unit.distributed._toys import Toy, build, gradients, loss_of, toy
+from tests.unit.distributed._toys import Twice, build, gradients, loss_of, toy
 
 WRAPPERS = ("ddp", "zero2", "zero3", "fsdp2")
 
@@ -214,24 +214,6 @@ def _bypasses() -> None:
     with pytest.raises(ShardstackError, match=r"a layer added the gradient of parameter \S+ into main_grad itself"):
         loss_of(written, _tokens(0)).backward()
 
-    outside = _wrap("fsdp2")
-    outside.expect_micro_batches(2)
-    with pytest.raises(ShardstackError, match="put every backward of a step but the last inside no_sync"):
-        loss_of(outside, _tokens(0)).backward()
-
-    hooked = _wrap("fsdp2")
-    hooked.module.set_all_reduce_hook(lambda shard: None)
-    with pytest.raises(UnitError, match="set_all_reduce_hook was called on the unit of"):
-        loss_of(hooked, _tokens(0)).backward()
-
-
-class Twice(Toy):
-    """A model whose first block runs twice."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](self.blocks[0](self.embedding(tokens)))
-        return self.head(x)
-
 
 @pytest.mark.parametrize("name", ["ddp", "zero3"])
 def test_a_unit_that_runs_twice_is_one_leaf_on_buffers(name):
@@ -248,18 +230,6 @@ def _twice(name: str) -> dict[str, torch.Tensor]:
     _step(model, count, 1.0 / count)
     finalize_model_grads([model])
     return gradients(model)
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_a_unit_that_runs_twice_raises_under_fsdp2(count):
-    run_distributed(_twice_under_fsdp2, 2, count)
-
-
-def _twice_under_fsdp2(count: int) -> None:
-    model = _wrap("fsdp2", module=Twice())
-    model.expect_micro_batches(count)
-    with pytest.raises(UnitError, match=r"the unit of blocks\.0\.\S+ ran twice in one forward"):
-        _step(model, count)
 
 
 @pytest.mark.parametrize(("name", "fields"), [("ddp", {}), ("zero2", {}), ("fsdp2", {})])

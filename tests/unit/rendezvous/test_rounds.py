@@ -12,7 +12,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from core.errors import ParallelStateError
 from core.rendezvous.rounds import store_of_round
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=600)
 
 
 @pytest.fixture

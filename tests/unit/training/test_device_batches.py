@@ -17,7 +17,7 @@ from core.training import device_batches
 from core.training.device_batches import BATCHES_AHEAD, Batch, DeviceBatches, SideStream
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 
-LIMIT_S = 60.0
+LIMIT_S = 600.0
 
 
 def batch(number: int) -> Batch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -114,17 +114,16 @@ def _compares_with_a_tracker(kind: str) -> tuple[int, int]:
     """Returns the peak of a step as torch's tracker of live tensors sees it, which asks no allocator, and as
     measured."""
     model, optimizer = _model(kind)
-    for _ in range(2):
-        _step(model, optimizer)
     with _collectives_at_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for _ in range(2):
+            _step(model, optimizer)
         tracker = MemTracker()
         tracker.track_external(model, optimizer.optimizer, *model.held_tensors()["gradients"])
         with tracker:
             _step(model, optimizer, num_microbatches=1)
-    seen = sum(held["Total"] for held in tracker.get_tracker_snapshot("peak").values())
-    with _collectives_at_once():
         _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer, num_microbatches=1))
+    seen = sum(held["Total"] for held in tracker.get_tracker_snapshot("peak").values())
     return seen, timeline.peak_bytes
 
 
@@ -170,22 +169,38 @@ def test_a_run_without_a_folder_is_refused_at_its_start():
     run_distributed(_refuses_to_write_nowhere, 1)
 
 
-def _peaks_with_and_without_marks() -> list[int]:
-    model, optimizer = _model("ddp")
-    peaks, flat = [], memory_profile._flat
-    for seen in (True, False):
-        events = partial(_without_marks, flat) if not seen else flat
-        with mock.patch.object(memory_profile, "_flat", events):
-            _step(model, optimizer)
-            _, timeline = measure_step(model, optimizer, lambda: _step(model, optimizer))
-        peaks.append(timeline.peak_bytes)
-    return peaks
+_EVENTS = torch._C._profiler._EventType
 
 
-def _without_marks(flat: Any, tree: Any) -> list[Any]:
-    return [event for event in flat(tree) if event.name != memory_profile._MARK]
+def _mark(at: int) -> SimpleNamespace:
+    """Returns the profiler's event of a record that begins `at` so many ns."""
+    return SimpleNamespace(name=memory_profile._MARK, tag=_EVENTS.TorchOp, start_time_ns=at, end_time_ns=at + 10)
+
+
+def _change(at: int, address: int, nbytes: int) -> SimpleNamespace:
+    """Returns the profiler's event of an allocation, or with negative bytes of a release."""
+    fields = SimpleNamespace(ptr=address, alloc_size=nbytes, device=torch.device("cpu"))
+    return SimpleNamespace(name="[memory]", tag=_EVENTS.Allocation, start_time_ns=at, extra_fields=fields, parent=None)
 
 
 def test_records_unseen_by_the_profiler_are_placed_by_the_clock():
-    with_marks, without = run_distributed(_peaks_with_and_without_marks, 1)[0]
-    assert with_marks == pytest.approx(without, rel=0.1) and without > 0
+    weight, activation, gradient = range(3)  # addresses
+    changes = [
+        _change(50, 3, 77),  # before the step begins
+        _change(150, activation, 1000),
+        _change(200, gradient, 500),
+        _change(400, activation, -1000),
+    ]
+    first, later = {weight: (0, 4096)}, {weight: (0, 4096), gradient: (2, 500)}
+    notes = [
+        memory_profile._Note(held, is_complete=True, time_ns=at + 3)  # the clock of the process is not the profiler's
+        for held, at in ((first, 100), (later, 300), (later, 500))
+    ]
+    marked = memory_profile._timeline([*map(_mark, (100, 300, 500)), *changes], notes, "cpu", None)
+    unmarked = memory_profile._timeline(changes, notes, "cpu", None)
+    begins = (4096, 0, 0, 0, 0)
+    ends = (4096, 0, 500, 0, 0)
+    assert marked.held == (begins, (4096, 0, 0, 0, 1000), (4096, 0, 500, 0, 1000), ends, ends)
+    assert unmarked.held == marked.held
+    assert [round(1e9 * time) for time in marked.times_s] == [0, 50, 100, 300, 410]
+    assert [round(1e9 * time) for time in unmarked.times_s] == [0, 47, 97, 297, 400]

@@ -17,7 +17,7 @@ SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_quer
         ({"add_bias_linear": False, "add_qkv_bias": True}, True, False),
     ],
 )
-def test_biases(changes, qkv_bias, proj_bias):
+def test_config_decides_which_biases_exist(changes, qkv_bias, proj_bias):
     attention = SelfAttention(TransformerConfig(**(SIZES | changes)))
     assert (attention.linear_qkv.bias is not None, attention.linear_proj.bias is not None) == (qkv_bias, proj_bias)
 

@@ -45,7 +45,7 @@ def written_out(query, key, value, hidden=None):
 @pytest.mark.parametrize("groups", [HEADS, 2, 1])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("fuses_groups", [True, False])
-def test_values(monkeypatch, groups, masked, fuses_groups):
+def test_output_equals_the_formula(monkeypatch, groups, masked, fuses_groups):
     monkeypatch.setattr(module, "_fuses_groups", lambda query, mask: fuses_groups)
     mask = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.3 if masked else None
     if mask is not None:

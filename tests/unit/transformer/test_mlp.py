@@ -13,7 +13,7 @@ from core.transformer.mlp import MLP
     [("gelu", F.gelu), ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")), ("silu", F.silu)],
 )
 @pytest.mark.parametrize("gated", [False, True])
-def test_values(name, function, gated):
+def test_output_equals_the_formula(name, function, gated):
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=1,

@@ -105,7 +105,7 @@ def _refusals(folder: str) -> None:
             lightning.Fabric(accelerator="cpu", devices=2, strategy="shardstack", precision="16-true")
 
 
-def test_what_cannot_work_says_so(tmp_path):
+def test_unsupported_uses_are_refused(tmp_path):
     run_distributed(_refusals, 2, str(tmp_path))
 
 

@@ -246,7 +246,7 @@ def _precision(folder: str) -> None:
 
 
 @pytest.mark.long
-def test_precisions(tmp_path):
+def test_each_precision_trains_or_is_refused(tmp_path):
     run_distributed(_precision, 2, str(tmp_path))
 
 
@@ -302,7 +302,7 @@ def _refusals(folder: str) -> None:
             ShardstackStrategy(sharding)
 
 
-def test_what_cannot_work_says_so(tmp_path):
+def test_unsupported_uses_are_refused(tmp_path):
     run_distributed(_refusals, 2, str(tmp_path))
 
 

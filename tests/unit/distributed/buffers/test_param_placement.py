@@ -25,6 +25,7 @@ from core.errors import OptimizerError, ShardstackError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.main_params import MainParam
 from core.optimizer.optimizer import MegatronOptimizer
+from tests.unit._lane import called_before_waiting
 from tests.unit._spawn import RankFailure, run_distributed
 from tests.unit.distributed._toys import BUFFERED, WRAPPERS, batches, build, gradients, loss_of, oracle, toy
 
@@ -45,25 +46,25 @@ def _gathers_during_forward(kind: str, read: str) -> None:
     gate, gather = threading.Event(), collectives.all_gather
 
     def gather_late(*args, **options):
-        gate.wait(100)
+        assert gate.wait(600)
         gather(*args, **options)
 
     never = mock.patch.object(bucket_group, "make_pending") if read == "without waiting" else nullcontext()
     with mock.patch.object(collectives, "all_gather", gather_late), never:
         _update_shards(model, 0.25)
         model.start_param_sync()  # returns although nothing has been gathered
-        if read != "without waiting":
-            threading.Timer(0.2, gate.set).start()
-        if read == "forward":
-            model(batches(0)[0])
-        elif read == "state_dict":
-            model.module.state_dict()
-        elif read == "evaluation":
-            model.disable_forward_pre_hook()
-        else:
-            model.module.head.weight.sum()
-        weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]
-        gate.set()
+        with called_before_waiting(lambda task: gate.set()):
+            if read == "forward":
+                model(batches(0)[0])
+            elif read == "state_dict":
+                model.module.state_dict()
+            elif read == "evaluation":
+                model.disable_forward_pre_hook()
+            else:
+                model.module.head.weight.sum()
+            assert gate.is_set() == (read != "without waiting")
+            weights = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+        gate.set()  # if nothing has waited
     assert all(torch.equal(w, torch.full_like(w, 0.25)) for w in weights), "stale parameters"
     model.finish_param_sync()
 

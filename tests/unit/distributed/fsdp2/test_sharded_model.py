@@ -99,7 +99,7 @@ def _differs() -> None:
         _sharded(mp_policy=policy)
 
 
-def test_ranks_that_ask_for_different_things_hear_of_it():
+def test_different_settings_across_ranks_raise():
     run_distributed(_differs, 2)
 
 

@@ -78,7 +78,7 @@ def test_units_must_agree():
     assert "unit embedding" in message
 
 
-def test_a_simulated_group_has_no_other_opinion():
+def test_a_simulated_group_always_agrees():
     with fake_world(rank=3, world_size=8):
         build("ddp", toy())
 

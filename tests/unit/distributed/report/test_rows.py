@@ -71,7 +71,7 @@ def test_a_line_holds_the_numbers_of_one_unit():
     ("nbytes", "expected"),
     [(0, "-"), (999, "999 B"), (1000, "1.0 KiB"), (300 * 2**20, "300 MiB"), (5 * 2**40, "5.0 TiB")],
 )
-def test_sizes(nbytes, expected):
+def test_bytes_are_formatted_with_units(nbytes, expected):
     assert size(nbytes) == expected
 
 

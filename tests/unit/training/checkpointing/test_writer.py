@@ -14,17 +14,20 @@ import torch.distributed as dist
 from core.comm.record import latest_collective
 from core.errors import OutOfStepError
 from core.training.checkpointing import writer as writer_module
-from tests.unit._spawn import group_that_gives_up, reach, run_distributed, wait_for
+from tests.unit._spawn import give_up_soon, reach, run_distributed, wait_for
 
 
 def _one_rank_is_paused_in_a_save(folder: str) -> int | str:
     """Returns rank 0's message, and on rank 1 how many saves this group has begun, those of other tests included."""
-    group = group_that_gives_up()
+    group = dist.new_group()
 
     def save_checkpoint(*arguments: Any, **settings: Any) -> Path:
         if dist.get_rank() == 1:
+            reach("rank 1 saves")
             wait_for("rank 0 has its message")
             return Path(folder)
+        wait_for("rank 1 saves")
+        give_up_soon(group)
         dist.all_reduce(torch.ones(1), group=group)
         return Path(folder)
 

@@ -17,6 +17,9 @@ from core.training.launch.__main__ import main
 from core.training.launch.signals import ECHO_S
 from tests._forked import FORKED
 
+LIMIT_S = 300.0
+"""Seconds in which what takes a moment happens on any machine."""
+
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux to end ranks with their launcher")
 
 
@@ -64,7 +67,7 @@ COUNTS = "count = int(os.environ['TORCHELASTIC_RESTART_COUNT']); open(sys.argv[1
 def test_ranks_restart_after_a_failure_but_not_after_a_mistake(
     program, tmp_path, capsys, monkeypatch, failing, status, starts, said
 ):
-    monkeypatch.setattr("core.training.launch.ranks.GRACE_S", 20.0)
+    monkeypatch.setattr("core.training.launch.ranks.GRACE_S", LIMIT_S)
     script = program(f"{COUNTS}{failing}\ncount < 2 and rank == 0 and time.sleep(0.2)")
     ended = main(["--nproc-per-node", "2", "--max-restarts", "2", script, str(tmp_path / "starts")])
     assert ended == status
@@ -72,10 +75,6 @@ def test_ranks_restart_after_a_failure_but_not_after_a_mistake(
     assert counts == sorted(f"{rank}{count}" for count in range(starts) for rank in (0, 1))
     err = capsys.readouterr().err
     assert said in err and err.count("starting them again, to continue from the last good checkpoint") == starts - 1
-
-
-LIMIT_S = 300.0
-"""Seconds in which what takes a moment happens on any machine."""
 
 
 def wait_until(condition: Callable[[], object]) -> None:

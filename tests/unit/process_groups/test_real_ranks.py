@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from core import parallel_state as ps
-from tests.unit._spawn import run_distributed
-from tests.unit.parallel_state._oracle import (
+from tests.unit._spawn import has_reached, reach, run_distributed, wait_for
+from tests.unit.process_groups._oracle import (
     DEFAULT_ORDER,
     GROUPS,
     Case,
@@ -99,23 +99,39 @@ def test_tensors_live_on_the_mesh_of_optimizer_instances() -> None:
     assert [sums for _, sums in answers] == [[101, 11], [1010, 11], [101, 1100], [1010, 1100]]
 
 
-def _when_groups_stood(slow_rank: int) -> tuple[float, float]:
-    """Returns when this rank had made its last group, and when it was let go."""
-    new_group, made = dist.new_group, [0.0]
+def _num_groups_made() -> int:
+    """Returns how many groups every rank makes."""
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        ps.initialize_model_parallel(2)
+    ps.destroy_model_parallel()
+    return new_group.call_count
 
-    def late(*args, **options):
-        if dist.get_rank() == slow_rank:
-            time.sleep(0.05)
-        group = new_group(*args, **options)
-        made[0] = time.monotonic()
+
+def _goes_on_after_the_other() -> bool:
+    """Returns on rank 0, for which rank 1 waits with its last group, whether that had all groups when it went on."""
+    num_groups, made = _num_groups_made(), 0
+    new_group, all_reduce = dist.new_group, dist.all_reduce
+
+    def late(*args: Any, **options: Any) -> Any:
+        nonlocal made
+        group, made = new_group(*args, **options), made + 1
+        if made == num_groups:
+            wait_for("rank 0 waits")
+            reach("rank 1 has its groups")
         return group
 
-    with mock.patch.object(dist, "new_group", late):
+    def waits(*args: Any, **options: Any) -> Any:
+        reach("rank 0 waits")
+        return all_reduce(*args, **options)
+
+    patched = {"new_group": late} if dist.get_rank() == 1 else {"all_reduce": waits}
+    with mock.patch.multiple(dist, **patched):
         ps.initialize_model_parallel(2)
-    return made[0], time.monotonic()
+    has_its_groups = has_reached("rank 1 has its groups")
+    reach("rank 0 waits")  # if it has not waited
+    return has_its_groups
 
 
 def test_no_rank_goes_on_under_gloo_before_all_have_their_groups() -> None:
     """A rank that closed its groups while another was still connecting would make that one fail."""
-    times = run_distributed(_when_groups_stood, 2, 1)
-    assert min(released for _, released in times) >= max(made for made, _ in times)
+    assert run_distributed(_goes_on_after_the_other, 2) == [True, True]

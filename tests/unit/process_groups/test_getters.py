@@ -9,10 +9,9 @@ import torch.distributed as dist
 
 from core import parallel_state as ps
 from core.errors import ParallelConfigError
-from core.process_groups.rank_generator import RankGenerator
 from tests.unit._quick import quick
 from tests.unit._ranks import fake_world
-from tests.unit.parallel_state._oracle import (
+from tests.unit.process_groups._oracle import (
     DEFAULT_ORDER,
     GROUPS,
     Case,
@@ -98,7 +97,3 @@ def test_groups_of_equal_ranks_are_one_process_group() -> None:
         # the default group, this rank alone, tp, dp, and one of ours that spans the world
         assert len(dist.distributed_c10d._world.pg_map) == 5
         assert ps.get_intra_distributed_optimizer_instance_group() is not dist.group.WORLD
-
-
-def test_the_generator_is_found_where_megatron_keeps_it() -> None:
-    assert ps.RankGenerator is RankGenerator

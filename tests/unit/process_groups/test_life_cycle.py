@@ -8,7 +8,7 @@ import torch.distributed as dist
 from core import parallel_state as ps
 from core.errors import ParallelConfigError, ParallelStateError
 from tests.unit._ranks import fake_world
-from tests.unit.parallel_state._oracle import FIRST_RANKS, SIZES_AND_RANKS
+from tests.unit.process_groups._oracle import FIRST_RANKS, SIZES_AND_RANKS
 
 
 def test_before_initialisation_a_rank_is_alone() -> None:
