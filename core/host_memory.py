@@ -34,7 +34,7 @@ def total_bytes() -> int:
 
 _LEAST_PASSING_BYTES = 2**20
 _is_torchs = False
-"""Whether `transient_memory` uses torch's allocator, which profilers see. `passing_memory_seen_by_profilers` sets and
+"""Whether `transient_memory` uses torch's allocator, which profilers see. `transient_memory_seen_by_profilers` sets and
 restores it, on one thread; every thread reads it."""
 
 
@@ -51,7 +51,7 @@ def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Te
 
 
 @contextmanager
-def passing_memory_seen_by_profilers() -> Iterator[None]:
+def transient_memory_seen_by_profilers() -> Iterator[None]:
     """Makes `transient_memory` use torch's allocator, in all threads: torch's profiler reports only that."""
     global _is_torchs
     before, _is_torchs = _is_torchs, True

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from .. import device
 from ..distributed import _BaseDataParallel
 from ..dtensors import local_part
-from ..host_memory import passing_memory_seen_by_profilers
+from ..host_memory import transient_memory_seen_by_profilers
 from ..optimizer import MegatronOptimizer
 from .memory_timeline import CATEGORIES, MemoryTimeline
 
@@ -50,7 +50,7 @@ def measure_step(
     notes = _Notes(model, optimizer)
     before = torch.cuda.memory_allocated() if kind == "cuda" else None
     with ExitStack() as hooks, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        hooks.enter_context(passing_memory_seen_by_profilers())
+        hooks.enter_context(transient_memory_seen_by_profilers())
         for handle in notes.watch():
             hooks.callback(handle.remove)
         notes.take()

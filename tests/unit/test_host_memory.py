@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from core.host_memory import passing_memory_seen_by_profilers, transient_memory
+from core.host_memory import transient_memory, transient_memory_seen_by_profilers
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -52,7 +52,7 @@ def test_it_has_the_length_and_the_dtype_that_were_asked_for(dtype, numel):
 
 def test_profilers_see_it_where_they_are_to():
     most = []
-    for seen in (passing_memory_seen_by_profilers(), nullcontext()):
+    for seen in (transient_memory_seen_by_profilers(), nullcontext()):
         with seen, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             taken = transient_memory(4 * MIB, torch.float32, CPU)
         most.append(max((event.self_cpu_memory_usage for event in profiler.key_averages()), default=0))
