@@ -34,8 +34,8 @@ def total_bytes() -> int:
 
 _LEAST_PASSING_BYTES = 2**20
 _is_torchs = False
-"""Whether `transient_memory` uses torch's allocator, which profilers see. `transient_memory_seen_by_profilers` sets it,
-and restores it, on one thread; every thread reads it."""
+"""Whether `transient_memory` uses torch's allocator, which profilers see. Set by `transient_memory_seen_by_profilers`,
+which restores it, on one thread; every thread reads it."""
 
 
 def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
