@@ -86,7 +86,7 @@ def _is_private(value: Any) -> bool:
     return type(value).__module__.startswith(PACKAGE) and not isinstance(value, type)
 
 
-PUBLIC = {name for kind in (torch.Tensor, nn.Module, Work, list, dict, set, str) for name in dir(kind)}
+PUBLIC = {name for kind in (torch.Tensor, nn.Module, Work, list, dict, set, str, type) for name in dir(kind)}
 """Names that say nothing about whose attribute they are."""
 
 
