@@ -72,13 +72,13 @@ def measure_live(name: str) -> int:
     Whole gradients that come and go are torch's memory here, for what is not is not reported.
     """
     from core.distributed import _BaseDataParallel
-    from core.host_memory import passing_memory_seen_by_profilers
+    from core.host_memory import transient_memory_seen_by_profilers
 
     lane = _late_lane()
     with mock.patch("core.distributed.flat_data_parallel.comm_lane", lambda device, number: lane):
         built = _build(name)
     built.model.register_forward_pre_hook(lambda *unused: lane.catch_up())
-    with passing_memory_seen_by_profilers():
+    with transient_memory_seen_by_profilers():
         for _ in range(2):  # the first makes the optimizer's state
             built.step()
         if isinstance(built.model, _BaseDataParallel):

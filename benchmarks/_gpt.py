@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 LAYERS, WIDTH, HEADS, VOCABULARY = 8, 512, 8, 32_768
-MICRO_BATCHES = 4
+MICRO_BATCHES = int(os.environ.get("MICRO_BATCHES", "4"))
 
 
 def build_model(max_sequence: int = 256, vocabulary: int = VOCABULARY, **fields: Any) -> nn.Module:

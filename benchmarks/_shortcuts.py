@@ -120,9 +120,9 @@ def _is_second_lane(lane: Any, device: torch.device, *unused: Any) -> bool:
 
 
 def _torchs_memory() -> AbstractContextManager[Any]:
-    from core.host_memory import passing_memory_seen_by_profilers
+    from core.host_memory import transient_memory_seen_by_profilers
 
-    return passing_memory_seen_by_profilers()
+    return transient_memory_seen_by_profilers()
 
 
 # ---- the shortcuts

@@ -109,6 +109,8 @@ def _step(row: Row) -> Callable[[], None]:
                 backward(model, tokens)
         finalize_model_grads([model])
         optimizer.step()
+        if hasattr(model, "settle_parameters"):
+            model.settle_parameters()  # else gathers would run in the other checkout's turn
 
     return step
 
@@ -155,9 +157,18 @@ class Ranks:
         self.seconds.append(max(map(float, self._answers())))
         self.bytes.append(loopback_bytes() - before)
 
-    def end(self) -> None:
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
         for process in self._processes:
-            process.communicate(timeout=60)
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
     def _answers(self) -> list[str]:
         answers = [process.stdout.readline().strip() for process in self._processes if process.stdout is not None]
@@ -171,19 +182,18 @@ def compare(name: str, other: Path, rounds: int, launches: int, num_ranks: int) 
     here = Path(__file__).resolve().parent.parent
     pairs: list[tuple[Ranks, Ranks]] = []
     for _ in range(launches):
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-            both = (
-                Ranks(here, name, num_ranks, Path(folder) / "this"),
-                Ranks(other, name, num_ranks, Path(folder) / "other"),
-            )
+        with (
+            tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
+            Ranks(here, name, num_ranks, Path(folder) / "this") as this,
+            Ranks(other, name, num_ranks, Path(folder) / "other") as that,
+        ):
+            both = this, that
             if both[0].peak is None or both[1].peak is None:
                 print("  one of the checkouts lacks this wrapper")
                 return True
             for turn in range(rounds):
                 for ranks in both if turn % 2 == 0 else reversed(both):
                     ranks.take_turn()
-            for ranks in both:
-                ranks.end()
             pairs.append(both)
 
     def of(index: int, values: Callable[[Ranks], Sequence[float]]) -> list[float]:

@@ -32,7 +32,7 @@ def total_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
 
 
-_LEAST_PASSING_BYTES = 2**20
+_LEAST_TRANSIENT_BYTES = 2**20
 _is_torchs = False
 """Whether `transient_memory` uses torch's allocator, which profilers see. Set by `transient_memory_seen_by_profilers`,
 which restores it, on one thread; every thread reads it."""
@@ -45,7 +45,7 @@ def transient_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Te
     fragmentation raises a process's peak. On an accelerator torch's allocator reuses memory.
     """
     num_bytes = numel * dtype.itemsize
-    if device.type != "cpu" or num_bytes < _LEAST_PASSING_BYTES or _is_torchs:
+    if device.type != "cpu" or num_bytes < _LEAST_TRANSIENT_BYTES or _is_torchs:
         return torch.empty(numel, dtype=dtype, device=device)
     return host_pages(num_bytes).view(dtype)
 

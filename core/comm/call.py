@@ -135,6 +135,7 @@ class Collective:
             self.num_bytes,
             self.started_at,
             self.ended_at if self.is_over else None,
+            self.has_failed,
         ]
 
 

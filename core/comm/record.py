@@ -57,8 +57,7 @@ class CollectiveRecord:
         # `collective` sets it, and replaces it once the call no longer runs.
         self._dropped: Collective | None = None
         self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
-        # The last published state: the number of calls and how many of the last ones are over. Only `publish` uses it.
-        self._published: tuple[int, int] | None = None
+        self._published = ""  # what `publish` has written last; it alone uses it, on any thread
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
         """Counts a new call; returns its number among all calls, and among those of its kind and payload."""
@@ -87,12 +86,10 @@ class CollectiveRecord:
         near = range(first - NUM_CALLS_PUBLISHED // 2, first + NUM_CALLS_PUBLISHED // 2)
         last = range(len(kept) - NUM_CALLS_PUBLISHED, len(kept))
         calls = [call for index, call in enumerate(kept) if index in near or index in last]
-        state = (self.num_calls, sum(call.is_over for call in calls))
-        if state == self._published:
-            return
-        text = json.dumps({"num_calls": state[0], "calls": [call.as_json() for call in calls]})
-        _store().set(_key(self.group_name, self.rank), text)
-        self._published = state
+        text = json.dumps({"num_calls": self.num_calls, "calls": [call.as_json() for call in calls]})
+        if text != self._published:
+            _store().set(_key(self.group_name, self.rank), text)
+            self._published = text
 
     def read(self, rank: int) -> dict[str, Any] | None:
         """Returns what `rank` of the group published last; None if it never did, or if the store is gone."""

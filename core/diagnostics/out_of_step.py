@@ -34,12 +34,13 @@ from ..text import listed, rank_list, readable_bytes
 from .out_of_memory import is_out_of_memory
 
 _BACKEND_FAILED = re.compile(
-    r"timed out waiting \d+ms|timeout caused pair closure|connection (closed|reset) by peer|broken pipe"
-    r"|connectfullmesh failed|collective operation timeout|communicator was aborted|ncclremoteerror",
+    r"timed out waiting \d+ms|timeout caused pair closure|connection (closed|reset) by peer|broken pipe|socket closed"
+    r"|op\.preamble\.length|connectfullmesh failed|collective operation timeout|communicator was aborted"
+    r"|ncclremoteerror",
     re.IGNORECASE,
 )
-"""What gloo, and NCCL's watchdog, say when a rank does not come. Other failures, as of an address in use, have other
-causes."""
+"""What gloo, and NCCL's watchdog, say when a rank does not come, or comes with a tensor of another size. Other
+failures, as of an address in use, have other causes."""
 
 
 _NONE_BEHIND = "the network between the ranks, and at each rank (a paused process, a disk that does not answer)"
@@ -128,7 +129,7 @@ def _by_flight_recorder(at: Mapping[int, Position | None], own: Position) -> tup
 
     Returns:
         The comparison, as part of a sentence; and the ranks that have not come to the collective that this rank waits
-        in. None where it is over: gloo's recorder lacks direct exchanges, and retires a collective that fails.
+        in; no ranks where it is over: gloo's recorder lacks direct exchanges, and retires a collective that fails.
     """
     position_of = sorted({**at, dist.get_rank(): own}.items())
     ranks_at: dict[str, list[int]] = defaultdict(list)
@@ -145,7 +146,7 @@ class _State(NamedTuple):
     text: str
     """The part of a message that follows the rank's number."""
     is_behind: bool
-    """It has not come to the collective."""
+    """It has not come to the collective, or waits in another one."""
 
 
 def _state_of(published: dict[str, Any] | None, call: Collective) -> _State:
@@ -158,7 +159,9 @@ def _state_of(published: dict[str, Any] | None, call: Collective) -> _State:
         return _State("waited in the same" if same.ended_at is None else "was through with it", False)
     if not calls:
         return _State("has called nothing in this group", True)
-    waiting = next((c for c in calls if c.ended_at is None), None)
+    waiting = next((c for c in calls if c.ended_at is None and not c.has_failed), None)
+    if waiting is None and calls[-1].has_failed:
+        waiting = calls[-1]  # the backend has given up, and the rank has its message
     here = waiting or calls[-1]
     distance = call.number - here.number
     if waiting is None:
@@ -172,7 +175,7 @@ def _state_of(published: dict[str, Any] | None, call: Collective) -> _State:
 
 class _Published:
     def __init__(self, entry: list[Any]) -> None:
-        self.number, occurrence, kind, what, num_bytes, _, self.ended_at = entry
+        self.number, occurrence, kind, what, num_bytes, _, self.ended_at, self.has_failed = entry
         self.identity = (kind, what, occurrence)
         self.name = _text(kind, what, occurrence, num_bytes)
 

@@ -128,7 +128,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         for param in named.values():
             set_pending_view(param, partial(whole_view, param))
         buckets = [self._buffers_of_shards[index].buckets[number] for index, number in plan.reduction_order]
-        self._take_buckets(buckets, reductions, lane=1)
+        self._take_buckets(buckets, reductions, lane=int(plan.num_shards > 1))
         self._gathering.forget()
         # True inside `whole_parameters`, which sets and clears it and reads it to allow nesting.
         self._is_whole = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -236,6 +236,14 @@ class BucketGroup:
             handle.wait()
             self._give_back()
 
+    def abandon_reduction(self) -> None:
+        """Waits for a running reduction whose gradients are dropped; if it fails, warns."""
+        try:
+            self.wait_for_grads()
+        except Exception as error:
+            self._sent = None
+            warnings.warn(f"the gradients of {self._name} are dropped; their reduction failed: {error}", stacklevel=2)
+
     def _give_back(self) -> None:
         # Callers have waited for the lane, so the next user of this memory runs after the reduction, on CUDA too: the
         # current stream waits for the lane's.
@@ -285,9 +293,7 @@ class BucketGroup:
 
     def clear_grads(self) -> None:
         """Makes every gradient zero, before the first backward of a step."""
-        with suppress(Exception):  # that of a reduction, whose gradients are dropped
-            self.wait_for_grads()
-        self._sent = None
+        self.abandon_reduction()
         self.reset()
         if self.bucket.releases_grads:
             self.bucket.release_grads()

@@ -66,6 +66,8 @@ class ReductionSchedule:
         """
         if self._is_sending:
             for group in self._groups:
+                group.abandon_reduction()
+            for group in self._groups:
                 if not group.has_left:
                     group.start_grad_sync(inspects=False)
         self.restart()
@@ -109,7 +111,9 @@ class ReductionSchedule:
                 self._groups[self._next - 2].wait_for_grads()
 
     def _watch(self) -> None:
-        if self._watched is None or self._watched() is None:  # else it runs, maybe around that of a checkpoint
+        # A backward inside that of a checkpoint (use_reentrant=True) belongs to the one around it, where that one has
+        # brought a gradient before. Else each is watched on its own: sums are right, and buckets are sent more often.
+        if self._watched is None or self._watched() is None:
             backward = _Backward()
             self._watched = weakref.ref(backward)
             for group in self._groups:  # all of them, also those that this backward does not reach on this rank

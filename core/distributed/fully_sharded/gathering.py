@@ -127,9 +127,11 @@ class ParameterGathering:
         if not unit.is_gathered:
             self._reject_running(unit)
             unit.start_gather(self._lane, waits=not self._depth[is_backward])
-        unit.used_in = current_backward()
         unit.finish_gather()
         unit.show()
+        unit.used_in = current_backward()
+        if is_backward:
+            unit.drop_part()
         if unit is self._last or unit is self._root:
             return
         if self._last is not None:

@@ -260,11 +260,9 @@ def gradients_of_layers(config: Any) -> dict[str, Any]:
     The layers of this library compute them in lent memory, unless it is False. In a config of another library True
     says that layers add to ``main_grad`` themselves.
     """
-    fused = getattr(config, "gradient_accumulation_fusion", None)
-    return {
-        "lends_gradients": fused is None or bool(fused),
-        "layers_add_gradients": bool(fused) and not isinstance(config, ModelParallelConfig),
-    }
+    is_fused = bool(getattr(config, "gradient_accumulation_fusion", True))
+    is_of_another = hasattr(config, "gradient_accumulation_fusion") and not isinstance(config, ModelParallelConfig)
+    return {"lends_gradients": is_fused, "layers_add_gradients": is_fused and is_of_another}
 
 
 def check_reduction(config: Any, ddp_config: DistributedDataParallelConfig) -> None:

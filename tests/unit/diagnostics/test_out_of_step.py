@@ -324,6 +324,10 @@ def test_only_backend_failures_are_taken_for_ranks_out_of_step():
     )
     assert is_failure_of_backend(RuntimeError("[...] Connection closed by peer [127.0.0.1]:1234"))
     assert is_failure_of_backend(RuntimeError("Application timeout caused pair closure"))
+    assert is_failure_of_backend(
+        RuntimeError("[enforce fail at .../gloo/transport/tcp/pair.cc:1] op.preamble.length <= op.nbytes. 8 vs 4")
+    )
+    assert not is_failure_of_backend(RuntimeError("[.../gloo/transport/tcp/device.cc:1] bind: Address already in use"))
     assert is_failure_of_backend(dist.DistBackendError("anything"))
     assert not is_failure_of_backend(RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"))
     assert not is_failure_of_backend(RuntimeError("DataLoader timed out after 5 seconds"))
@@ -354,13 +358,13 @@ def test_ranks_that_came_are_not_blamed():
     def state(*entries: list[Any]) -> tuple[str, bool]:
         return out_of_step._state_of({"num_calls": 9, "calls": list(entries)}, call)
 
-    ended, waiting = ([1, 1, "all-reduce", "the loss", 16, 0.0, at] for at in (1.0, None))
-    later = [9, 3, "all-gather", "the batch", 16, 0.0, None]
+    ended, waiting = ([1, 1, "all-reduce", "the loss", 16, 0.0, at, False] for at in (1.0, None))
+    later = [9, 3, "all-gather", "the batch", 16, 0.0, None, False]
+    recovered, failed = ([number, 1, "all-gather", "the shapes", 16, 0.0, None, True] for number in (2, 10))
     assert state(waiting) == ("waited in the same", False)
     assert state(waiting, later) == ("waited in the same", False)
     assert state(ended, later) == ("was through with it", False)
-    assert state(later) == (
-        "waited in all-gather 3 of the batch (16 B) instead, its call 9, 8 more than this rank",
-        True,
-    )
+    elsewhere = "waited in all-gather 3 of the batch (16 B) instead, its call 9, 8 more than this rank"
+    assert state(later) == state(recovered, later) == (elsewhere, True)
+    assert "waited in all-gather 1 of the shapes" in state(failed)[0]
     assert out_of_step._state_of(None, call).is_behind and state()[1]

@@ -78,12 +78,13 @@ class PendingReductions:
 
     def finish(self) -> None:
         """Waits for all running reductions, and raises the first error of them."""
-        errors: list[BaseException] = []
+        errors: list[Exception] = []
         while self._handles:
             try:
-                self._handles.pop(0).wait()
-            except BaseException as error:
+                self._handles[0].wait()
+            except Exception as error:
                 errors.append(error)
+            self._handles.pop(0)
         if errors:
             raise errors[0]
 
@@ -101,7 +102,8 @@ def exchange_directly(module: FSDPModule, reductions: PendingReductions) -> None
     `reductions`.
     """
     for group in fsdp_param_groups(module._get_fsdp_state()):
-        # Our attribute of torch's object. Set once, never deleted; `drop_gather_under_way` reads it.
+        # Our attribute of torch's object. Set once, never deleted; `drop_gather_under_way` and `abandon_reductions`
+        # read it.
         group.direct_exchange = DirectExchange(group, reductions)
 
 
@@ -199,8 +201,8 @@ class DirectExchange:
         """Waits for the running gather, if any, and frees its result."""
         result = self._group._all_gather_result
         if isinstance(result, _Gather):
+            self._group._all_gather_result = None  # first: a gather that failed raises once
             cast(torch.distributed.Work, result.all_gather_work).wait()
-            self._group._all_gather_result = None
             for parameter in self._group.fsdp_params:
                 for output in parameter.all_gather_outputs:
                     free_storage(output)

@@ -55,7 +55,7 @@ def as_fsdp(module: nn.Module) -> FSDPModule:
         WrapError: it is not sharded.
     """
     if not isinstance(module, FSDPModule):
-        raise WrapError(f"{type(module).__name__} is not sharded; apply shard_model to its model first")
+        raise WrapError(f"{type(module).__name__} is not sharded; apply fully_shard to it first")
     return module
 
 
