@@ -5,8 +5,9 @@
 A row is a shortcut under a wrapper, and a name chooses all rows in whose name it is. Both candidates have the same
 weights, data and settings and take turns in the same processes; peaks are those of processes of their own. Each is
 checked once to use the shortcut, or not to. A step is 4 micro-batches, or as many as the environment's MICRO_BATCHES
-says, of 1 x 128 or 2 x 256 tokens on two gloo ranks with one thread each, and ends with its last collective. `_shortcuts.py` has the switches. Exits with 1, and names the
-rows, where no measurement shows that a shortcut saves more than 3 %. All rows take hours.
+says, of 1 x 128 or 2 x 256 tokens on two gloo ranks with one thread each, and ends with its last collective.
+`_shortcuts.py` has the switches. Exits with 1, and names the rows, where no measurement shows that a shortcut saves
+more than 3 %. All rows take hours.
 """
 
 from __future__ import annotations
