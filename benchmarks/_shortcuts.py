@@ -113,6 +113,14 @@ def _one_lane() -> AbstractContextManager[Any]:
     return context
 
 
+def _torchs_own_way() -> AbstractContextManager[Any]:
+    """Gathers and reduces under FSDP2 by torch's public interface alone, with direct exchange inside it."""
+    context = ExitStack()
+    for method in ("_can_gather_in_place", "_may_reduce_later"):
+        context.enter_context(mock.patch(f"{_EXCHANGE}.{method}", lambda exchange: False))
+    return context
+
+
 def _is_second_lane(lane: Any, device: torch.device, *unused: Any) -> bool:
     from core.comm.lane import comm_lane
 
@@ -182,7 +190,12 @@ SHORTCUTS = {
         ),
         _replaced("core.comm.gloo.CHUNK_BYTES", 2**40),
     ),
-    # Of torch's private names.
+    # What needs torch's private names: both of the two below, and each.
+    "private names": Shortcut(
+        ("FSDP2",),
+        _counted(f"{_EXCHANGE}._may_reduce_later", _is_true),
+        _torchs_own_way,
+    ),
     "gathers in place": Shortcut(
         ("FSDP2",),
         _counted(f"{_EXCHANGE}._can_gather_in_place", _is_true),
