@@ -56,9 +56,9 @@ def test_a_collective_that_is_enqueued_is_not_over() -> None:
         record = record_of()
         assert [call.is_over for call in record.calls] == [True, False, False]
         assert record.first_unfinished() is record.calls[1]
-        assert [call.as_json()[-1] is None for call in record.calls] == [False, True, True]
+        assert [call.as_json()[-2] is None for call in record.calls] == [False, True, True]
         events[1].done = events[2].done = True
-        assert record.first_unfinished() is None and record.calls[2].as_json()[-1] is not None
+        assert record.first_unfinished() is None and record.calls[2].as_json()[-2] is not None
 
 
 def test_the_first_unfinished_call_outlives_the_ring() -> None:
