@@ -112,7 +112,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
         allocate_slots = allocator(plan.groups.shard, device, registers=plan.registers_memory)
         # In the plan's order, the root last; fixed. Their slots own the memory that parameters are gathered into.
         self.units: list[Unit] = build_units(plan, self._buffers_of_shards, named, allocate_slots)
-        self._unit_of = {param: unit for unit in self.units for param in unit.name_of}
         for unit in self.units:
             unit.adopt(with_values=True)
         self._note_ranges()
@@ -121,7 +120,10 @@ class FullyShardedDataParallel(_FlatDataParallel):
             unit.adopt(with_values=False)
         # Tracks which units are gathered and the order in which they run. Module hooks call it in forward and backward
         # (`install_call_hooks`). `note_step`, and writes to the shards, invalidate gathered units.
-        self._gathering = ParameterGathering(plan, self.units, self._buffers_of_shards, comm_lane(device))
+        self._gathering = ParameterGathering(
+            *(plan, self.units, self._buffers_of_shards, comm_lane(device)),
+            note_moved=lambda params: self._placement.note_moved(params),
+        )
         install_call_hooks(plan, self.units, self._gathering)
         if plan.buffer_dtype is not None:
             cast_buffers(model, plan.buffer_dtype)
@@ -158,10 +160,6 @@ class FullyShardedDataParallel(_FlatDataParallel):
             return super().elements_of(param, start, end)
         values, first = kept
         return values[start - first : end - first] if start < end else values[:0]
-
-    def _take_gradient(self, param: nn.Parameter) -> None:
-        self._gathering.check_gradient(self._unit_of[param], param)
-        super()._take_gradient(param)
 
     def settle_parameters(self) -> None:
         self._gathering.settle()

@@ -31,13 +31,16 @@ class ParamPlacement:
     """
 
     def __init__(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        # Name, address and dtype of each; fixed, because buffers never move their parameters.
-        self._places: dict[nn.Parameter, tuple[str, int, torch.dtype]] = {
-            param: (name, param.data_ptr(), param.dtype) for name, param in params
-        }
+        # Name, address and dtype of each. `note_moved` replaces those of parameters that an engine has moved.
+        self._places: dict[nn.Parameter, tuple[str, int, torch.dtype]] = {}
+        self.note_moved(params)
         # `check_step` sets DONE. `begin_step`, which `check_gather` and zeroing gradients call, turns DONE into
         # BY_OPTIMIZER. Main thread only.
         self._checks = _Checks.WHEN_REDUCED
+
+    def note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Remembers where the engine has moved parameters to."""
+        self._places.update({param: (name, param.data_ptr(), param.dtype) for name, param in params})
 
     def check_reduced(self, module: nn.Module) -> None:
         """Checks when gradients are finished, unless an optimizer will."""

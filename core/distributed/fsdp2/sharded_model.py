@@ -19,6 +19,7 @@ from ..model.unit_transforms import transform_units
 from ..plan import FSDP2Plan
 from .collectives import record_collectives
 from .forward_methods import register_forward_methods
+from .freed_weights import keep_freed_weights_readable
 from .gathered_values import GatheredValues
 from .micro_batches import KeptBetweenMicroBatches
 from .prefetch import Prefetcher
@@ -95,6 +96,7 @@ class ShardedModel:
         self._values = GatheredValues(module)
         for submodule in [*members, module]:
             submodule.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._freed_weights = keep_freed_weights_readable(plan.units)
         if plan.buffer_dtype is not None:
             cast_buffers(module, plan.buffer_dtype)
         reject_plain_state_dicts(module)
@@ -114,6 +116,8 @@ class ShardedModel:
         """
         if self._has_allocated and is_in_forward(self.module):  # which has raised
             reset_iteration(self.module)
+            for unit in self._freed_weights:
+                unit.end_all()
         drop_pending_gathers(self.module)
         for module in self.fsdp_modules:
             module.reshard()

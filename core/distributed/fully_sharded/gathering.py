@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 from ..._torch_compat import NO_BACKWARD, current_backward
 from ...comm.lane import CommLane
 from ...errors import UnitError
+from ...warn import warn_once
 from ..plan import FullyShardedPlan
+from ..saved_weights import SavedWeights, in_use_message
 from .memory import ShardedBuffer
 from .unit import Unit
 
@@ -27,12 +29,19 @@ class ParameterGathering:
         units: in the plan's order, the root last.
         buffers: own the units' shards.
         lane: runs the gathers, in the order in which they are started.
+        note_moved: called with names and parameters when a unit gets other memory.
     """
 
     def __init__(
-        self, plan: FullyShardedPlan, units: Sequence[Unit], buffers: Sequence[ShardedBuffer], lane: CommLane
+        self,
+        plan: FullyShardedPlan,
+        units: Sequence[Unit],
+        buffers: Sequence[ShardedBuffer],
+        lane: CommLane,
+        note_moved: Callable[[Iterable[tuple[str, nn.Parameter]]], None],
     ) -> None:
         self._units, self._buffers, self._lane = units, buffers, lane
+        self._note_moved = note_moved
         self._root = units[-1]
         # Number of units to prefetch in forward (False) and in backward (True); fixed.
         self._depth = {False: plan.forward_prefetch, True: plan.backward_prefetch}
@@ -53,6 +62,12 @@ class ParameterGathering:
         }
         for unit in units:
             unit.on_use = partial(self._on_use, unit)
+        # What autograd saves in forwards of the units that are freed after it; fixed.
+        self._saved = {
+            unit: SavedWeights(unit.memory, partial(self._gather_saved, unit))
+            for unit, planned in zip(units, plan.units, strict=True)
+            if planned.is_freed and unit.slot is not None
+        }
 
     # ---- calls of modules
 
@@ -63,6 +78,8 @@ class ParameterGathering:
         else:
             unit.running += 1
             self.ensure_gathered(unit)
+            if unit in self._saved:
+                self._saved[unit].begin()
 
     def after_call(self, unit: Unit, output: Any) -> None:
         """Ends a call, which returned `output` or raised (None); makes backward through `output` gather the unit."""
@@ -88,9 +105,11 @@ class ParameterGathering:
     # ---- the whole model
 
     def end_running(self) -> None:
-        """Resets the counts of running forwards, which a forward that raised leaves above zero."""
+        """Resets the counts of running forwards, which a forward that was interrupted leaves above zero."""
         for unit in self._units:
             unit.running = 0
+        for saved in self._saved.values():
+            saved.end_all()
 
     def settle(self) -> None:
         """Hides all parameters: outside of forward and backward a rank may use only its shards.
@@ -159,6 +178,14 @@ class ParameterGathering:
 
     def _after_forward(self, unit: Unit, output: Any) -> None:
         unit.running = max(unit.running - 1, 0)
+        saved = self._saved.get(unit)
+        if saved is not None:
+            saved.end()
+        if saved is not None and current_backward() == NO_BACKWARD and unit.takes_turns and not unit.running:
+            if output is not None and saved.are_in_use():
+                self._keep(unit)
+            else:
+                unit.hide()
         if torch.is_grad_enabled():
             if self._needs_backward[unit]:
                 self._watch(unit, output)
@@ -171,20 +198,6 @@ class ParameterGathering:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, unit))
 
-    def check_gradient(self, unit: Unit, param: nn.Parameter) -> None:
-        """Raises if backward computed a gradient with the values of another unit in the shared slot.
-
-        Raises:
-            UnitError: this backward has not gathered the unit, and another unit has its slot.
-        """
-        if unit.is_gathered or unit.used_in == current_backward() or not self._needs_backward[unit]:
-            return
-        raise UnitError(
-            f"parameter {unit.name_of[param]} got a gradient, but backward has not gathered unit {unit.name}: "
-            "its forward returned no tensor that torch.utils._pytree finds; return tensors, or tuples, lists or "
-            f"dicts of them, or keep the unit gathered with reshard_overrides=({unit.name + '=False'!r},)"
-        )
-
     def _on_use(self, unit: Unit) -> None:
         """Gathers a hidden unit when one of its parameters is used, or raises."""
         if current_backward() == NO_BACKWARD and not any(other.running for other in self._units):
@@ -195,6 +208,19 @@ class ParameterGathering:
                 "with core.dist_checkpointing"
             )
         self.ensure_gathered(unit)
+        if current_backward() == NO_BACKWARD and not unit.running and unit.takes_turns:
+            self._keep(unit)
+
+    def _keep(self, unit: Unit) -> None:
+        """Leaves a unit the memory that it is gathered into, because its weights are used outside of its forwards."""
+        warn_once(in_use_message(unit.name))
+        for moved in unit.take_slot():
+            self._note_moved((name, param) for param, name in moved.name_of.items())
+
+    def _gather_saved(self, unit: Unit) -> None:
+        """Gathers a unit, of which backward is about to read a weight that autograd has saved."""
+        if not unit.is_ready or unit.used_in != current_backward():
+            self.ensure_gathered(unit)
 
     def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
         """Gathers a unit for its backward; autograd calls it with the gradient of each of its outputs."""

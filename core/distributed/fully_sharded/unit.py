@@ -38,19 +38,39 @@ class Slot:
 
     Args:
         sizes: elements, dtype and device of each of its parts.
-        allocate: of their memory.
+        allocate: allocates their memory.
 
     Attributes:
-        parts: memory for the whole parameters of a unit, by kind. Allocated once, kept as long as the model is
-            wrapped; the parameters of every unit of the slot are views of it. A lane writes it during a gather.
+        parts: memory for the whole parameters of a unit, by kind. Kept as long as the model is wrapped; the
+            parameters of every unit of the slot are views of it. A lane writes it during a gather.
+        units: the units that take turns with it. Each adds itself when it is built; `leave_to` removes all but one.
         owner: the unit whose values are in it, or are being gathered. `Unit.start_gather` sets it; None before the
             first gather, after the shards were written (`ParameterGathering.forget`), while the parameters are in
             memory of their own (`Unit.gather_apart`), and where one was written while it was gathered.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype, torch.device]], allocate: Allocate) -> None:
+        self._sizes, self._allocate = sizes, allocate
         self.parts = [allocate(*size) for size in sizes]
+        self.units: list[Unit] = []
         self.owner: Unit | None = None
+
+    def invalidate_graphs(self) -> None:
+        """Makes autograd raise where the graph of a gradient (``create_graph=True``) reads the values up to now.
+
+        Others read through `SavedWeights`, which gathers them again.
+        """
+        versions = tuple(part._version + 1 for part in self.parts)
+        torch._C._autograd._unsafe_set_version_counter(tuple(self.parts), versions)
+
+    def leave_to(self, unit: Unit) -> Sequence[Unit]:
+        """Leaves the memory, with its values, to `unit`; returns the others, which take turns with new memory."""
+        others = [other for other in self.units if other is not unit]
+        rest = Slot(self._sizes, self._allocate)
+        self.units = [unit]
+        for other in others:
+            other.move_to(rest)
+        return others
 
 
 class _Visibility(Enum):
@@ -95,6 +115,8 @@ class Unit:
         neighbours: ProcessGroup | None = None,
     ) -> None:
         self.name, self.slot, self.pieces, self._group, self._neighbours = name, slot, pieces, group, neighbours
+        if slot is not None:
+            slot.units.append(self)
         self._what = f"the parameters of unit {name}"
         self.running = 0
         self.used_in = NO_BACKWARD
@@ -130,6 +152,24 @@ class Unit:
         """Whether its parameters have the values of the shards, or are about to."""
         return self.slot is None or self.slot.owner is self
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its parameters have the values of the shards, in memory."""
+        return self.is_gathered and self._handle is None
+
+    def memory(self) -> Sequence[Tensor]:
+        """Returns the memory that it is gathered into."""
+        return [piece.whole for piece in self.pieces]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether other units are gathered into the same slot."""
+        return self.slot is not None and len(self.slot.units) > 1
+
+    def take_slot(self) -> Sequence[Unit]:
+        """Keeps the memory that it is gathered into for itself; returns the other units, which get new memory."""
+        return () if self.slot is None else self.slot.leave_to(self)
+
     @torch.no_grad()
     def adopt(self, *, with_values: bool) -> None:
         """Makes the parameters views of the slot.
@@ -142,6 +182,15 @@ class Unit:
         for piece in self.pieces:
             piece.place_params(piece.whole, skip=has_no_memory if with_values else None)
         self._versions = self._count_writes()
+
+    def move_to(self, slot: Slot) -> None:
+        """Makes the parameters, which are hidden, views of another slot."""
+        self.slot = slot
+        slot.units.append(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            for piece, whole in zip(self.pieces, slot.parts, strict=True):
+                piece.whole = whole
+                piece.place_params(whole)
 
     def _take_values(self) -> None:
         """Copies this rank's part of the values of the parameters into the shards."""
@@ -158,6 +207,7 @@ class Unit:
             before.finish_gather()
             before._keep_part()
             before.hide()
+            self.slot.invalidate_graphs()
         if waits:
             lane.run(self._gather)
         else:

@@ -27,7 +27,7 @@ from .iteration import (
     reset_iteration,
     set_fsdp_root,
 )
-from .memory import gathered_parameters, gathered_tensors, gradient_tensors, shard_tensors
+from .memory import gathered_parameters, gathered_tensors, gathered_tensors_of, gradient_tensors, shard_tensors
 from .micro_batch_sums import MicroBatchSums
 from .parameters import gathered_versions, keep_changes_of_requires_grad, mark_gathered_parameter, shard_versions
 from .partial_reshard import PartialReshard, free_partial_shards
@@ -48,6 +48,7 @@ __all__ = [
     "free_partial_shards",
     "gathered_parameters",
     "gathered_tensors",
+    "gathered_tensors_of",
     "gathered_versions",
     "gradient_tensors",
     "has_failed_in_backward",

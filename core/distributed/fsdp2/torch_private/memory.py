@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from .states import fsdp_parameters, param_groups
+from ...._torch_compat import fsdp_param_groups
+from .states import fsdp_parameters, param_groups, state_of
 
 
 def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
@@ -26,6 +28,15 @@ def gathered_tensors(root: nn.Module) -> Iterator[torch.Tensor]:
         for result in (group._all_gather_result, None if last is None else last.all_gather_result):
             if result is not None:
                 yield result.all_gather_output
+
+
+def gathered_tensors_of(module: FSDPModule) -> list[torch.Tensor]:
+    """Returns the tensors that one unit is gathered into; empty before its first gather.
+
+    Torch makes each once, and frees a unit by resizing their storages: made anew, `SavedWeights` would not find them.
+    """
+    groups = fsdp_param_groups(state_of(module))  # type: ignore[arg-type]
+    return [output for group in groups for parameter in group.fsdp_params for output in parameter.all_gather_outputs]
 
 
 def gradient_tensors(root: nn.Module) -> Iterator[torch.Tensor]:

@@ -146,45 +146,6 @@ def test_units_run_in_any_order(order):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-class Answer:
-    """Something in which torch's pytree finds no tensor."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-
-class Wordy(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Answer:  # type: ignore[override]
-        return Answer(super().forward(x))
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Wordy(4, 4) for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).value.tanh()
-        return x
-
-
-def _answers(settings: dict[str, Any]) -> str:
-    model = build("zero3", Words(), unit_classes=(Wordy,), **settings)
-    os.environ[POISONS] = "0"
-    try:
-        model(torch.ones(2, 4)).sum().backward()
-    except UnitError as error:
-        return str(error)
-    return "trained"
-
-
-def test_a_backward_that_nothing_gathers_for_is_refused():
-    for message in run_distributed(_answers, 2, {}):
-        assert message.startswith("parameter layers.0.") and "returned no tensor" in message
-    assert run_distributed(_answers, 2, {"reshard_after_forward": False}) == ["trained", "trained"]
-
-
 class Pair(nn.Module):
     """A unit inside a unit of the same size, so that both take turns with one slot."""
 
