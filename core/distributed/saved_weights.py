@@ -10,7 +10,6 @@ in use after the forward (returned, or kept in an attribute) cannot follow; the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,16 +45,20 @@ class SavedWeights:
         self._memory, self._gather = memory, gather
         # Forwards of the unit that are running, on the thread that runs them. `begin` and `end` count.
         self._running = 0
-        # The least number of tensors in each storage of the memory at the beginning of a forward: the parameters, and
-        # what the engine holds. `begin` updates it.
+        # Index in the memory, by storage; the unit may move. `begin` sets it, on the thread that runs the forward.
+        self._index_of: dict[int, int] = {}
+        # The least number of tensors in each storage at the beginning of a forward: the parameters, and what the
+        # engine holds. `begin` updates it.
         self._least_uses: dict[int, int] = {}
 
     def begin(self) -> None:
         """Begins a forward of the unit, which is gathered."""
-        for storage, uses in self._uses().items():
+        self._index_of = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(self._memory())}
+        for storage in self._index_of:
+            uses = torch._C._storage_Use_Count(storage)
             self._least_uses[storage] = min(uses, self._least_uses.get(storage, uses))
         around: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack, unpack = partial(self._pack, around), partial(_unpack, around)
+        pack, unpack = (self._pack, _unpack) if around is None else _chained(self._place, *around)
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
         self._running += 1
 
@@ -72,20 +75,16 @@ class SavedWeights:
 
     def are_in_use(self) -> bool:
         """Returns whether a view of a weight has outlived the forwards of the unit."""
-        return any(uses > self._least_uses.get(storage, uses) for storage, uses in self._uses().items())
+        return any(torch._C._storage_Use_Count(storage) > self._least_uses[storage] for storage in self._index_of)
 
-    def _uses(self) -> dict[int, int]:
-        storages = (tensor.untyped_storage()._cdata for tensor in self._memory())
-        return {storage: torch._C._storage_Use_Count(storage) for storage in storages}
+    def _pack(self, tensor: Tensor) -> Any:
+        # An operation that saves its own output would keep itself alive for ever.
+        return self._place(tensor) or (tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
-    def _pack(self, around: _Hooks | None, tensor: Tensor) -> Any:
-        with torch.no_grad():
-            local = local_part(tensor)
-        storage = local.untyped_storage()._cdata
-        for index, memory in enumerate(self._memory()):
-            if memory.untyped_storage()._cdata == storage:
-                return _SavedWeight(self, index, tensor, local)
-        return _Saved(tensor) if around is None else around[0](tensor)
+    def _place(self, tensor: Tensor) -> _SavedWeight | None:
+        local = tensor if type(tensor) is Tensor else _local_part(tensor)
+        index = self._index_of.get(local.untyped_storage()._cdata)
+        return None if index is None else _SavedWeight(self, index, tensor, local)
 
     def read(self, index: int) -> Tensor:
         """Returns a tensor of the gathered memory."""
@@ -113,26 +112,29 @@ class _SavedWeight:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-class _Saved:
-    """A tensor as autograd saves it without hooks."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # An operation that saves its own output would keep itself alive for ever.
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = tensor._version
-
-    def read(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
-                f"version {self.version} instead"
-            )
-        return self.tensor
-
-
-def _unpack(around: _Hooks | None, packed: Any) -> Tensor:
-    unpacked: Tensor = packed.read() if around is None or isinstance(packed, _SavedWeight) else around[1](packed)
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, _SavedWeight):
+        return packed.read()
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+            "instead"
+        )
+    unpacked: Tensor = tensor
     return unpacked
+
+
+def _chained(place: Callable[[Tensor], Any], pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> _Hooks:
+    """Returns hooks that leave what is no weight to those of others, `pack` and `unpack`."""
+
+    def unpack_any(packed: Any) -> Any:
+        return packed.read() if isinstance(packed, _SavedWeight) else unpack(packed[0])
+
+    return (lambda tensor: place(tensor) or (pack(tensor),)), unpack_any
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return local_part(tensor)

@@ -246,11 +246,23 @@ def _trains(kind: str, make: Callable[[], nn.Module], settings: dict[str, Any]) 
         return f"{type(error).__name__}: {error}"
 
 
+class AssigningLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data = nn.functional.normalize(self.up.weight.data)
+        return super().forward(x)
+
+
+class Assigned(Model):
+    """Weights that each forward replaces, as layers with a largest norm do."""
+
+    layer = AssigningLayer
+
+
 READ_IN_UNITS = (Routed, FrozenRouters, TablesAtOnce, TablesLater, FrozenTables, Objects, FrozenObjects, KeptViews)
 """Models that read weights of units in the forwards of the units, or through what these leave behind."""
 
 READ_BY_PARENTS = (Penalised, PenalisedBefore, ParentReads, FrozenParentReads)
-RAISE = (WrittenTables, WrittenActivation, Differentiated, TwiceDifferentiated)
+RAISE = (WrittenTables, WrittenActivation, Differentiated, TwiceDifferentiated, Assigned)
 
 
 def _all(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -306,6 +318,7 @@ def test_a_parent_may_read_weights_of_its_units(make):
 
 
 MESSAGES = {
+    Assigned: "was written while its unit was gathered|the storage of parameter .* was replaced",
     WrittenTables: "was written while its unit was gathered",
     WrittenActivation: "has been modified by an inplace operation",
     Differentiated: "don't yet support saved tensor hooks",

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ....diagnostics.stale_optimizers import mark_as_gathered
+from ....dtensors import local_part
 from .states import fsdp_parameters, name_of_parameter
 
 
@@ -51,10 +53,18 @@ def shard_versions(root: nn.Module) -> list[int]:
 
 
 def gathered_versions(root: nn.Module) -> dict[Any, int]:
-    """Returns the same for the gathered parameters that modules compute with, by torch's object; a gather does not
-    count as a write."""
-    parameters = (p for p in fsdp_parameters(root) if hasattr(p, "_unsharded_param"))
-    return {parameter: parameter._unsharded_param._version for parameter in parameters}
+    """Returns by torch's object the count of writes to each gathered parameter that modules compute with.
+
+    A gather does not count. It is -1 for a parameter whose ``data`` was replaced: gathers no longer reach it.
+    """
+    return {p: _writes(p) for p in fsdp_parameters(root) if hasattr(p, "_unsharded_param")}
+
+
+def _writes(parameter: Any) -> int:
+    with torch.no_grad():
+        storage = local_part(parameter._unsharded_param).untyped_storage()._cdata
+    gathered = (output.untyped_storage()._cdata for output in parameter.all_gather_outputs)
+    return int(parameter._unsharded_param._version) if storage in gathered else -1
 
 
 def mark_gathered_parameter(parameter: Any) -> None:
