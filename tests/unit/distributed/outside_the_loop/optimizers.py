@@ -43,6 +43,26 @@ def parameters_are_frozen_and_thawed_during_training(run: Run) -> None:
     run.train(1, first=3)
 
 
+@scenario(
+    settings={
+        kind: {"bucket_size": 20} for kind in ("ddp_overlap", "zero2_overlap")  # buckets without a trained parameter
+    }
+)
+def a_layer_is_thawed_between_zeroing_and_backward(run: Run) -> None:
+    for step in range(3):
+        run.inner.blocks.requires_grad_(False)  # the discriminator, in the generator's step
+        run.zero()
+        run.backward(step)
+        run.finish()
+        run.step()
+        run.zero()
+        run.inner.blocks.requires_grad_(True)
+        run.backward(step + 1, is_last=False)
+        run.backward(step + 2)
+        run.finish()
+        run.step()
+
+
 @scenario(settings={"fsdp2": {"reshard_after_forward": False}})
 def parameters_are_frozen_and_thawed_after_a_forward_without_backward(run: Run) -> None:
     for step, trains in enumerate((True, False, True)):
