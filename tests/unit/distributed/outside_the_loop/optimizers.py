@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +47,8 @@ def parameters_are_frozen_and_thawed_during_training(run: Run) -> None:
 
 @scenario(
     settings={
-        kind: {"bucket_size": 20} for kind in ("ddp_overlap", "zero2_overlap")  # buckets without a trained parameter
+        kind: {"bucket_size": 20}
+        for kind in ("ddp_overlap", "zero2_overlap")  # buckets without a trained parameter
     }
 )
 def a_layer_is_thawed_between_zeroing_and_backward(run: Run) -> None:
@@ -61,6 +64,33 @@ def a_layer_is_thawed_between_zeroing_and_backward(run: Run) -> None:
         run.backward(step + 2)
         run.finish()
         run.step()
+
+
+def decaying(run: Run) -> Any:
+    return megatron(run, weight_decay=0.5)
+
+
+@scenario(optimizer=decaying)
+def a_layer_is_thawed_between_finalizing_and_the_step(run: Run) -> None:
+    run.train()
+    for step in range(1, 3):
+        run.inner.blocks.requires_grad_(False)
+        run.zero()
+        run.backward(step)
+        run.finish()
+        run.inner.blocks.requires_grad_(True)
+        run.step()
+
+
+@scenario(optimizer=decaying)
+def a_layer_is_frozen_between_finalizing_and_the_step(run: Run) -> None:
+    for step in range(2):
+        run.zero()
+        run.backward(step)
+        run.finish()
+        run.inner.blocks.requires_grad_(False)
+        run.step()
+        run.inner.blocks.requires_grad_(True)
 
 
 @scenario(settings={"fsdp2": {"reshard_after_forward": False}})

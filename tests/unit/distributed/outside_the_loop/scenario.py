@@ -136,6 +136,10 @@ def megatron(run: Run, **config: Any) -> Any:
     return get_megatron_optimizer(OptimizerConfig(**{"lr": 0.05, "clip_grad": 0.0, **config}), [run.model])
 
 
+def bf16_toy() -> nn.Module:
+    return toy(tied=False).bfloat16()
+
+
 def torchs(run: Run) -> Any:
     return torch.optim.SGD(run.inner.parameters(), lr=0.05, momentum=0.9)
 

@@ -14,13 +14,10 @@ from tests.unit.distributed._toys import full, toy
 from tests.unit.distributed.outside_the_loop.scenario import (
     HIDDEN,
     Run,
+    bf16_toy,
     largest,
     scenario,
 )
-
-
-def bf16_toy() -> nn.Module:
-    return toy(tied=False).bfloat16()
 
 
 def overwrite(run: Run, values: dict[str, Tensor]) -> None:
