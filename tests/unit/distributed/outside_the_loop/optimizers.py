@@ -93,6 +93,41 @@ def a_layer_is_frozen_between_finalizing_and_the_step(run: Run) -> None:
         run.inner.blocks.requires_grad_(True)
 
 
+@scenario(optimizer=None, raises=for_kinds(KINDS, "head.weight was made trainable after the optimizer was built"))
+def a_layer_is_thawed_that_the_optimizer_does_not_have(run: Run) -> None:
+    run.inner.head.requires_grad_(False)
+    run.optimizer = megatron(run)
+    run.train()
+    run.inner.head.requires_grad_(True)
+    run.train(1, first=1)
+
+
+@scenario(
+    raises=for_kinds(BUFFERED, "frozen was replaced, added or made trainable after the model was wrapped")
+    | for_kinds(("fsdp2",), "frozen was made trainable after the optimizer was built")
+)
+def a_parameter_is_thawed_that_was_frozen_when_wrapped(run: Run) -> None:
+    run.inner.frozen.requires_grad_(True)
+    run.train()
+
+
+@scenario(optimizer=None)
+def two_optimizers_have_a_part_of_the_model_each(run: Run) -> None:
+    run.inner.blocks.requires_grad_(False)
+    one = megatron(run, lr=0.1)
+    for parameter in run.inner.parameters():
+        parameter.requires_grad_(parameter is not run.inner.frozen and not parameter.requires_grad)
+    two = megatron(run)
+    run.inner.requires_grad_(True)
+    run.inner.frozen.requires_grad_(False)
+    for step in range(2):
+        run.zero()
+        run.backward(step)
+        run.finish()
+        one.step()
+        two.step()
+
+
 @scenario(settings={"fsdp2": {"reshard_after_forward": False}})
 def parameters_are_frozen_and_thawed_after_a_forward_without_backward(run: Run) -> None:
     for step, trains in enumerate((True, False, True)):
