@@ -23,7 +23,7 @@ from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import Phase
 from .parameter_owner import set_gradient_shared
 from .plan import FlatPlan
-from .unreadable_gradient import is_unreadable, take_added
+from .unreadable_gradient import UNREADABLE, is_unreadable, take_added
 
 
 class _FlatDataParallel(_BaseDataParallel):
@@ -239,16 +239,8 @@ class _FlatDataParallel(_BaseDataParallel):
                 "strategy 'no_shard'"
             )
         super().check_may_step_directly(optimizer)
-        for param, group in self._group_of.items():
-            if is_unreadable(param.grad):
-                is_local = any(buffer.accumulated_in_fp32 for buffer in self.plan.buffers)
-                name = "param_name_patterns_for_fp32_local_accumulation"
-                setting = name if is_local else "grad_reduce_in_fp32"
-                kept_in = group.bucket.slot_of(param).main_grad_dtype
-                raise ShardstackError(
-                    f"{optimizer} was to step parameter {self._name_of(param)} in {param.dtype}, whose gradient is "
-                    f"kept in {kept_in} and not in .grad; use core.optimizer.get_megatron_optimizer, or drop {setting}"
-                )
+        if any(is_unreadable(param.grad) for param in self._group_of):
+            raise ShardstackError(UNREADABLE)
 
     def _name_of(self, param: nn.Parameter) -> str:
         return self._group_of[param].bucket.slot_of(param).name

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..errors import ShardstackError
 
-_MESSAGE = (
+UNREADABLE = (
     "a gradient was read from param.grad, but this model's wrapper keeps a shard of it on each rank, or keeps it in "
-    "another dtype; clip by OptimizerConfig(clip_grad=...), read this rank's part with wrapper.local_gradient(param), "
-    "or use the sharding strategy 'no_shard' and reduce gradients in the dtype of the parameters"
+    "another dtype; clip by OptimizerConfig(clip_grad=...) and step by get_megatron_optimizer, read this rank's part "
+    "with wrapper.local_gradient(param), or use the sharding strategy 'no_shard', and no setting that keeps gradients "
+    "in fp32"
 )
 
 
@@ -48,7 +49,7 @@ class _UnreadableGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise ShardstackError(_MESSAGE)
+        raise ShardstackError(UNREADABLE)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -56,4 +57,4 @@ class _UnreadableGradient(Tensor):
         if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and is_unreadable(args[0]):
             vars(args[0])["added"] = args[1]
             return args[0]
-        raise ShardstackError(_MESSAGE)
+        raise ShardstackError(UNREADABLE)

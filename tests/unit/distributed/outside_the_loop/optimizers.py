@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.unit.distributed._toys import Toy
 from tests.unit.distributed.outside_the_loop.scenario import (
     BUFFERED,
     KINDS,
     SHARDED,
     Run,
+    batch,
     for_kinds,
     megatron,
     scenario,
@@ -80,6 +82,41 @@ def a_layer_is_thawed_between_finalizing_and_the_step(run: Run) -> None:
         run.finish()
         run.inner.blocks.requires_grad_(True)
         run.step()
+
+
+@scenario(optimizer=decaying)
+def a_layer_is_thawed_between_backward_and_finalizing(run: Run) -> None:
+    run.train()
+    run.inner.blocks.requires_grad_(False)
+    run.zero()
+    run.backward(1)
+    run.inner.blocks.requires_grad_(True)
+    run.finish()  # it has zeros now, as what is not used
+    run.step()
+
+
+class Chosen(Toy):
+    """Uses a parameter only for some micro-batches, so that in some steps one rank does, or none."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.spare = nn.Parameter(torch.full((2, 7), 0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        chosen = self.spare.sum() if tokens[0, 0] % 3 == 0 else 0.0
+        return super().forward(tokens) * (1 + chosen)
+
+
+def chosen() -> nn.Module:
+    torch.manual_seed(1)
+    return Chosen()
+
+
+@scenario(make=chosen, optimizer=decaying)
+def a_parameter_is_used_in_some_steps_on_some_ranks(run: Run) -> None:
+    assert {sum(int(batch(rank, step)[0, 0]) % 3 == 0 for rank in range(2)) for step in range(6)} >= {0, 1}
+    for step in range(6):
+        run.train(1, micro_batches=1, first=step)
 
 
 @scenario(optimizer=decaying)
