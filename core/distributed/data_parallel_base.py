@@ -82,6 +82,8 @@ class _BaseDataParallel(nn.Module, ABC):
         self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
         # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
         self._step = 0
+        # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built. Never cleared.
+        self.updated_parameters: set[nn.Parameter] = set()
         self.gradient_state = GradientState()
         # The step's position in its tree, with ``reproducible_across_ranks``; else None. `expect_micro_batches` sets
         # the number of backwards, each backward advances it, `zero_grad_buffer` restarts it.
@@ -294,7 +296,6 @@ class _BaseDataParallel(nn.Module, ABC):
     def settle_parameters(self) -> None:
         """Makes `module` hold the parameters that an optimizer updates; call it outside of a forward."""
 
-    @abstractmethod
     def note_step(self) -> None:
         """Drops gathered parameters; called after an optimizer has written its parameters."""
 

@@ -18,12 +18,12 @@ from .buffers.param_placement import ParamPlacement
 from .buffers.reduction import BucketReduction
 from .buffers.schedule import ReductionSchedule
 from .buffers.shown_gradients import ShownGradients, shows_main_grad
-from .buffers.unreadable_gradient import is_unreadable
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import Phase
 from .parameter_owner import set_gradient_shared
 from .plan import FlatPlan
+from .unreadable_gradient import UNREADABLE, is_unreadable, take_added
 
 
 class _FlatDataParallel(_BaseDataParallel):
@@ -85,7 +85,7 @@ class _FlatDataParallel(_BaseDataParallel):
         finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
-        # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
+        # Sets ``param.grad`` when gradients are reduced.
         self._shown = ShownGradients(self._group_of, self._is_sharded)
         for param in self._group_of:
             param.has_buffer = True  # type: ignore[attr-defined]
@@ -140,14 +140,11 @@ class _FlatDataParallel(_BaseDataParallel):
     def publish_update(self) -> None:
         """All-gathers the updated shards, where ranks update shards; every rank calls it."""
 
-    def note_step(self) -> None:
-        self._shown.hide_after_step()
-
     def _take_gradient(self, param: nn.Parameter) -> None:
         """Takes a parameter's gradient when autograd has finished it in one backward."""
         if self._finishes_in_backward and self._schedule.has_lost_a_backward:
             self._drop_gradients()
-        gradient = param.grad
+        gradient = take_added(param.grad) if is_unreadable(param.grad) else param.grad  # type: ignore[arg-type]
         if gradient is None or self._drops(param, gradient):
             return
         group, is_added = self._group_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
@@ -164,16 +161,13 @@ class _FlatDataParallel(_BaseDataParallel):
         Raises:
             ShardstackError: the gradient has a graph.
         """
-        if not is_unreadable(gradient):  # else autograd has added it to what stands in for a reduced gradient
-            if gradient.requires_grad:
-                raise ShardstackError(
-                    f"a backward with create_graph=True reached parameters of a {type(self).__name__}, whose buffers "
-                    "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
-                )
-            if self.gradient_state.phase is Phase.ACCUMULATING:
-                return False
+        if gradient.requires_grad:
+            raise ShardstackError(
+                f"a backward with create_graph=True reached parameters of a {type(self).__name__}, whose buffers "
+                "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
+            )
         self.note_backward()
-        if not is_unreadable(gradient) and self.gradient_state.phase is not Phase.LATE:
+        if self.gradient_state.phase is not Phase.LATE:
             return False
         param.grad = None
         return True
@@ -219,7 +213,7 @@ class _FlatDataParallel(_BaseDataParallel):
         if not self._is_sharded or parameter not in self._group_of:
             return super().local_gradient(parameter)
         group = self._group_of[parameter]
-        if not (group.has_reduced and group.bucket.slot_of(parameter).has_gradient):
+        if not group.has_reduced or parameter.grad is None:
             return None
         start, end = self._place_in_shard[parameter]
         return group.bucket.local_grad_shard[start:end]
@@ -245,18 +239,8 @@ class _FlatDataParallel(_BaseDataParallel):
                 "strategy 'no_shard'"
             )
         super().check_may_step_directly(optimizer)
-        for param, group in self._group_of.items():
-            slot = group.bucket.slot_of(param)
-            grad_dtype = slot.main_grad_dtype
-            if slot.has_gradient and grad_dtype != param.dtype:
-                is_local = any(buffer.accumulated_in_fp32 for buffer in self.plan.buffers)
-                name = "param_name_patterns_for_fp32_local_accumulation"
-                setting = name if is_local else "grad_reduce_in_fp32"
-                raise ShardstackError(
-                    f"{optimizer} was to step parameter {self._name_of(param)} in {param.dtype}, whose gradient is "
-                    f"kept in {grad_dtype} and not in .grad; use core.optimizer.get_megatron_optimizer, or drop "
-                    f"{setting}"
-                )
+        if any(is_unreadable(param.grad) for param in self._group_of):
+            raise ShardstackError(UNREADABLE)
 
     def _name_of(self, param: nn.Parameter) -> str:
         return self._group_of[param].bucket.slot_of(param).name

@@ -17,6 +17,7 @@ from torch import nn
 from ..diagnostics.step_marks import MARK, StepMark, mark_of, set_mark
 from ..dtensors import local_part
 from .plan import ShardingPlan
+from .unreadable_gradient import is_unreadable
 
 
 class TrainsParameters(Protocol):
@@ -34,8 +35,8 @@ class TrainsParameters(Protocol):
 
 
 _SHARES_GRADIENT = "_shares_gradient"
-"""An attribute of a parameter: whether ``grad`` shares the memory of ``main_grad``. `set_gradient_shared` sets it: to
-True when reduced gradients are shown, to False when they are zeroed."""
+"""An attribute of a parameter: whether ``grad`` shows ``main_grad``. `set_gradient_shared` sets it: to True when whole
+reduced gradients are shown, to False when they are zeroed."""
 
 _OF_WRAPPERS = frozenset(
     {
@@ -87,12 +88,12 @@ def owner_of(param: Any) -> TrainsParameters | None:
 
 
 def set_gradient_shared(param: nn.Parameter, shares: bool) -> None:
-    """Records whether ``param.grad`` is the same memory as ``param.main_grad``."""
+    """Records whether ``param.grad`` shows ``param.main_grad``, which is whole."""
     setattr(param, _SHARES_GRADIENT, shares)
 
 
 def shares_gradient(param: nn.Parameter) -> bool:
-    """Returns whether ``param.grad`` has shared the memory of ``main_grad`` since gradients were last reduced."""
+    """Returns whether ``param.grad`` has shown ``main_grad`` since gradients were last reduced."""
     return getattr(param, _SHARES_GRADIENT, False) and isinstance(mark_of(param), _Owner)
 
 
@@ -105,10 +106,12 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Returns the gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
 
-    After `finish_grad_sync` both are the same memory where gradients are whole; then a ``grad`` that the user has
-    set since, to another tensor or to None, counts.
+    After `finish_grad_sync` ``grad`` is the same memory where gradients are whole, or in another dtype a tensor that
+    cannot be read; a ``grad`` that the user has set since, to another tensor or to None, counts.
     """
     gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    if gradient is not None and is_unreadable(parameter.grad):
+        return gradient
     is_written = owner_of(parameter) is not None and parameter.grad is not None
     return parameter.grad if gradient is None or is_written or shares_gradient(parameter) else gradient
 

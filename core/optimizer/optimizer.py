@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ..diagnostics.step_marks import note_own_optimizer
 from ..distributed import _BaseDataParallel
+from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.gradient_state import Phase
 from ..distributed.parameter_owner import owner_of
+from ..errors import OptimizerError
 from .clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from .grad_scaler import DynamicGradScaler, GradScaler
 from .main_params import MainParam, refresh_parameters, take_gradients
@@ -55,6 +57,8 @@ class MegatronOptimizer(OptimizerState):
         note_own_optimizer(rule)
         self._statistics = statistics
         self._wrappers = wrappers
+        for wrapper in wrappers:
+            wrapper.updated_parameters.update(p.param for p in params)
         # Parameters whose storage is checked here, because their wrapper's `check_may_step` does not; fixed.
         checking = [wrapper for wrapper in wrappers if wrapper.checks_placement]
         self._checked_here = [p for p in params if owner_of(p.param) not in checking]
@@ -83,7 +87,8 @@ class MegatronOptimizer(OptimizerState):
 
         Raises:
             ShardstackError: gradients that were not reduced, or are incomplete.
-            OptimizerError: a parameter whose storage was replaced, or a gradient that does not fit its parameter.
+            OptimizerError: a parameter whose storage was replaced, or that was made trainable since the optimizer was
+                built, or a gradient that does not fit its parameter.
         """
         outcomes: list[StepOutcome] = []
         self.start_step(concluded=outcomes.append)
@@ -115,6 +120,7 @@ class MegatronOptimizer(OptimizerState):
         # Gather and check.
         for wrapper in self._wrappers:
             wrapper.check_may_step(type(self).__name__)
+            _check_updated(wrapper)
         for p in self._checked_here:
             p.check_storage()
         if self._has_unfinished_step:
@@ -226,3 +232,17 @@ class MegatronOptimizer(OptimizerState):
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self._conclude()
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
+
+
+def _check_updated(wrapper: _BaseDataParallel) -> None:
+    """Raises if no optimizer updates a parameter that the wrapper trains.
+
+    Raises:
+        OptimizerError: names the parameter.
+    """
+    for name, param in unwrap_model(wrapper).named_parameters():
+        if param.requires_grad and param not in wrapper.updated_parameters and owner_of(param) is wrapper:
+            raise OptimizerError(
+                f"parameter {name} was made trainable after the optimizer was built, which does not update it; build "
+                "the optimizer while it is trainable, and freeze it afterwards"
+            )

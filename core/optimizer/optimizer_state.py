@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..absent_names import absent_method
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.views.flat_range import held_boxes
 from ..errors import CheckpointError
 from .grad_scaler import GradScaler
 from .main_params import MainParam, refresh_masters
@@ -131,10 +133,11 @@ class OptimizerState(ABC):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state in torch's layout, with masters and loss scale, for the same model and cut."""
+        """Returns this rank's state in torch's layout, with masters and loss scale, for the same rank and cut."""
         self.finish_step()
         self._written_params.refresh_masters()
         return {
+            "cut": self._cut(),
             "optimizer": self.optimizer.state_dict(),
             "masters": {p.name: p.main for p in self._params if p.is_low_precision},
             "grad_scaler": self.grad_scaler.state_dict() if self.grad_scaler is not None else {},
@@ -144,10 +147,14 @@ class OptimizerState(ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from :meth:`state_dict`; masters are written into the model's parameters.
 
+        Every rank that shares an update calls it.
+
         Raises:
-            CheckpointError: masters of other parameters than this model has in low precision.
+            CheckpointError: the state of another rank, cut or model, on any of these ranks; or masters of other
+                parameters than this model has in low precision.
         """
         self.finish_step()
+        self._check_cut(state_dict.get("cut", {}))
         masters = {p.name: p.main for p in self._params if p.is_low_precision}
         if state_dict["masters"].keys() != masters.keys():
             differing = sorted(state_dict["masters"].keys() ^ masters.keys())
@@ -161,3 +168,24 @@ class OptimizerState(ABC):
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         self._publish_parameters()
+
+    def _cut(self) -> dict[str, Any]:
+        """Returns offsets and shapes, in the whole model's tensors, of what this rank updates of each parameter."""
+        held = {p.name: held_boxes(p.whole(p.main)) for p in self._params}
+        return {name: [(offsets, tuple(box.shape)) for offsets, box in boxes] for name, boxes in held.items()}
+
+    def _check_cut(self, saved: Mapping[str, Any]) -> None:
+        own = self._cut()
+        differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        message = None
+        if name := next(iter(differing), None):
+            message = (
+                f"the optimizer state of another rank, cut or model was to be loaded: of {name} it has "
+                f"{saved.get(name)} (offsets and shapes), and this rank {own.get(name)}; load on each rank the state "
+                "that it has saved, or use core.dist_checkpointing, whose checkpoints fit any cut"
+            )
+        for group in dict.fromkeys(group for p in self._params for group in p.shard_groups()):
+            # Without it the ranks whose state fits would wait for the others in their next collective.
+            message = next(filter(None, Ranks(group).all_gather(message)), None)
+        if message:
+            raise CheckpointError(message)

@@ -17,6 +17,7 @@ from tests.compositions.plain_optimizer import PlainOptimizer
 from tests.compositions.training import Training
 from tests.functional._parallel_runs import Layout
 from tests.functional._runs import in_precision
+from tests.unit.distributed._unused import give_unused_zero_gradients
 
 
 class Serial(Training):
@@ -74,10 +75,9 @@ class Serial(Training):
 
     def finish_gradients(self) -> None:
         divisor = float(self.of_step[1]) if self.composition.loss == "per token" else 1.0
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:  # one that no backward reached has a gradient of zeros, as under a wrapper
-                total = self.sums.get(parameter, torch.zeros_like(parameter, dtype=torch.float64))
-                parameter.main_grad = (total / divisor).float()  # type: ignore[attr-defined]
+        for parameter, total in self.sums.items():
+            parameter.main_grad = (total / divisor).float()  # type: ignore[attr-defined]
+        give_unused_zero_gradients(self.module.parameters(), "main_grad")
 
     def _weights(self) -> dict[str, Tensor]:
         masters = self.optimizer.masters

@@ -8,5 +8,5 @@ schedule                            when buckets are sent
 bucket_sums                         sums over micro-batches in a tree
 pending_parameters, forward_hooks   make readers wait for parameters that are being gathered
 param_placement                     detects parameters that no longer use the buffer's memory
-shown_gradients, unreadable_gradient  set ``param.grad``
+shown_gradients                     set ``param.grad``
 """

@@ -71,7 +71,7 @@ class BucketGroup:
         # Parameters whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
         # `reset` clear.
         self._ready: set[nn.Parameter] = set()
-        # Parameters that `_ready` waits for: the trainable ones, counted by `reset` and at the first gradient of each
+        # Parameters that `_ready` waits for: the trainable ones, counted at the bucket's first gradient of each
         # backward, because users freeze and thaw parameters between them.
         self._num_awaited = len(bucket.params)
         # Whether a gather may go on while forward runs: the parameters make their first reader wait.
@@ -142,7 +142,7 @@ class BucketGroup:
     def note_grad_ready(self, param: nn.Parameter) -> None:
         """Notes that this backward has finished the parameter's gradient."""
         if not self._ready:
-            self._count_awaited()
+            self._num_awaited = sum(param.requires_grad for param in self.bucket.params)
         self._ready.add(param)
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
@@ -166,12 +166,11 @@ class BucketGroup:
         if self.is_complete and not self.has_left:
             self.start_grad_sync()
 
-    def _count_awaited(self) -> None:
-        self._num_awaited = sum(param.requires_grad for param in self.bucket.params)
-
     @property
     def is_complete(self) -> bool:
         """Whether this backward has finished the gradients of all parameters that are trainable now."""
+        if not self._ready:
+            return not any(param.requires_grad for param in self.bucket.params)
         return len(self._ready) >= self._num_awaited
 
     def replace_gradient(self, param: nn.Parameter, gradient: Tensor) -> None:
@@ -286,7 +285,6 @@ class BucketGroup:
         """Forgets which gradients are ready and reduced, before the next step; keeps their values."""
         self.wait_for_grads()
         self._ready.clear()
-        self._count_awaited()
         self.phase, self._late = self.phase.restarted(), None
         if self.sums is not None:
             self.sums.clear()

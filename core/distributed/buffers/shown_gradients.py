@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..parameter_owner import set_gradient_shared
+from ..unreadable_gradient import is_unreadable, make_unreadable_gradient
 from .bucket_group import BucketGroup
-from .unreadable_gradient import is_unreadable, make_unreadable_gradient
 
 
 class ShownGradients:
     """Sets ``param.grad`` of the parameters of flat buffers, from `finish_grad_sync` to the optimizer's step.
 
-    A whole gradient is shown as a tensor that shares the memory of ``main_grad``. If gradients are sharded,
-    ``param.grad`` is a tensor that raises when it is read.
+    A whole gradient is shown as a tensor that shares the memory of ``main_grad``. If gradients are sharded, or in
+    another dtype than the parameter, ``param.grad`` is a tensor that raises when it is read. None is what users set.
 
     Args:
         group_of: the bucket of each parameter.
@@ -32,26 +32,21 @@ class ShownGradients:
     def take_written(self) -> None:
         """Replaces this rank's gradients by those that the user has assigned to ``param.grad``."""
         for param, group in self._group_of.items():
-            if param.grad is not None and not group.bucket.slot_of(param).is_memory_of(param.grad):
-                group.replace_gradient(param, param.grad)
+            written = None if is_unreadable(param.grad) else param.grad
+            if written is not None and not group.bucket.slot_of(param).is_memory_of(written):
+                group.replace_gradient(param, written)
             param.grad = None
 
     def show(self) -> None:
         """Shows reduced gradients; None for a frozen parameter without a gradient."""
         for param, group in self._group_of.items():
-            if self._is_sharded:
-                param.grad = self._unreadable_gradient(param) if group.bucket.slot_of(param).has_gradient else None
-            elif not group.bucket.slot_of(param).has_gradient:
+            slot = group.bucket.slot_of(param)
+            if not slot.has_gradient:
                 param.grad = param.main_grad = None  # type: ignore[attr-defined]
-            elif param.main_grad.dtype == param.dtype:  # type: ignore[attr-defined]
-                param.grad = param.main_grad  # type: ignore[attr-defined]
-                set_gradient_shared(param, True)
-
-    def hide_after_step(self) -> None:
-        """Clears ``param.grad`` after a step, if gradients are sharded."""
-        if self._is_sharded:
-            for param in self._group_of:
-                param.grad = None
+                continue
+            is_readable = not self._is_sharded and slot.main_grad_dtype == param.dtype
+            param.grad = param.main_grad if is_readable else self._unreadable_gradient(param)  # type: ignore[attr-defined]
+            set_gradient_shared(param, not self._is_sharded)
 
     def find_written(self) -> nn.Parameter | None:
         """Returns a parameter whose ``grad`` the user has assigned although the optimizer reads a shard, or None."""
@@ -66,6 +61,8 @@ class ShownGradients:
 
 
 def shows_main_grad(param: Any) -> bool:
-    """Returns whether ``param.grad`` is the memory of ``main_grad``, as after `finish_grad_sync`."""
-    main_grad = getattr(param, "main_grad", None)
-    return param.grad is not None and main_grad is not None and param.grad.data_ptr() == main_grad.data_ptr()
+    """Returns whether ``param.grad`` is still what `ShownGradients.show` has set it to."""
+    grad, main_grad = param.grad, getattr(param, "main_grad", None)
+    if grad is None or is_unreadable(grad):
+        return grad is not None
+    return main_grad is not None and grad.data_ptr() == main_grad.data_ptr()

@@ -1,13 +1,21 @@
 """State of the whole optimizer: a run is resumed from it, and it is seen as the whole model's under FSDP2."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from core.distributed import (
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+    wrap_model,
+)
 from core.errors import CheckpointError
 from core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from tests.unit._spawn import run_distributed
@@ -84,3 +92,35 @@ def _sharded_state() -> tuple[list[str], bool, int]:
 def test_sharded_state_is_seen_as_the_whole_models_on_every_rank():
     wanted = (["exp_avg.scale", "exp_avg_sq.scale"], True, 2)  # also where a rank holds nothing of `scale`
     assert run_distributed(_sharded_state, 2) == [wanted] * 2
+
+
+STRATEGIES = ("optim", "optim_grads", "optim_grads_params", "fsdp2")
+
+
+def _loads_states_of_ranks(strategy: str) -> tuple[str, bool]:
+    fields: Any = {"data_parallel_sharding_strategy": strategy}
+    ddp_config = (
+        TorchFullyShardedDataParallelConfig() if strategy == "fsdp2" else DistributedDataParallelConfig(**fields)
+    )
+    model = wrap_model(Model(), None, ddp_config, process_group=dist.group.WORLD)
+    optimizer = get_megatron_optimizer(optimizer_config(), [model])
+    model(batch(0, dist.get_rank())).backward()
+    finalize_model_grads([model])
+    optimizer.step()
+    own = copy.deepcopy(optimizer.state_dict())
+    of_first = [own]
+    dist.broadcast_object_list(of_first)
+    with pytest.raises(CheckpointError) as caught:
+        optimizer.load_state_dict(of_first[0])
+    optimizer.load_state_dict(own)
+    again = optimizer.state_dict()
+    tensors = [t for state in again["optimizer"]["state"].values() for t in state.values() if isinstance(t, Tensor)]
+    return str(caught.value), again["cut"] == own["cut"] and len(tensors) > 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_another_ranks_state_is_refused_on_every_rank(strategy: str):
+    found = run_distributed(_loads_states_of_ranks, 2, strategy)
+    assert all("the optimizer state of another rank, cut or model was to be loaded" in text for text, _ in found)
+    assert len({text for text, _ in found}) == 1 and "\n" not in found[0][0]
+    assert all(continues for _, continues in found)

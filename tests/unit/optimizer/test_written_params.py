@@ -31,6 +31,34 @@ def test_a_checkpoint_has_what_was_written_right_before_it(master: Callable[[Meg
     assert torch.equal(master(optimizer), torch.full((2, 3), 0.375))
 
 
+def _exchange(dim: int, one: int, other: int) -> Callable[[Tensor], Tensor]:
+    def exchange(weight: Tensor) -> Tensor:
+        order = list(range(weight.shape[dim]))
+        order[one], order[other] = other, one
+        return weight.index_select(dim, torch.tensor(order))
+
+    return exchange
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (64, 16), (40, 640), (8192, 8), (6000, 5), (64000,)])
+@pytest.mark.parametrize(
+    "change",
+    [_exchange(0, 0, 4), _exchange(0, 2, 3), _exchange(-1, 0, 3), lambda w: w.flip(-1), lambda w: w.roll(4, 0)],
+    ids=["rows", "neighbouring rows", "columns", "flipped", "rolled"],
+)
+def test_values_that_change_places_reach_masters(shape: tuple[int, ...], change: Callable[[Tensor], Tensor]):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(shape).bfloat16())
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, bf16=True), [model])
+    before = model.weight.detach().clone()
+    model.weight.data.copy_(change(before))
+    masters = optimizer.state_tensors()["master.weight"]
+    assert torch.equal(masters, change(before).float())
+    if len(shape) > 1:
+        assert not torch.equal(masters, before.float())
+
+
 def test_a_checkpoint_has_the_digits_of_masters():
     model, optimizer = _trained()
     masters = optimizer.state_tensors()["master.weight"].clone()

@@ -179,7 +179,7 @@ def _handles_of_extra_gradients() -> None:
     assert not any(torch.any(gradient) for gradient in (buffer.grad_data, *buffer.extra_main_grads))
     model(torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
     model.finish_grad_sync()
-    with pytest.raises(ShardstackError, match=f"kept in torch.float32 and not in .grad.*drop {PATTERNS}"):
+    with pytest.raises(ShardstackError, match=r"a gradient was read from param.grad.*keeps it in another dtype"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, bf16=True), [model])
     assert optimizer.step()[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tests.unit.distributed._toys import full, loss_of
@@ -10,7 +12,9 @@ from tests.unit.distributed.outside_the_loop.scenario import (
     SHARDED,
     Run,
     batch,
+    bf16_toy,
     for_kinds,
+    megatron,
     scenario,
 )
 
@@ -84,6 +88,69 @@ def a_gradient_is_written_before_the_step(run: Run) -> None:
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 0.25).detach()
     run.step()
+
+
+@scenario()
+def some_gradients_are_set_to_none_before_the_step(run: Run) -> None:
+    for step in range(3):
+        run.zero()
+        run.backward(step)
+        run.finish()
+        if step:  # as of a last layer that is trained later
+            run.inner.head.weight.grad = run.inner.blocks[0].gain.grad = None
+        run.step()
+    run.train(1, first=3)
+
+
+IN_FP32 = {kind: {"grad_reduce_in_fp32": True} for kind in ("ddp", "ddp_overlap")}
+"""Gradients are in another dtype than parameters in bf16, so that ``param.grad`` cannot be their memory."""
+
+
+def sgd(run: Run) -> Any:
+    return megatron(run, optimizer="sgd", lr=1.0, sgd_momentum=0.0)
+
+
+@scenario(make=bf16_toy, only=tuple(IN_FP32), settings=IN_FP32, optimizer=sgd, rtol=2e-2)  # bf16 has 2^-8
+def gradients_in_fp32_add_up_over_steps_that_zero_none(run: Run) -> None:
+    for step in range(3):
+        run.backward(step, is_last=False)
+        run.backward(step + 1)
+        run.finish()
+        run.step()
+
+
+@scenario(make=bf16_toy, only=tuple(IN_FP32), settings=IN_FP32, optimizer=sgd, rtol=2e-2)
+def a_backward_between_finalizing_in_fp32_and_the_step(run: Run) -> None:
+    run.zero()
+    run.backward(0)
+    run.finish()
+    run.backward(1)
+    run.finish()
+    run.step()
+
+
+@scenario(make=bf16_toy, only=tuple(IN_FP32), settings=IN_FP32, optimizer=sgd, rtol=2e-2)
+def gradients_in_fp32_are_set_to_none_by_hand(run: Run) -> None:
+    for step in range(3):
+        run.inner.zero_grad()
+        run.backward(step)
+        run.finish()
+        if step:
+            run.inner.head.weight.grad = None
+        run.step()
+
+
+@scenario(
+    make=bf16_toy,
+    only=tuple(IN_FP32),
+    settings=IN_FP32,
+    raises=for_kinds(KINDS, "a gradient was read from param.grad"),
+)
+def torch_clips_the_gradients_in_fp32(run: Run) -> None:
+    run.zero()
+    run.backward(0)
+    run.finish()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
 
 
 @scenario(only=("ddp", "zero1", "zero2"))

@@ -14,6 +14,7 @@ from core.distributed import finalize_model_grads
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import batches, build, full, loss_of, toy
+from tests.unit.distributed._unused import give_unused_zero_gradients
 
 KINDS = (*_toys.WRAPPERS, "zero2_every_micro_batch")
 SHARDED = ("zero1", "zero1_overlap", "zero2", "zero2_overlap", "zero2_every_micro_batch", "zero3")
@@ -84,7 +85,7 @@ class Plain(Run):
     def backward(self, index: int, *, is_last: bool = True) -> None:
         found = [self.gradients(rank, index) for rank in range(2)]
         if self.adds_ranks_first:
-            found = [{parameter: g + found[1][parameter] for parameter, g in found[0].items()}, {}]
+            found = [_added(found), {}]
         for sums, gradients in zip(self.of_ranks, found, strict=True):
             for parameter, gradient in gradients.items():
                 sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
@@ -95,13 +96,15 @@ class Plain(Run):
         return {p: g.to_dense() if g.is_sparse else g for p, g in zip(trained, found, strict=True) if g is not None}
 
     def finish(self) -> None:
-        for parameter in self.inner.parameters():
-            if not parameter.requires_grad and not any(parameter in sums for sums in self.of_ranks):
-                continue
-            zero = torch.zeros_like(parameter)
-            mean = (self.of_ranks[0].get(parameter, zero) + self.of_ranks[1].get(parameter, zero)) * 0.5
-            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+        for parameter, total in _added(self.of_ranks).items():
+            parameter.grad = total * 0.5 if parameter.grad is None else parameter.grad + total * 0.5
+        give_unused_zero_gradients(self.inner.parameters())
         self.of_ranks = [{}, {}]
+
+
+def _added(of_ranks: list[dict[nn.Parameter, Tensor]]) -> dict[nn.Parameter, Tensor]:
+    one, other = of_ranks
+    return one | other | {parameter: one[parameter] + other[parameter] for parameter in one.keys() & other.keys()}
 
 
 class Wrapped(Run):
@@ -134,6 +137,10 @@ def batch(rank: int, index: int) -> Tensor:
 
 def megatron(run: Run, **config: Any) -> Any:
     return get_megatron_optimizer(OptimizerConfig(**{"lr": 0.05, "clip_grad": 0.0, **config}), [run.model])
+
+
+def bf16_toy() -> nn.Module:
+    return toy(tied=False).bfloat16()
 
 
 def torchs(run: Run) -> Any:

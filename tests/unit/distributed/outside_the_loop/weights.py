@@ -5,20 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from core.dist_checkpointing import load_model_state_dict
+from core.dist_checkpointing.views.global_view import local_slices
 from tests.unit.distributed import _toys
-from tests.unit.distributed._toys import toy
+from tests.unit.distributed._toys import full, toy
 from tests.unit.distributed.outside_the_loop.scenario import (
     HIDDEN,
     Run,
+    bf16_toy,
     largest,
     scenario,
 )
-
-
-def bf16_toy() -> nn.Module:
-    return toy(tied=False).bfloat16()
 
 
 def overwrite(run: Run, values: dict[str, Tensor]) -> None:
@@ -37,6 +36,18 @@ def weights_are_loaded_under_low_precision(run: Run) -> None:
     run.train(2, first=2)
     # Two steps of AdamW at a rate of 0.05 move a weight by 0.1 or so; the one that was trained was up to 3 away.
     assert all(largest(tensor - loaded[name]) < 0.3 for name, tensor in run.weights().items())
+
+
+@scenario(make=bf16_toy, raises=HIDDEN)
+def rows_change_places_under_low_precision(run: Run) -> None:
+    run.train(2)
+    for parameter in run.inner.parameters():
+        values = full(parameter)
+        values[[0, -1]] = values[[-1, 0]]  # no sum of all bits differs
+        local = parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
+        slices = local_slices(parameter)
+        local.copy_(values[slices])
+    run.train(2, first=2)
 
 
 @scenario()
