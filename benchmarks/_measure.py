@@ -82,16 +82,21 @@ def interleaved_seconds(
     for index in range(rounds):
         names = list(candidates)
         for name in names if index % 2 == 0 else reversed(names):
-            device.synchronize()
+            _synchronize()
             device.barrier()
             started = time.perf_counter()
             candidates[name]()
-            device.synchronize()
+            _synchronize()
             taken = time.perf_counter() - started
             slowest = torch.tensor(taken, dtype=torch.float64, device=device.current_device())
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             seconds[name].append(slowest.item())
     return seconds
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def high_water_bytes() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -164,20 +163,6 @@ def memory_bytes() -> int:
     return host_memory.total_bytes()
 
 
-class Event(Protocol):
-    """A point in a stream's work, as `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Returns whether all work before it is done, on any thread, without waiting."""
-
-
-def record_event() -> Event:
-    """Returns a point behind the work that is queued on the current stream of the GPU."""
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
 def barrier() -> None:
     """Waits for all ranks.
 
@@ -185,9 +170,3 @@ def barrier() -> None:
     numbered by GPU (uneven nodes, cyclic Slurm).
     """
     dist.barrier(device_ids=[torch.cuda.current_device()] if device_type() == "cuda" else None)
-
-
-def synchronize() -> None:
-    """Waits for the device's queued work; does nothing on CPU."""
-    if device_type() == "cuda":
-        torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from .. import device
+from . import streams
 
 
 class CallRecord(Protocol):
@@ -70,13 +70,13 @@ class Collective:
         self.has_failed = False
         # Event at the end of the call on the accelerator; None before `ended` records it, and on other devices. Any
         # thread may query it.
-        self.event: device.Event | None = None
+        self.event: streams.Event | None = None
 
     def ended(self) -> None:
         """Records that the result is in memory; on an accelerator, that the call is enqueued on the current
         stream."""
         if self.on_device:
-            self.event = device.record_event()
+            self.event = streams.record_event()
         self.ended_at = time.time()
 
     @property

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import time
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import device
+from . import streams
 from .call import CallRecord
 from .record import first_unfinished, is_recording
 
@@ -34,12 +33,12 @@ class HostRead:
 
     def __init__(self, values: Tensor) -> None:
         # Event at the end of the copy on the device's current stream; `wait` clears it. None if `_numbers` are valid.
-        self._event: device.Event | None = None
-        if values.is_cuda:
+        self._event: streams.Event | None = None
+        if streams.is_asynchronous(values.device):
             # Pinned memory of this read alone, which the device writes until `_event`.
-            self._numbers = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+            self._numbers = streams.pinned(values.shape, values.dtype)
             self._numbers.copy_(values, non_blocking=True)
-            self._event = device.record_event()
+            self._event = streams.record_event()
         else:
             self._numbers = values.clone()
 
@@ -57,10 +56,10 @@ class HostRead:
 
 def known_on_host(value: Tensor) -> float | None:
     """Returns a 0-dim tensor's number where the host has it already; None where it would have to wait for a device."""
-    return _to_list(value.view(1))[0] if value.device.type == "cpu" else None
+    return _to_list(value.view(1))[0] if not streams.is_asynchronous(value.device) else None
 
 
-def wait_for(event: device.Event) -> None:
+def wait_for(event: streams.Event) -> None:
     """Waits on the host for a point in the device's work.
 
     Raises:

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from . import streams
+
 
 class Handle:
     """A task in the lane. After `wait` the main thread may use its result."""
@@ -46,7 +48,7 @@ def comm_lane(device: torch.device, number: int = 0) -> CommLane:
 # Never cleared: there is one lane for each device and number, and its thread or stream lives as long as the process.
 @functools.cache
 def _lane(device: torch.device, number: int) -> CommLane:
-    return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
+    return _StreamLane(device) if streams.is_asynchronous(device) else _ThreadLane()
 
 
 class _Task(Handle):
@@ -127,23 +129,22 @@ class _StreamLane(CommLane):
     def __init__(self, device: torch.device) -> None:
         # Its priority is high, as of FSDP2's streams: of a collective and a computation that could both start, the
         # collective does, so that its result is waited for less.
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = streams.Stream(device, priority=-1)
 
     def submit(self, run: Callable[[], None]) -> Handle:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(streams.current_stream())
+        with streams.stream(self._stream):
             run()
-            done = torch.cuda.Event()
-            done.record()
+            done = streams.record_event()
         return _Recorded(done, run)
 
 
 class _Recorded(Handle):
-    def __init__(self, event: torch.cuda.Event, run: Callable[[], None]) -> None:
+    def __init__(self, event: streams.Event, run: Callable[[], None]) -> None:
         self._event = event
         # Keeps the buffers of the task until `wait`, which drops it: the lane may still read them.
         self._run: Callable[[], None] | None = run
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        streams.current_stream().wait_event(self._event)
         self._run = None

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch_compat import group_time_limit
+from . import streams
 from .call import UNRECORDED, CallRecord, Collective
 from .flight_recorder import Position, positions_of, publish_positions
 
@@ -115,7 +116,7 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
     if isinstance(payload, int):
         return record_of(group).collective(kind, what, payload)
     num_bytes = payload.numel() * payload.element_size()
-    return record_of(group).collective(kind, what, num_bytes, on_device=payload.is_cuda)
+    return record_of(group).collective(kind, what, num_bytes, on_device=streams.is_asynchronous(payload.device))
 
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:

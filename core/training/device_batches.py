@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from .. import device
+from ..comm import streams
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors `[b, s]`: `tokens`, `labels`, `loss_mask`, `position_ids`, and `document_starts` if documents are packed.
@@ -52,25 +53,24 @@ class SideStream:
     """Copies batches to this process's GPU on a stream of its own, so that they do not queue behind computation."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # of the GPU that is current here, which the reading thread takes over
+        self._stream = streams.Stream()  # of the GPU that is current here, which the reading thread takes over
 
     def start(self, batch: Batch) -> Copy:
-        with torch.cuda.stream(self._stream):
-            copied = to_device(batch)
-            return _SideStreamCopy(copied, torch.cuda.current_stream().record_event())
+        with streams.stream(self._stream):
+            return _SideStreamCopy(to_device(batch), streams.record_event())
 
 
 class _SideStreamCopy:
-    def __init__(self, batch: Batch, copied: torch.cuda.Event) -> None:
+    def __init__(self, batch: Batch, copied: streams.Event) -> None:
         # On the side stream's memory, which may be given to a later batch once all streams that use it are past it.
         self._batch, self._copied = batch, copied
 
     def wait(self) -> Batch:
-        computing = torch.cuda.current_stream()
+        computing = streams.current_stream()
         computing.wait_event(self._copied)
         for name, tensor in self._batch.items():
             if name not in READ_ON_HOST:
-                tensor.record_stream(computing)
+                streams.used_on(tensor, computing)
         return self._batch
 
 
@@ -93,7 +93,7 @@ class DeviceBatches(Iterator[Batch]):
 
     def __init__(self, batches: Iterator[Batch], copies: Copies | None = None) -> None:
         self._batches = batches
-        self._copies = SideStream() if copies is None and device.device_type() == "cuda" else copies
+        self._copies = SideStream() if copies is None and streams.is_asynchronous(device.current_device()) else copies
         # Futures of the next batches, in order. `__next__` appends and takes them; the reading thread fulfils them.
         self._ahead: deque[Future[Copy]] = deque()
         # The reading thread. Set here, and shut down by `close`; None if batches are not read ahead.

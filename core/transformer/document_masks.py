@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from ..comm import streams
 from ..device import current_device
 from ..errors import DataError
 
@@ -145,7 +146,9 @@ def visible_keys(document_starts: torch.Tensor | None, positions: torch.Tensor, 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     device = current_device()
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if streams.is_asynchronous(device):
+        return streams.pinned(tensor.shape, tensor.dtype).copy_(tensor).to(device, non_blocking=True)
+    return tensor
 
 
 def _chunks(length: int, rank: int, size: int) -> Sequence[tuple[slice, int]]:

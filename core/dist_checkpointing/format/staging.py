@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
+from ...comm import streams
 from ...errors import CheckpointError
 from ...host_memory import host_pages
 from ..views.flat_range import FlatRange
@@ -86,17 +87,17 @@ class HostStaging:
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
+        on_gpu = any(streams.is_asynchronous(tensor.device) for tensor in tensors)
         if len(self._memory) < end or (on_gpu and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free it before the larger one is allocated
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=True) if on_gpu else host_pages(end)
+            self._memory = streams.pinned([end], torch.uint8) if on_gpu else host_pages(end)
         copies = []
         for tensor, start in zip(tensors, starts, strict=True):
             num_bytes = tensor.numel() * tensor.element_size()
             copy = self._memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
             copies.append(copy.copy_(tensor, non_blocking=on_gpu))
-        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+        for device in {tensor.device for tensor in tensors if streams.is_asynchronous(tensor.device)}:
+            streams.synchronize(device)
         return copies
 
 

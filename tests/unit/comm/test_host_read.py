@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from core import device
-from core.comm import host_read
+from core.comm import host_read, streams
 from core.comm.by_backend import all_reduce_by_backend
 from core.comm.host_read import HostRead
 from core.comm.record import NUM_CALLS_KEPT, record_of
@@ -35,7 +35,7 @@ class _Event:
 def _enqueue(what: str, event: _Event, group: Any = None) -> None:
     """Records a collective as on a GPU: it returns when it is enqueued."""
     with (
-        mock.patch.object(device, "record_event", lambda: event),
+        mock.patch.object(streams, "record_event", lambda: event),
         record_of(group).collective("all-reduce", what, 4, on_device=True),
     ):
         pass
@@ -82,12 +82,13 @@ def test_a_call_that_raised_is_under_way_no_more() -> None:
 
 
 def test_a_tensor_on_the_device_is_recorded_with_an_event() -> None:
-    class _OnGPU(torch.Tensor):
-        is_cuda = True
-
-    with fake_world(rank=0, world_size=2), mock.patch.object(device, "record_event", _Event):
+    with (
+        fake_world(rank=0, world_size=2),
+        mock.patch.object(streams, "record_event", _Event),
+        mock.patch.object(streams, "is_asynchronous", lambda device: device.type == "meta"),
+    ):
         with mock.patch.object(dist, "all_reduce", return_value=None):
-            all_reduce_by_backend(torch.ones(2).as_subclass(_OnGPU), what="the loss")
+            all_reduce_by_backend(torch.ones(2, device="meta"), what="the loss")
             all_reduce_by_backend(torch.ones(2), what="the loss")
         assert [call.event is None for call in record_of().calls] == [False, True]
 
@@ -136,7 +137,7 @@ def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive:
     delay()
     with record.collective("all-reduce", "the loss", numbers.nbytes, on_device=True) as call:
         dist.all_reduce(numbers)
-    behind = device.record_event()
+    behind = streams.record_event()
     assert not call.is_over and record.first_unfinished() is call
     late = (OutOfStepError, dist.DistBackendError)
     with (
@@ -155,7 +156,7 @@ def _late_and_then_over(numbers: torch.Tensor, delay: Callable[[], Any], arrive:
 
 def _late_by_an_event_of_ours() -> str:
     event = _Event()
-    with mock.patch.object(device, "record_event", lambda: event):
+    with mock.patch.object(streams, "record_event", lambda: event):
         return _late_and_then_over(torch.tensor([1.0, 2.0]), lambda: None, lambda: setattr(event, "done", True))
 
 

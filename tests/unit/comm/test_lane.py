@@ -63,8 +63,8 @@ def test_an_immediate_call_keeps_its_place_behind_the_lane():
     assert comm_lane(torch.device("cpu")) is comm_lane(CPU, 0) is lane
 
 
-class _Cuda:
-    """What `torch.cuda` is asked for by a lane; the log says on which stream it happens."""
+class _Streams:
+    """What `core.comm.streams` is asked for by a lane; the log says on which stream it happens."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -84,17 +84,17 @@ class _Cuda:
         yield
         self._current = "main"
 
-    def Event(self) -> SimpleNamespace:
-        return SimpleNamespace(record=lambda: self.log.append(f"event on {self._current}"))
+    def record_event(self) -> None:
+        self.log.append(f"event on {self._current}")
 
 
 def test_a_gpus_lane_is_a_stream_before_computation():
-    cuda = _Cuda()
-    with mock.patch.object(lane_module.torch, "cuda", cuda):
+    streams = _Streams()
+    with mock.patch.object(lane_module, "streams", streams):
         lane = lane_module._StreamLane(torch.device("cuda", 1))
-        handle = lane.submit(lambda: cuda.log.append(f"task on {cuda.current_stream().name}"))
+        handle = lane.submit(lambda: streams.log.append(f"task on {streams.current_stream().name}"))
         handle.wait()
-    assert cuda.log == [
+    assert streams.log == [
         "a stream on cuda:1 with priority -1",
         "lane waits for main",
         "task on lane",

@@ -120,7 +120,7 @@ def test_on_cpu_batches_pass_through() -> None:
 
 
 class _Tensor:
-    """Notes where it is copied to, and which stream uses it."""
+    """Notes where it is copied to."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self._log, self._name = log, name
@@ -129,12 +129,12 @@ class _Tensor:
         self._log.append(f"{self._name} to {place} {'' if non_blocking else 'and wait '}on {_Streams.current}")
         return self
 
-    def record_stream(self, stream: str) -> None:
-        self._log.append(f"{self._name} used on {stream}")
+    def __str__(self) -> str:
+        return self._name
 
 
 class _Streams:
-    """What `torch.cuda` is asked for: a stream has a name, and the log says what is done with it."""
+    """What `core.comm.streams` is asked for: a stream has a name, and the log says what is done with it."""
 
     current = "main"
 
@@ -154,16 +154,22 @@ class _Streams:
         stream = mock.MagicMock()
         name = _Streams.current
         stream.__str__.return_value = name  # type: ignore[attr-defined]
-        stream.record_event = lambda: (self._log.append(f"event on {name}"), "event")[1]
         stream.wait_event = lambda event: self._log.append(f"{name} waits for {event}")
         return stream
+
+    def record_event(self) -> str:
+        self._log.append(f"event on {_Streams.current}")
+        return "event"
+
+    def used_on(self, tensor: _Tensor, stream: Any) -> None:
+        self._log.append(f"{tensor} used on {stream}")
 
 
 def test_the_computing_stream_waits_for_a_copy_and_keeps_memory() -> None:
     log: list[str] = []
     made: Any = {"tokens": _Tensor(log, "tokens"), "document_starts": _Tensor(log, "starts")}
     with (
-        mock.patch.object(device_batches.torch, "cuda", _Streams(log)),
+        mock.patch.object(device_batches, "streams", _Streams(log)),
         mock.patch.object(device, "current_device", lambda: torch.device("cuda", 0)),
     ):
         copy = SideStream().start(made)
