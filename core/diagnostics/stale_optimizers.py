@@ -1,7 +1,8 @@
-"""Rejects an optimizer whose parameters are not the model's.
+"""Rejects an optimizer, or other code, whose parameters are not the model's.
 
 It was built before the model was wrapped, or while FSDP2 had units gathered, between a forward and the end of its
-step. Its parameters never get a gradient, so it would change nothing. The parameters are marked; its step raises.
+step. Its parameters never get a gradient, so it would change nothing. The parameters are marked; its step raises, and
+so does any other use of a parameter that wrapping has replaced.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from torch import nn
 
-from ..errors import OptimizerError
+from ..errors import OptimizerError, UnitError
+from ..pending_parameters import can_be_pending, make_pending
 from .step_marks import StepMark, mark_of, set_mark
 
 
@@ -21,6 +24,12 @@ class _Replaced(StepMark):
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def refuse_use(self) -> NoReturn:
+        raise UnitError(
+            f"parameter {self.name} was used by a reference from before the model was wrapped, which replaced it by "
+            "another; take references from the wrapped model, or use DistributedDataParallel"
+        )
 
     def refuse(self, optimizer: str) -> None:
         raise OptimizerError(
@@ -53,7 +62,10 @@ def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
     for name, reference in before.items():
         old = reference()
         if old is not None and id(old) not in after:
-            set_mark(old, _Replaced(name))
+            mark = _Replaced(name)
+            set_mark(old, mark)
+            if can_be_pending(old):
+                make_pending([old], mark.refuse_use)
 
 
 def reject_replaced(optimizer: str, parameter: nn.Parameter) -> None:

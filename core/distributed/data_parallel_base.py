@@ -12,7 +12,7 @@ from torch import nn
 
 from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..diagnostics import raise_explained
-from ..errors import ConfigError, ShardstackError
+from ..errors import ConfigError, ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.module import Float16Module
 from .distributed_data_parallel_config import DistributedDataParallelConfig
@@ -371,3 +371,16 @@ def unwrap_model(module: nn.Module) -> nn.Module:
     while isinstance(module, (_BaseDataParallel, Float16Module)):
         module = module.module
     return module
+
+
+def reject_assign(assign: bool) -> None:
+    """Raises if `load_state_dict` was asked to replace parameters whose memory a wrapper shards.
+
+    Raises:
+        ParallelConfigError: `assign` is True.
+    """
+    if assign:
+        raise ParallelConfigError(
+            "load_state_dict was called with assign=True, which replaces the parameters that are views of the "
+            "wrapper's memory; leave it out"
+        )

@@ -18,11 +18,11 @@ from ..device import current_device
 from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
 from ..dist_checkpointing.views.flat_range import FlatRange, whole_view
-from ..errors import ParallelConfigError, WrapError
+from ..errors import WrapError
 from ..kept_ranges import keep_range, kept_range
+from ..pending_parameters import set_pending_view
 from ..process_groups_config import ProcessGroupCollection
-from .buffers.pending_parameters import set_pending_view
-from .data_parallel_base import unwrap_model
+from .data_parallel_base import reject_assign, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine import Engine
 from .flat_data_parallel import _FlatDataParallel
@@ -228,11 +228,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         Raises:
             ParallelConfigError: `assign`, which would replace the parameters.
         """
-        if assign:
-            raise ParallelConfigError(
-                "load_state_dict was called with assign=True, which replaces the parameters that are views of the "
-                "wrapper's memory; leave it out"
-            )
+        reject_assign(assign)
         if any(isinstance(value, FlatRange) for value in state_dict.values()):
             return load_model_state_dict(self.module, state_dict, strict)
         with self.whole_parameters():

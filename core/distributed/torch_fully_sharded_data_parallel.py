@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_leaves
 
 from .._torch_compat import NO_BACKWARD, current_backward
-from ..dtensors import local_part
+from ..dist_checkpointing import load_model_state_dict
 from ..errors import ParallelConfigError, ShardstackError
 from ..models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from ..models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from ..process_groups_config import ProcessGroupCollection
 from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
-from .data_parallel_base import _BaseDataParallel, unwrap_model
+from .data_parallel_base import _BaseDataParallel, reject_assign, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .engine import Engine
 from .fsdp2.sharded_model import ShardedModel
@@ -29,6 +27,7 @@ from .fsdp2.torch_private import (
     gathered_parameters,
     gathered_tensors,
     gradient_tensors,
+    names_of_parameters,
     reduce_unsharded_gradients,
     shard_tensors,
     whole_gradients,
@@ -37,6 +36,7 @@ from .gradient_state import Phase
 from .groups import Ranks
 from .model.broadcast import broadcast_tensors
 from .model.parameter_attributes import parameter_attributes_kept
+from .model.rewrapping import reject_changed
 from .parameter_owner import local_gradient
 from .plan.units import UnitChoice
 
@@ -108,8 +108,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         if self._tree is not None:
             of_shards = plan.reduces_every_micro_batch
             self._sums = MicroBatchSums(module, self._tree, of_shards=of_shards, replicas=plan.groups.replicate)
-        # Whether `load_state_dict` has warned that it loads nothing. Its first call sets it; never cleared.
-        self._warned_about_load = False
         self._own_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -141,6 +139,10 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     def _open_reduced_gradients(self) -> bool:
         return self._adds_exactly or all(p.grad is None for p in self.module.parameters())
+
+    def check_may_step(self, optimizer: str) -> None:
+        super().check_may_step(optimizer)
+        reject_changed(self.module, names_of_parameters(self.module))
 
     def check_may_step_directly(self, optimizer: str) -> None:
         self._look_for_failures()
@@ -206,21 +208,18 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             broadcast_tensors(self.module.parameters(), self._replicas)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Does nothing: a checkpoint loader has already written into the sharded parameters in place.
+        """Copies into the module's parameters and buffers; every rank calls it.
 
-        Warns once when the given tensors are not the module's own storage, because then nothing has been loaded.
+        Args:
+            state_dict: whole tensors, as those of a plain module; or DTensors, as `load_model_state_dict` takes them.
+                The module's own tensors, which a checkpoint loader has filled in place, stay as they are.
+
+        Raises:
+            ParallelConfigError: `assign`, which would replace the parameters.
+            CheckpointError: names or shapes that do not fit, all of them together, before anything is written.
         """
-        own = {_storage_of(tensor) for tensor in self.module.state_dict().values()}
-        given = {_storage_of(tensor) for tensor in state_dict.values() if isinstance(tensor, torch.Tensor)}
-        if not self._warned_about_load and not (given and given <= own):
-            self._warned_about_load = True
-            warnings.warn(
-                "TorchFullyShardedDataParallel.load_state_dict loads nothing: it expects the module's own tensors, "
-                "already filled in place, and got others; load full or sharded state dicts with "
-                "core.dist_checkpointing.load_model_state_dict(module, state_dict)",
-                stacklevel=2,
-            )
-        return _IncompatibleKeys([], [])
+        reject_assign(assign)
+        return load_model_state_dict(self.module, state_dict, strict, process_group=self.process_group)
 
     def held_tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
@@ -236,8 +235,3 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with parameter_attributes_kept(self.module):
             return super()._apply(fn, recurse)
-
-
-def _storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    local = local_part(tensor)
-    return (local.untyped_storage().data_ptr(), int(local.storage_offset()))

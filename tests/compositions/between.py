@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 
 import torch
@@ -13,6 +14,9 @@ from tests.compositions.mistakes import make_mistake
 from tests.compositions.traffic import gathering_slowly, reductions_as_planned
 from tests.compositions.training import Training
 from tests.compositions.wrapped import Wrapped
+
+NORM = re.compile(r"final_layernorm\.(inner\.)?weight$")
+"""The parameter whose gradient is set to None."""
 
 
 def train(training: Training, first: int = 0, last: int = STEPS) -> None:
@@ -68,6 +72,11 @@ class _Between:
     def before_update(self, step: int) -> None:
         if self.composition.evaluates == "before the update":
             self.training.evaluate(step)  # with a graph that no backward uses
+        if self.composition.gradients != "kept" and step == 1:
+            is_halved = self.composition.gradients == "halved"
+            for name, parameter in self.training.module.named_parameters():
+                if is_halved or NORM.search(name):
+                    self.training.change_gradient(parameter, 0.5 if is_halved else None)
 
     def after_update(self, step: int) -> None:
         evaluates = self.composition.evaluates == "after the update"
@@ -85,6 +94,9 @@ class _Between:
             with torch.no_grad():
                 for parameter in self.held:
                     parameter.clamp_(-0.4, 0.4)
+        elif writes == "clamps data":
+            for parameter in self.held:
+                parameter.data.clamp_(-0.4, 0.4)
         elif writes == "averages":
             self._average(step)
         elif writes == "loads" and step == 0:

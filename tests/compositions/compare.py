@@ -31,6 +31,8 @@ def _part_adds_in_one_order(part: Composition, micro_batches: int) -> bool:
         return False
     if part.average == "in the collective" and part.precision == "fp16" and part.policy != "reduce in fp32":
         return False  # else fp16 is divided before it is added, which rounds what is below its smallest normal number
+    if part.steps_by_torch and part.clip == "yes":
+        return False  # torch adds the squares of whole gradients, or of those of each rank
     if part.compiled == "units":
         return False  # fused operations round less often
     if part.is_fsdp2 and part.layers == "twice":

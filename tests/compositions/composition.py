@@ -40,13 +40,16 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "backward_prefetch": ("1", "0", "3"),
     "kept": ("ends", "none", "all"),
     "collectives": ("auto", "torch"),
+    "cut": ("auto", "flat", "rows", "tensor", "blocks"),
+    "outer": ("replicated", "optim"),
     "offload": ("no", "yes"),
     "idle_slots": ("kept", "poisoned"),
     "compiled": ("no", "units"),
     # ---- precision
     "precision": ("fp32", "bf16", "fp16"),
-    "policy": ("default", "reduce in fp32", "by dtypes", "fp32 accumulation"),
+    "policy": ("default", "reduce in fp32", "by dtypes", "fp32 accumulation", "a layer in fp32"),
     # ---- model
+    "depth": ("two", "four"),
     "embeddings": ("tied", "untied"),
     "widths": ("even", "odd"),
     "heads": ("all", "grouped", "one group"),
@@ -54,6 +57,8 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "trained": ("all", "without embedding", "without a layer", "adapters", "one norm", "a layer at times"),
     "unused": ("nothing", "on some ranks", "in some steps", "ever"),
     "layers": ("once", "twice", "share a weight"),
+    "tables": ("none", "views", "objects", "attributes", "read by the model"),
+    "dropout": ("no", "yes"),
     "start": ("drawn", "meta", "ranks differ"),
     # ---- batch
     "micro_batches": ("1", "2", "3", "5"),
@@ -61,7 +66,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     "loss": ("mean", "per token"),
     "documents": ("one", "packed"),
     # ---- optimizer
-    "optimizer": ("sgd", "adam", "sgd without momentum"),
+    "optimizer": ("sgd", "adam", "sgd without momentum", "torch's sgd"),
     "rates": ("one", "two"),
     "clip": ("no", "yes"),
     "decay": ("none", "matrices", "all"),
@@ -77,7 +82,9 @@ AXES: Mapping[str, tuple[str, ...]] = {
         *("none", "steps before finalizing", "finalizes twice", "finalizes after a failed backward"),
         *("writes what is gathered", "runs two units at once"),
     ),
-    "writes": ("nothing", "clamps", "loads", "averages"),
+    "writes": ("nothing", "clamps", "loads", "averages", "clamps data"),
+    "gradients": ("kept", "one set to None", "halved"),
+    "hooks": ("none", "halve a gradient"),
     "zeroes": ("wrapper", "optimizer", "module"),
     "continues": ("no", "fsdp2 on dp1", "zero1 on dp2", "ddp on tp2", "zero2 on cp2", "fsdp2 on dp2-tp2"),
 }
@@ -86,7 +93,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
 
 WRAPPER_AXES = (
     *("wrapper", "buckets", "overlap", "reduces", "average", "reshard", "overrides", "forward_prefetch"),
-    *("backward_prefetch", "kept", "collectives", "offload", "idle_slots", "compiled", "mistake"),
+    *("backward_prefetch", "kept", "collectives", "cut", "outer", "offload", "idle_slots", "compiled", "mistake"),
 )
 """What no number depends on."""
 
@@ -107,11 +114,14 @@ class Composition:
     backward_prefetch: str = "1"
     kept: str = "ends"
     collectives: str = "auto"
+    cut: str = "auto"
+    outer: str = "replicated"
     offload: str = "no"
     idle_slots: str = "kept"
     compiled: str = "no"
     precision: str = "fp32"
     policy: str = "default"
+    depth: str = "two"
     embeddings: str = "tied"
     widths: str = "even"
     heads: str = "all"
@@ -119,6 +129,8 @@ class Composition:
     trained: str = "all"
     unused: str = "nothing"
     layers: str = "once"
+    tables: str = "none"
+    dropout: str = "no"
     start: str = "drawn"
     micro_batches: str = "1"
     lengths: str = "equal"
@@ -134,6 +146,8 @@ class Composition:
     fails: str = "never"
     mistake: str = "none"
     writes: str = "nothing"
+    gradients: str = "kept"
+    hooks: str = "none"
     zeroes: str = "wrapper"
     continues: str = "no"
 
@@ -192,6 +206,11 @@ class Composition:
         return self.wrapper == "fsdp2"
 
     @property
+    def steps_by_torch(self) -> bool:
+        """Whether an optimizer of torch updates the parameters."""
+        return self.optimizer == "torch's sgd"
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether shards are replicated."""
         return self.layout.startswith("hybrid")
@@ -248,6 +267,22 @@ def _has_two_units_in_one_slot(c: Composition) -> bool:
     return c.wrapper == "zero3" and c.shards_over > 1 and are_equal and reshards and not gathers_ahead
 
 
+def _shows_gradients(c: Composition) -> bool:
+    """Whether a loop may change ``param.grad`` before the update."""
+    return c.wrapper in ("ddp", "fsdp2") and c.loop == "written out" and c.policy in ("default", "by dtypes")
+
+
+def _may_step_by_torch(c: Composition) -> bool:
+    """Whether an optimizer of torch trains as ours does: in fp32, on whole gradients, all of a norm on each rank."""
+    is_kept = c.continues == "no" and c.fails in ("never", "forward") and c.mistake == "none"
+    return is_kept and _shows_gradients(c) and c.precision == "fp32" and c.shape.tp == 1
+
+
+def _keeps_tables(c: Composition) -> bool:
+    """Whether what is read of a unit after its forward is still there."""
+    return not _shards_parameters(c) or (c.reshard == "no" and c.overrides == "none")
+
+
 def _divides(c: Composition) -> bool:
     """Whether the micro-batches of a step can be dealt out to the replicas where it continues."""
     return c.shape.dp * c.number % LAYOUTS[c.continues.split(" on ")[1]].dp == 0
@@ -264,10 +299,14 @@ RULES: tuple[Rule, ...] = (
     ("reduces", (), lambda c: c.wrapper in ("zero2", "fsdp2", "zero3")),
     *((axis, (), _shards_parameters) for axis in ("reshard", "forward_prefetch", "backward_prefetch", "overrides")),
     ("reshard", ("two ranks",), _is_fsdp2),
-    *((axis, (), _is_fsdp2) for axis in ("kept", "collectives", "offload", "compiled")),
+    *((axis, (), _is_fsdp2) for axis in ("kept", "collectives", "compiled")),
+    ("offload", (), _shards_parameters),
+    ("cut", (), lambda c: c.wrapper == "zero3"),
+    ("outer", (), lambda c: c.wrapper == "zero3" and c.is_hybrid),
     ("idle_slots", (), lambda c: c.wrapper == "zero3"),
     ("recompute", ("units", "products of units"), _is_fsdp2),
     ("policy", ("by dtypes",), _is_fsdp2),
+    ("policy", ("a layer in fp32",), lambda c: not c.is_fsdp2),
     # Parameters are kept over the ranks that share them, two at a time: there have to be an even number.
     ("reshard", ("two ranks",), lambda c: c.shape.dp * c.shape.cp in (2, 4) and not c.is_hybrid),
     # What is done to low precision alone.
@@ -276,6 +315,7 @@ RULES: tuple[Rule, ...] = (
     ("start", ("meta",), lambda c: c.precision == "fp32"),
     # The parameter that is left unused is none that materialize knows how to draw.
     ("start", ("meta",), lambda c: c.unused == "nothing"),
+    ("start", ("meta",), lambda c: c.tables == "none" and c.hooks == "none"),
     ("start", ("ranks differ",), lambda c: c.shape.dp * c.shape.cp > 1),
     # What `train_step` does by itself.
     ("evaluates", ("before the update",), lambda c: c.loop == "written out"),
@@ -286,6 +326,20 @@ RULES: tuple[Rule, ...] = (
     ("mistake", ("writes what is gathered",), lambda c: _shards_parameters(c) and c.shards_over > 1),
     ("mistake", ("writes what is gathered",), lambda c: c.compiled == "no"),
     ("mistake", ("runs two units at once",), _has_two_units_in_one_slot),
+    *(
+        (axis, (), lambda c: c.trained in ("all", "without embedding", "a layer at times"))
+        for axis in ("tables", "hooks")
+    ),
+    ("tables", (), _keeps_tables),
+    ("tables", ("read by the model",), lambda c: not c.is_fsdp2),
+    # Its masks are drawn for whole sequences, by kernels that all draw in the same order.
+    ("dropout", (), lambda c: c.shape.tp == c.shape.cp == 1 and c.compiled == "no"),
+    # What contract.md promises where gradients are whole or DTensors.
+    ("gradients", (), _shows_gradients),
+    ("optimizer", ("torch's sgd",), _may_step_by_torch),
+    ("rates", (), lambda c: not c.steps_by_torch),
+    ("schedule", (), lambda c: not c.steps_by_torch),
+    ("zeroes", ("optimizer",), lambda c: not c.steps_by_torch),
     ("unused", (), lambda c: c.trained in ("all", "without embedding", "a layer at times")),
     ("continues", (), lambda c: c.continues == "no" or _divides(c)),
 )

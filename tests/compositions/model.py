@@ -1,4 +1,4 @@
-"""The GPT of a composition: of two layers, with grouped queries, and what the composition does to it."""
+"""The GPT of a composition: of two or four layers, with grouped queries, and what the composition does to it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,56 @@ class Gated(nn.Module):
         return output + x * self.gain.to(x.dtype) if self.is_used else output
 
 
+class Held:
+    """A plain object, in which pytree finds no tensor."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Table(nn.Module):
+    """A unit whose weight the model uses by another way than through a tensor that its forward returns."""
+
+    def __init__(self, config: TransformerConfig, shows: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(config.hidden_size) * 0.1)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.shows = shows
+
+    def forward(self, x: Tensor) -> Tensor | Held:
+        if self.shows == "views":
+            return self.weight.view(1, 1, -1)
+        if self.shows == "objects":
+            return Held(self.weight * self.weight)
+        self.value = self.weight * self.weight
+        return x
+
+
+class WithTables(nn.Module):
+    """A module after which activations are scaled by three equal tables, all read before any is used."""
+
+    _fsdp_modules = (Table,)
+
+    def __init__(self, inner: nn.Module, config: TransformerConfig, shows: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.tables = nn.ModuleList([Table(config, shows) for _ in range(3)])
+        self.shows = shows
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        read = [self._read(cast(Table, table), x) for table in self.tables]
+        return x + x * (read[0] + read[1] * read[2]).to(x.dtype)
+
+    def _read(self, table: Table, x: Tensor) -> Tensor:
+        if self.shows == "read by the model":
+            return table.weight * table.weight
+        output = table(x)
+        if self.shows == "attributes":
+            return table.value
+        return output.value if isinstance(output, Held) else output
+
+
 def build(composition: Composition, layout: Layout, seed: int = 7, is_serial: bool = False) -> GPTModel:
     """Builds the model on this rank; its weights depend on the seed alone.
 
@@ -57,16 +107,25 @@ def build(composition: Composition, layout: Layout, seed: int = 7, is_serial: bo
     if composition.layers == "twice":
         model.decoder.layers = nn.ModuleList([*model.decoder.layers, model.decoder.layers[0]])
     elif composition.layers == "share a weight":
-        first, second = cast(Any, model.decoder.layers)
+        first, second = cast(Any, model.decoder.layers)[:2]
         second.input_layernorm.weight = first.input_layernorm.weight
+    if composition.tables != "none":
+        decoder: Any = model.decoder
+        decoder.final_layernorm = WithTables(decoder.final_layernorm, model.config, composition.tables)
     _freeze(model, composition.trained)
+    if composition.hooks != "none":
+        cast(Any, model.decoder).layers[1].self_attention.linear_qkv.weight.register_hook(_halve)
     return model
+
+
+def _halve(gradient: Tensor) -> Tensor:
+    return gradient * 0.5
 
 
 def _config(composition: Composition, layout: Layout) -> TransformerConfig:
     is_odd = composition.widths == "odd"
     fields: dict[str, Any] = {
-        "num_layers": 2,
+        "num_layers": 4 if composition.depth == "four" else 2,
         "hidden_size": 15 if is_odd else 16,
         "ffn_hidden_size": 20 if is_odd else 24,
         "num_attention_heads": 4,
@@ -76,7 +135,7 @@ def _config(composition: Composition, layout: Layout) -> TransformerConfig:
         "activation_func": "silu",
         "normalization": "RMSNorm" if is_odd else "LayerNorm",
         "qk_layernorm": is_odd,
-        "hidden_dropout": 0.0,
+        "hidden_dropout": 0.1 if composition.dropout == "yes" else 0.0,
         "attention_dropout": 0.0,
         "init_method_std": 0.2,
         "calculate_per_token_loss": composition.loss == "per token",

@@ -79,6 +79,10 @@ class Serial(Training):
             parameter.main_grad = (total / divisor).float()  # type: ignore[attr-defined]
         give_unused_zero_gradients(self.module.parameters(), "main_grad")
 
+    def change_gradient(self, parameter: nn.Parameter, factor: float | None) -> None:
+        gradient: Tensor | None = getattr(parameter, "main_grad", None)
+        parameter.main_grad = None if factor is None or gradient is None else gradient * factor  # type: ignore[attr-defined]
+
     def _weights(self) -> dict[str, Tensor]:
         masters = self.optimizer.masters
         return {name: masters.get(name, p).detach().float().clone() for name, p in self.module.named_parameters()}

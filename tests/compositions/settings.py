@@ -31,10 +31,12 @@ _OVERRIDES = {
     "all but first kept": ("*=False", "decoder.layers.0=True"),
     "root freed": ("=True", "decoder.layers.1=True"),
 }
+_CUTS = {"blocks": "block:8"}
 _POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
     "reduce in fp32": {"grad_reduce_in_fp32": True},
     "fp32 accumulation": {"reduce_scatter_with_fp32_accumulation": True},
+    "a layer in fp32": {"param_name_patterns_for_fp32_local_accumulation": ("decoder.layers.0.*",)},
 }
 
 
@@ -59,15 +61,16 @@ def wrapper_config(composition: Composition) -> DistributedDataParallelConfig:
         "forward_prefetch": int(composition.forward_prefetch),
         "backward_prefetch": int(composition.backward_prefetch),
     }
+    fields |= {"cpu_offload": composition.offload == "yes", "pin_memory": False}
     if composition.wrapper == "zero3":
+        outer = "optim" if composition.outer == "optim" else "no_shard"
+        fields |= {"shard_cut": _CUTS.get(composition.cut, composition.cut), "outer_dp_sharding_strategy": outer}
         return FullyShardedDataParallelConfig(**fields)
     recompute = {"units": "full", "products of units": "selective"}.get(composition.recompute, "none")
     return TorchFullyShardedDataParallelConfig(
         **fields,
         keep_gathered_between_micro_batches=composition.kept,  # type: ignore[arg-type]
         collectives=composition.collectives,  # type: ignore[arg-type]
-        cpu_offload=composition.offload == "yes",
-        pin_memory=False,
         activation_checkpointing=recompute,  # type: ignore[arg-type]
         compile_units=composition.compiled == "units",
     )
@@ -83,7 +86,7 @@ def optimizer_config(composition: Composition) -> OptimizerConfig:
         # A large epsilon: where a gradient is all rounding, Adam would make a whole step of it.
         fields |= {"optimizer": "adam", "lr": 1e-2, "adam_eps": 1e-3}
     else:
-        momentum = 0.9 if composition.optimizer == "sgd" else 0.0
+        momentum = 0.9 if composition.optimizer in ("sgd", "torch's sgd") else 0.0
         fields |= {"optimizer": "sgd", "lr": 0.1, "sgd_momentum": momentum}
     if composition.precision == "bf16":
         fields["bf16"] = True

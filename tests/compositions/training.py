@@ -17,6 +17,7 @@ from tests.compositions.composition import Composition
 from tests.compositions.data import MicroBatch, micro_batch
 from tests.compositions.model import Gated
 from tests.compositions.plain_optimizer import PlainOptimizer
+from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.functional._runs import Curve
 
 
@@ -35,7 +36,7 @@ class Training(ABC):
     """What is called."""
     module: nn.Module
     """What holds the parameters."""
-    optimizer: MegatronOptimizer | PlainOptimizer
+    optimizer: MegatronOptimizer | TorchOptimizer | PlainOptimizer
 
     def __init__(self, composition: Composition) -> None:
         self.composition = composition
@@ -53,7 +54,7 @@ class Training(ABC):
     def loss(self, step: int, number: int) -> tuple[Tensor, Tensor]:
         """Returns a micro-batch's loss for backward, and its sum and weight for the report."""
         batch = micro_batch(self.composition, step, number)
-        self.choose_gains(step, number)
+        self.prepare(step, number)
         tokens, labels, packed = self.inputs(batch)
         losses = self.model(tokens, labels=labels, **packed)  # [b, s / cp]
         return self._shares(losses, labels, batch)
@@ -62,8 +63,9 @@ class Training(ABC):
         """Returns tokens, labels, and arguments of the forward."""
         return batch.own()
 
-    def choose_gains(self, step: int, number: int) -> None:
-        """Sets whether a micro-batch uses the parameter that only some use."""
+    def prepare(self, step: int, number: int) -> None:
+        """Sets what a micro-batch's dropout draws, and whether it uses the parameter that only some use."""
+        torch.manual_seed(100 * step + number)
         for module in self.module.modules():
             if isinstance(module, Gated):
                 module.is_used = self._uses_gain(step, number)
@@ -152,6 +154,10 @@ class Training(ABC):
     @abstractmethod
     def finish_gradients(self) -> None:
         """Reduces gradients over replicas, after the last micro-batch."""
+
+    @abstractmethod
+    def change_gradient(self, parameter: nn.Parameter, factor: float | None) -> None:
+        """Multiplies a gradient between `finish_gradients` and the update, or sets it to None."""
 
     @abstractmethod
     def _weights(self) -> dict[str, Tensor]:

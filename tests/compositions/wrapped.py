@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from core import parallel_state
 from core.dist_checkpointing import load, load_metadata, save
@@ -24,6 +24,7 @@ from tests.compositions.composition import Composition
 from tests.compositions.data import loaded_batches, micro_batch
 from tests.compositions.model import build
 from tests.compositions.settings import optimizer_config, parameter_groups, wrapper_config
+from tests.compositions.torch_optimizer import TorchOptimizer
 from tests.compositions.training import Between, Training
 from tests.functional._parallel_runs import _masters
 from tests.functional._runs import in_precision
@@ -32,7 +33,7 @@ from tests.functional._runs import in_precision
 class Wrapped(Training):
     """A training under a wrapper, on this rank's part of its replica's micro-batches."""
 
-    optimizer: MegatronOptimizer
+    optimizer: MegatronOptimizer | TorchOptimizer
 
     def __init__(self, composition: Composition, part: Composition, first: int = 0) -> None:
         """Args:
@@ -51,8 +52,11 @@ class Wrapped(Training):
         self.wrapper = wrap_model(in_precision(module, _engine(part)), module.config, wrapper_config(part))
         self.model, self.module = self.wrapper, module
         config = optimizer_config(composition)
-        self.optimizer = get_megatron_optimizer(config, [self.model], **parameter_groups(composition))
-        self.scheduler = _scheduler(composition, self.optimizer)
+        if composition.steps_by_torch:
+            self.optimizer = TorchOptimizer(composition, module)
+        else:
+            self.optimizer = get_megatron_optimizer(config, [self.model], **parameter_groups(composition))
+            self.scheduler = _scheduler(composition, self.optimizer)
         self._loaded: Iterator[Mapping[str, Tensor]] = iter(())
         if composition.loop == "train_step on a loader":
             self._loaded = loaded_batches(composition, first)
@@ -97,7 +101,7 @@ class Wrapped(Training):
         for index in range(self.number):
             between.before_micro_batch(step, index)
             number = self._number_of(index)
-            self.choose_gains(step, number)
+            self.prepare(step, number)
             if self.composition.loop == "train_step on a loader":
                 yield next(self._loaded)
             else:
@@ -111,7 +115,7 @@ class Wrapped(Training):
 
     def update(self, step: int) -> None:
         super().update(step)
-        if self.curve.skipped[-1:] != [step]:
+        if not self.composition.steps_by_torch and self.curve.skipped[-1:] != [step]:
             self.scheduler.step(1)
 
     def backward(self, step: int, index: int) -> None:
@@ -126,6 +130,12 @@ class Wrapped(Training):
 
     def finish_gradients(self) -> None:
         finalize_model_grads([self.wrapper], self.of_step[1] if self.composition.loss == "per token" else None)
+
+    def change_gradient(self, parameter: nn.Parameter, factor: float | None) -> None:
+        if factor is None:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.mul_(factor)
 
     def _weights(self) -> dict[str, Tensor]:
         return _masters(self.module, self.optimizer)

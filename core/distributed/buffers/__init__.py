@@ -6,7 +6,7 @@ life_cycle                          the states of a bucket and of a parameter's 
 bucket_group, reduction             the collectives of a bucket; layers compute gradients in its memory
 schedule                            when buckets are sent
 bucket_sums                         sums over micro-batches in a tree
-pending_parameters, forward_hooks   make readers wait for parameters that are being gathered
+forward_hooks                       makes readers wait for parameters that are being gathered
 param_placement                     detects parameters that no longer use the buffer's memory
 shown_gradients                     set ``param.grad``
 """

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ...comm import collectives
 from ...comm.lane import CommLane, Handle
 from ...errors import GradSyncError, ShardstackError
+from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ..gradient_tree import GradientTree
 from .bucket import Bucket
 from .bucket_sums import BucketSums
 from .life_cycle import BucketPhase
-from .pending_parameters import can_be_pending, end_pending, make_pending
 from .reduction import BucketReduction
 
 

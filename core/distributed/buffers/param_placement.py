@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import WrapError
+from ..model.rewrapping import reject_changed
 
 
 class _Checks(Enum):
@@ -31,8 +32,9 @@ class ParamPlacement:
     """
 
     def __init__(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
-        # Name, address and dtype of each. `note_moved` replaces those of parameters that an engine has moved.
-        self._places: dict[nn.Parameter, tuple[str, int, torch.dtype]] = {}
+        # Name of each, and its address and dtype. `note_moved` replaces those of parameters that an engine has moved.
+        self._names: dict[nn.Parameter, str] = {}
+        self._places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
         self.note_moved(params)
         # `check_step` sets DONE. `begin_step`, which `check_gather` and zeroing gradients call, turns DONE into
         # BY_OPTIMIZER. Main thread only.
@@ -40,7 +42,8 @@ class ParamPlacement:
 
     def note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Remembers where the engine has moved parameters to."""
-        self._places.update({param: (name, param.data_ptr(), param.dtype) for name, param in params})
+        for name, param in params:
+            self._names[param], self._places[param] = name, (param.data_ptr(), param.dtype)
 
     def check_reduced(self, module: nn.Module) -> None:
         """Checks when gradients are finished, unless an optimizer will."""
@@ -69,19 +72,10 @@ class ParamPlacement:
         Raises:
             WrapError: a parameter was moved, replaced, added, removed or made trainable since.
         """
-        missing = dict(self._places)
-        for name, param in module.named_parameters():
-            place = missing.pop(param, None)
-            if place is None:
-                if param.requires_grad:
-                    raise WrapError(
-                        f"parameter {name} was replaced, added or made trainable after the model was wrapped, so that "
-                        "its gradient is never reduced; wrap the finished model"
-                    )
-            elif place[1:] != (param.data_ptr(), param.dtype):
+        reject_changed(module, self._names)
+        for param in module.parameters():
+            if param in self._places and self._places[param] != (param.data_ptr(), param.dtype):
                 raise WrapError(
-                    f"the storage of parameter {name} was replaced after the model was wrapped (a move to another "
-                    "device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
+                    f"the storage of parameter {self._names[param]} was replaced after the model was wrapped (a move "
+                    "to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
                 )
-        for name, _, _ in missing.values():
-            raise WrapError(f"parameter {name} was removed after the model was wrapped; wrap the finished model")

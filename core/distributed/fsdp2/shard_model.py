@@ -16,7 +16,7 @@ from ..model.rewrapping import note_sharded, reject_wrapped
 from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from ..plan import FSDP2Plan, GradientReduction
 from .collectives import set_direct_collectives
-from .torch_private import PartialReshard, allow_ungathered_units, as_fsdp, keep_changes_of_requires_grad
+from .torch_private import PartialReshard, allow_ungathered_units, as_fsdp, keep_changes_of_parameters
 
 
 def shard_model(plan: FSDP2Plan) -> None:
@@ -49,7 +49,7 @@ def shard_model(plan: FSDP2Plan) -> None:
                 partial[size].apply_to(unit.modules[0])
     note_sharded(fsdp_modules(module))
     allow_ungathered_units(module)
-    keep_changes_of_requires_grad(module)
+    keep_changes_of_parameters(module)
     for unit in plan.units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:

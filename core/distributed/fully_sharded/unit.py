@@ -17,8 +17,8 @@ from ...comm.lane import CommLane, Handle
 from ...comm.memory import Allocate
 from ...errors import UnitError
 from ...host_memory import transient_memory
+from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ...tensor_parallel.allocation import has_no_memory
-from ..buffers.pending_parameters import can_be_pending, end_pending, make_pending
 from .piece import Piece
 
 POISONS = "SHARDSTACK_POISON_SLOTS"

@@ -1,9 +1,9 @@
-"""Rejects a model that is wrapped twice, or whose children were sharded by hand before."""
+"""Rejects a model that is wrapped twice, whose children were sharded by hand before, or that was changed after."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -56,6 +56,27 @@ def reject_wrapped(module: nn.Module, wrappers: tuple[type[nn.Module], ...] = ()
                 f"parameter {name} is in the buffers of a wrapper already, a DistributedDataParallel of this "
                 "library; wrap the plain model once"
             )
+
+
+def reject_changed(module: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
+    """Raises unless a model has the parameters with which it was wrapped, and no more that are trained.
+
+    Args:
+        names: of the parameters that the wrapper trains; one may have several forms.
+
+    Raises:
+        WrapError: a parameter was replaced, added, removed, tied or made trainable since.
+    """
+    params = dict(module.named_parameters())
+    held = {names.get(param) for param in params.values()}
+    added = [name for name, param in params.items() if param.requires_grad and param not in names]
+    removed = [name for name in names.values() if name not in held]
+    if added or removed:
+        change = "was replaced, added or made trainable" if added else "was removed, or tied to another,"
+        raise WrapError(
+            f"parameter {(added + removed)[0]} {change} after the model was wrapped, so that its gradient is never "
+            "reduced; wrap the finished model"
+        )
 
 
 def _plain_name(module: nn.Module) -> str:

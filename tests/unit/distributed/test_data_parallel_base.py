@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from core.distributed import finalize_model_grads
-from core.errors import ShardstackError, WrapError
+from core.errors import ParallelConfigError, ShardstackError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same
@@ -197,24 +196,18 @@ def test_names_ties_and_parameter_attributes_survive(kind):
 
 def _loads(kind: str) -> None:
     model = build(kind, toy(seed=1))
-    before = full(model.module.blocks[0].up.weight)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.load_state_dict(model.state_dict())
-        assert not caught
-        model.load_state_dict(toy(seed=2).state_dict())
-        model.load_state_dict(toy(seed=2).state_dict())
-    after = full(model.module.blocks[0].up.weight)
-    if kind != "fsdp2":
-        assert not caught
-        assert torch.equal(after, toy(seed=2).blocks[0].up.weight)
-    else:
-        assert len(caught) == 1
-        assert "core.dist_checkpointing.load_model_state_dict" in str(caught[0].message)
-        assert torch.equal(after, before)
+    model.load_state_dict(model.state_dict())
+    given = toy(seed=2).state_dict()
+    model.load_state_dict(given)
+    assert all(torch.equal(full(tensor), given[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(RuntimeError, match=r"frozen"):
+        model.load_state_dict({name: tensor for name, tensor in given.items() if name != "frozen"})
+    if kind in ("zero3", "fsdp2"):
+        with pytest.raises(ParallelConfigError, match="assign=True"):
+            model.load_state_dict(given, assign=True)
 
 
-def test_load_state_dict_copies_or_says_that_it_does_not(kind):
+def test_load_state_dict_copies_and_misses_no_key(kind):
     run_distributed(_loads, 2, kind)
 
 

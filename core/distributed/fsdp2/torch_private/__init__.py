@@ -29,7 +29,13 @@ from .iteration import (
 )
 from .memory import gathered_parameters, gathered_tensors, gathered_tensors_of, gradient_tensors, shard_tensors
 from .micro_batch_sums import MicroBatchSums
-from .parameters import gathered_versions, keep_changes_of_requires_grad, mark_gathered_parameter, shard_versions
+from .parameters import (
+    gathered_versions,
+    keep_changes_of_parameters,
+    mark_gathered_parameter,
+    names_of_parameters,
+    shard_versions,
+)
 from .partial_reshard import PartialReshard, free_partial_shards
 from .states import as_fsdp, communication_of, name_of_parameter
 
@@ -53,9 +59,10 @@ __all__ = [
     "gradient_tensors",
     "has_failed_in_backward",
     "is_in_forward",
-    "keep_changes_of_requires_grad",
+    "keep_changes_of_parameters",
     "mark_gathered_parameter",
     "name_of_parameter",
+    "names_of_parameters",
     "reduce_unsharded_gradients",
     "reset_iteration",
     "shard_tensors",

@@ -8,6 +8,7 @@ Relies on these fields of torch, which its hooks set and clear:
   raised. If it were cleared, a failed backward would look complete.
 - ``_comm_ctx.post_forward_order``: grows with each forward; a backward clears it. Evaluations would make it longer and
   longer.
+- ``_is_root``: None before the first forward. If it were never None, what is replaced until then would be used.
 - ``_all_gather_result`` of a group: a gather that nothing has waited for, else None. If it were kept, the next forward
   would use old weights.
 """
@@ -21,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ...._torch_compat import fsdp_param_groups
 from .exchange import abandon_reductions, drop_gather_under_way
+from .parameters import reject_assigned
 from .states import param_groups, state_of
 
 
@@ -85,7 +87,14 @@ def drop_pending_gathers(root: nn.Module) -> None:
 
 
 def set_fsdp_root(root: nn.Module) -> None:
-    """Makes `root` what FSDP2 calls the root, which is otherwise the first module to run; it never changes."""
+    """Makes `root` what FSDP2 calls the root, which is otherwise the first module to run; it never changes.
+
+    Raises:
+        UnitError: a parameter was replaced since the model was sharded.
+    """
+    if state_of(root)._is_root is None:  # the first time
+        for group in param_groups(root):
+            reject_assigned(group, takes_shards=True)
     state_of(root)._lazy_init()
 
 

@@ -1,47 +1,100 @@
-"""Keeps what a program does to parameters while they are gathered: freezes them, or builds an optimizer of them.
+"""Keeps what a program does to parameters while they are gathered: freezes them, sets hooks, builds an optimizer.
 
 Relies on torch keeping one tensor for the shard of a parameter (``sharded_param``, ``_sharded_param_data``) and one
 for the gathered parameter (``_unsharded_param``), each with a version that counts writes but no gathers. If gathers
-were counted, every forward would gather again. If torch replaced the tensor, a write would be missed.
+were counted, every forward would gather again. If torch replaced the tensor, a write would be missed. Relies also on
+``_to_unsharded`` and ``_to_sharded`` of a group, which alone set them on modules, those of ``_module_info``.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ....diagnostics.stale_optimizers import mark_as_gathered
 from ....dtensors import local_part
-from .states import fsdp_parameters, name_of_parameter
+from ....errors import UnitError
+from .states import fsdp_parameters, name_of_parameter, param_groups
 
 
-def keep_changes_of_requires_grad(root: nn.Module) -> None:
-    """Keeps a change of ``requires_grad`` that a program makes while a parameter is gathered.
+def keep_changes_of_parameters(root: nn.Module) -> None:
+    """Keeps what a program sets on a parameter while it is gathered, and raises where it has set another parameter.
 
-    Torch would lose it with the gathered parameter (pytorch/pytorch#105371). Our attribute of torch's object,
-    ``requires_grad_when_gathered``, holds the value at which shard and gathered parameter last agreed. It is set when
-    the unit is gathered, and when the shard has taken over a change.
+    Torch would lose a change of ``requires_grad`` with the gathered parameter (pytorch/pytorch#105371), never call the
+    hooks of a shard, which no backward reaches, and set its own parameter over one that was assigned.
+    Our attribute of torch's object, ``requires_grad_when_gathered``, holds the value at which shard and gathered
+    parameter last agreed. It is set when the unit is gathered, and when the shard has taken over a change. Shard and
+    gathered parameter share one dict of hooks, set here and when the unit is gathered.
     """
-    for parameter in fsdp_parameters(root):
-        parameter.to_unsharded = partial(_to_unsharded, parameter, parameter.to_unsharded)
-        parameter.to_sharded = partial(_to_sharded, parameter, parameter.to_sharded)
+    for group in param_groups(root):
+        group._to_unsharded = partial(_to_unsharded, group, group._to_unsharded)
+        group._to_sharded = partial(_to_sharded, group, group._to_sharded)
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param._backward_hooks is None:
+                parameter.sharded_param._backward_hooks = OrderedDict()
 
 
-def _to_unsharded(parameter: Any, method: Callable[[], None]) -> None:
+def _to_unsharded(group: Any, method: Callable[[], None]) -> None:
+    if group.is_unsharded:
+        return
+    reject_assigned(group)
     method()
-    parameter.requires_grad_when_gathered = parameter._unsharded_param.requires_grad
-
-
-def _to_sharded(parameter: Any, method: Callable[[], None]) -> None:
-    gathered = getattr(parameter, "_unsharded_param", None)
-    if gathered is not None and gathered.requires_grad != parameter.requires_grad_when_gathered:
-        parameter.sharded_param.requires_grad_(gathered.requires_grad)
+    for parameter in group.fsdp_params:
+        gathered = parameter._unsharded_param
         parameter.requires_grad_when_gathered = gathered.requires_grad
+        gathered._backward_hooks = parameter.sharded_param._backward_hooks
+
+
+def _to_sharded(group: Any, method: Callable[[], None]) -> None:
+    if group.is_sharded:
+        return
+    reject_assigned(group)
+    for parameter in group.fsdp_params:
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is not None and gathered.requires_grad != parameter.requires_grad_when_gathered:
+            parameter.sharded_param.requires_grad_(gathered.requires_grad)
+            parameter.requires_grad_when_gathered = gathered.requires_grad
     method()
+
+
+def reject_assigned(group: Any, *, takes_shards: bool = False) -> None:
+    """Raises unless modules hold the parameters that FSDP2 has set on them.
+
+    Args:
+        group: torch's object for the parameters that are gathered together.
+        takes_shards: permit other shards, which torch takes over before the first forward.
+
+    Raises:
+        UnitError: names the parameter.
+    """
+    for parameter in group.fsdp_params:
+        info, forms = parameter._module_info, _forms(parameter)
+        places = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+        for held in (getattr(module, name, None) for module, name in places):
+            if not (any(held is form for form in forms) or (takes_shards and isinstance(held, DTensor))):
+                raise UnitError(
+                    f"parameter {name_of_parameter(parameter)} was replaced after the model was wrapped (an "
+                    "assignment, tied weights, a parametrization, torch.func.functional_call), and FSDP2 would "
+                    "compute with the one from before; change the model before it is wrapped, or use "
+                    "DistributedDataParallel"
+                )
+
+
+def _forms(parameter: Any) -> tuple[nn.Parameter | None, ...]:
+    """Returns all that modules may hold of a parameter: its shard, gathered, or shared by a part of the ranks."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    return parameter.sharded_param, gathered, getattr(parameter, "_sharded_post_forward_param", None)
+
+
+def names_of_parameters(root: nn.Module) -> dict[Any, str]:
+    """Returns the name of each sharded parameter, by all that modules may hold of it."""
+    return {form: name_of_parameter(parameter) for parameter in fsdp_parameters(root) for form in _forms(parameter)}
 
 
 def shard_versions(root: nn.Module) -> list[int]:

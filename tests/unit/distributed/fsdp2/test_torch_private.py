@@ -44,6 +44,7 @@ ORIGINS = Origins(
         "_reductions_under_way": "[ReduceScatterState]",
         "communication_of": "",
         "gathered_versions": "",
+        "names_of_parameters": "",
     },
 )
 OURS = {

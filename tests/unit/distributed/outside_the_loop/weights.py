@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from core.dist_checkpointing import load_model_state_dict
 from core.dist_checkpointing.views.global_view import local_slices
-from tests.unit.distributed import _toys
 from tests.unit.distributed._toys import full, toy
 from tests.unit.distributed.outside_the_loop.scenario import (
     HIDDEN,
@@ -20,19 +18,11 @@ from tests.unit.distributed.outside_the_loop.scenario import (
 )
 
 
-def overwrite(run: Run, values: dict[str, Tensor]) -> None:
-    """Loads weights as each wrapper's users do."""
-    if not run.is_plain and isinstance(run.model.ddp_config, _toys.TorchFullyShardedDataParallelConfig):
-        load_model_state_dict(run.inner, values)
-    else:
-        run.model.load_state_dict(values)
-
-
 @scenario(make=bf16_toy)
 def weights_are_loaded_under_low_precision(run: Run) -> None:
     run.train(2)
     loaded = toy(seed=7, tied=False).bfloat16().state_dict()
-    overwrite(run, loaded)
+    run.model.load_state_dict(loaded)
     run.train(2, first=2)
     # Two steps of AdamW at a rate of 0.05 move a weight by 0.1 or so; the one that was trained was up to 3 away.
     assert all(largest(tensor - loaded[name]) < 0.3 for name, tensor in run.weights().items())
@@ -54,7 +44,7 @@ def rows_change_places_under_low_precision(run: Run) -> None:
 def weights_are_loaded_right_after_the_step(run: Run) -> None:
     for step in range(2):
         run.train(1, first=step)
-        overwrite(run, toy(seed=7 + step, tied=False).state_dict())
+        run.model.load_state_dict(toy(seed=7 + step, tied=False).state_dict())
     run.train(1, first=2)
 
 
@@ -62,7 +52,7 @@ def weights_are_loaded_right_after_the_step(run: Run) -> None:
 def weights_are_loaded_after_a_forward_without_backward(run: Run) -> None:
     run.train()
     run.forward(1)
-    overwrite(run, toy(seed=7, tied=False).state_dict())
+    run.model.load_state_dict(toy(seed=7, tied=False).state_dict())
     run.train(1, first=2)
 
 

@@ -1,4 +1,4 @@
-"""Makes the first use of a parameter wait until it is gathered.
+"""Makes the first use of a parameter wait until it is gathered, or raise where it is no longer the model's.
 
 An optimizer that shards its state leaves the all-gather of the parameters running. A module's forward is not their
 only reader: a parent may read its child's weights (`torch.nn.MultiheadAttention`), and so may hooks, a state dict, or

@@ -1,0 +1,53 @@
+"""What a program sets on sharded parameters stays, and what it assigns over them is refused without a trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from core.distributed import finalize_model_grads
+from core.errors import UnitError
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import batches, build, full, loss_of, toy
+
+
+def _trains(calls_with_other_weights: bool, keeps: str) -> dict[str, torch.Tensor]:
+    model = build("fsdp2", toy(tied=False), keep_gathered_between_micro_batches=keeps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = {f"module.{name}": tensor for name, tensor in toy(seed=7, tied=False).state_dict().items()}
+    for tokens in batches(dist.get_rank()):
+        if calls_with_other_weights:
+            with torch.no_grad(), pytest.raises(UnitError, match=r"was replaced after .*functional_call"):
+                torch.func.functional_call(model, weights, tokens)
+        model.zero_grad_buffer()
+        loss_of(model, tokens).backward()
+        finalize_model_grads([model])
+        optimizer.step()
+    return {name: full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def _goes_on(keeps: str) -> None:
+    expected, found = _trains(False, keeps), _trains(True, keeps)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("keeps", ["none", "all"])
+def test_training_goes_on_after_a_refused_functional_call(keeps):
+    run_distributed(_goes_on, 2, keeps)
+
+
+def _keeps_hooks() -> None:
+    model = build("fsdp2", toy(tied=False))
+    seen = []
+    handle = model.module.head.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    model.to(torch.float64)  # makes new parameters
+    loss_of(model, batches(dist.get_rank())[0]).backward()
+    assert seen == [torch.float64]
+    handle.remove()
+    loss_of(model, batches(dist.get_rank())[0]).backward()
+    assert len(seen) == 1
+
+
+def test_hooks_survive_a_conversion_and_end_with_their_handle():
+    run_distributed(_keeps_hooks, 2)
