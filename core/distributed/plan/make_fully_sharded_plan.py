@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...errors import ParallelConfigError
+from ...errors import ParallelConfigError, WrapError
+from ...pending_parameters import can_be_pending
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
 from ..fully_sharded_data_parallel_config import (
@@ -224,6 +225,12 @@ def _by_kind(
     kinds: dict[_Kind, list[nn.Parameter]] = {}
     for param in reversed(params):
         reject_unfit_parameter(names.of[param][0], param)
+        if not can_be_pending(param):
+            raise WrapError(
+                f"parameter {names.of[param][0]} is a {type(param).__name__}, and FullyShardedDataParallel makes "
+                "readers of a parameter wait by its class, nn.Parameter; make it an nn.Parameter, or use "
+                "TorchFullyShardedDataParallel"
+            )
         computes_in = (precision.param_dtype if param.is_floating_point() else None) or param.dtype
         kind = param.requires_grad, computes_in, kind_of(param, settings, computes_in, settings.reduce_dtype)
         kinds.setdefault(kind, []).append(param)

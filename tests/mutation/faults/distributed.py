@@ -7,6 +7,7 @@ from tests.mutation.suites import CONTRACT, DDP, LAYOUTS, OUTSIDE_THE_LOOP, SHAR
 
 _BUCKETS = "tests/unit/distributed/buffers/test_buckets.py"
 _SLOTS = "tests/unit/distributed/fully_sharded/test_gathering.py"
+_SAVED = ("tests/unit/distributed/test_saved_weights.py",)
 _FSDP2 = "tests/unit/distributed/test_torch_fully_sharded_data_parallel.py"
 _FINALIZE = "tests/unit/distributed/test_finalize_model_grads.py"
 _UNITS = ("tests/unit/distributed/plan/test_units.py", "tests/unit/distributed/model/test_unit_cases.py")
@@ -173,7 +174,42 @@ MUTATIONS = (
         "core.distributed.fully_sharded.gathering.ParameterGathering._watch",
         r"tensor\.register_hook\(.*\)",
         "pass",
-        (_SLOTS,),
+        _SAVED,
+    ),
+    Mutation(
+        "a weight that autograd has saved is read from another unit's slot",
+        "core.distributed.fully_sharded.gathering.ParameterGathering._gather_saved",
+        r"not unit\.is_ready or unit\.used_in != current_backward\(\)",
+        "False",
+        _SAVED,
+    ),
+    Mutation(
+        "a view of a weight that is in use is not seen",
+        "core.distributed.saved_weights.SavedWeights.are_in_use",
+        r"> self\._least_uses",
+        "< self._least_uses",
+        _SAVED,
+    ),
+    Mutation(
+        "a parent reads a weight in a slot that another unit takes",
+        "core.distributed.fully_sharded.gathering.ParameterGathering._on_use",
+        r"and unit\.takes_turns",
+        "and False",
+        _SAVED,
+    ),
+    Mutation(
+        "writes to what autograd has saved are not seen",
+        "core.distributed.saved_weights._unpack",
+        r"tensor\._version != version",
+        "False",
+        _SAVED,
+    ),
+    Mutation(
+        "a gradient's graph reads a slot that another unit has taken",
+        "core.distributed.fully_sharded.unit.Slot.invalidate_graphs",
+        r"_version \+ 1",
+        "_version",
+        _SAVED,
     ),
     Mutation(
         "two units that run at once share a slot",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from core.distributed import finalize_model_grads
 from core.distributed.fully_sharded.unit import POISONS
+from core.errors import WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.warn import warn_once
 from tests.unit._spawn import run_distributed
@@ -258,7 +259,35 @@ class Assigned(Model):
     layer = AssigningLayer
 
 
-READ_IN_UNITS = (Routed, FrozenRouters, TablesAtOnce, TablesLater, FrozenTables, Objects, FrozenObjects, KeptViews)
+class Kernel(torch.autograd.Function):
+    """A product as an extension in C++ computes it: it keeps the weight itself, and no class of it is asked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            return gradient @ ctx.weight, gradient.t() @ x
+
+
+class KernelLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(Kernel.apply(x, self.up.weight) + self.up.bias)
+
+
+class Kernels(Model):
+    layer = KernelLayer
+
+
+READ_IN_UNITS = (
+    *(Routed, FrozenRouters, TablesAtOnce, TablesLater, FrozenTables, Objects, FrozenObjects, KeptViews),
+    Kernels,
+)
 """Models that read weights of units in the forwards of the units, or through what these leave behind."""
 
 READ_BY_PARENTS = (Penalised, PenalisedBefore, ParentReads, FrozenParentReads)
@@ -306,6 +335,23 @@ def test_weights_read_on_another_path_are_the_units_own(kind, make):
 @pytest.mark.long
 def test_settings_change_no_weight_that_is_read(settings, make):
     assert_same_as_replicas(make, kind="zero3", **settings)
+
+
+class OwnParameter(nn.Parameter):
+    """A class of parameters, which may depend on its class: no reader can be made to wait for it."""
+
+
+def _of_own_class() -> str:
+    model = Model()
+    model.layers[1].up.weight = OwnParameter(model.layers[1].up.weight.detach())
+    with pytest.raises(WrapError) as error:
+        build("zero3", model, unit_classes=(Layer,))
+    return str(error.value)
+
+
+def test_own_classes_of_parameters_are_refused():
+    for message in run_distributed(_of_own_class, 2):
+        assert message.startswith("parameter layers.1.up.weight is a OwnParameter")
 
 
 @pytest.mark.parametrize("make", READ_BY_PARENTS, ids=name_of)
