@@ -24,7 +24,7 @@ class ShownGradients:
 
     def __init__(self, group_of: Mapping[nn.Parameter, BucketGroup], is_sharded: bool) -> None:
         self._group_of, self._is_sharded = group_of, is_sharded
-        # After a step with sharded gradients: the parameters that had one, whose ``grad`` is hidden since, so that code
+        # After a step with sharded gradients: the parameters with a gradient, whose ``grad`` is hidden, so that code
         # between steps may convert or copy them. `hide_after_step` sets it, `show` clears it to None.
         self._stepped: set[nn.Parameter] | None = None
         # The tensor for each parameter that raises when it is read; without memory. Each step shows the same one.
