@@ -33,9 +33,8 @@ class ShownGradients:
     def take_written(self) -> None:
         """Replaces this rank's gradients by those that the user has assigned to ``param.grad``."""
         for param, group in self._group_of.items():
-            written = None if is_unreadable(param.grad) else param.grad
-            if written is not None and not group.bucket.slot_of(param).is_memory_of(written):
-                group.replace_gradient(param, written)
+            if param.grad is not None and not shows_main_grad(param):
+                group.replace_gradient(param, param.grad)
             param.grad = None
 
     def show(self) -> None:
@@ -69,7 +68,5 @@ class ShownGradients:
 
 def shows_main_grad(param: Any) -> bool:
     """Returns whether ``param.grad`` is still what `ShownGradients.show` has set it to."""
-    grad, main_grad = param.grad, getattr(param, "main_grad", None)
-    if grad is None or is_unreadable(grad):
-        return grad is not None
-    return main_grad is not None and grad.data_ptr() == main_grad.data_ptr()
+    grad = param.grad
+    return grad is not None and (is_unreadable(grad) or grad is getattr(param, "main_grad", None))
