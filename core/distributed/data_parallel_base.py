@@ -296,6 +296,7 @@ class _BaseDataParallel(nn.Module, ABC):
     def settle_parameters(self) -> None:
         """Makes `module` hold the parameters that an optimizer updates; call it outside of a forward."""
 
+    @abstractmethod
     def note_step(self) -> None:
         """Drops gathered parameters; called after an optimizer has written its parameters."""
 

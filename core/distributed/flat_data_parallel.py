@@ -21,7 +21,6 @@ from .buffers.shown_gradients import ShownGradients, shows_main_grad
 from .data_parallel_base import _BaseDataParallel, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
 from .gradient_state import Phase
-from .parameter_owner import set_gradient_shared
 from .plan import FlatPlan
 from .unreadable_gradient import UNREADABLE, is_unreadable, take_added
 
@@ -85,7 +84,7 @@ class _FlatDataParallel(_BaseDataParallel):
         finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
-        # Sets ``param.grad`` when gradients are reduced.
+        # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
         self._shown = ShownGradients(self._group_of, self._is_sharded)
         for param in self._group_of:
             param.has_buffer = True  # type: ignore[attr-defined]
@@ -140,37 +139,34 @@ class _FlatDataParallel(_BaseDataParallel):
     def publish_update(self) -> None:
         """All-gathers the updated shards, where ranks update shards; every rank calls it."""
 
-    def _take_gradient(self, param: nn.Parameter) -> None:
-        """Takes a parameter's gradient when autograd has finished it in one backward."""
-        if self._finishes_in_backward and self._schedule.has_lost_a_backward:
-            self._drop_gradients()
-        gradient = take_added(param.grad) if is_unreadable(param.grad) else param.grad  # type: ignore[arg-type]
-        if gradient is None or self._drops(param, gradient):
-            return
-        group, is_added = self._group_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
-        group.add_gradient(param, None if is_added else gradient)
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        param.grad = None
-        del gradient  # its memory may serve for what the reduction allocates
-        self._schedule.note_gradient(group, param, self._syncs_gradients)
+    def note_step(self) -> None:
+        self._shown.hide_after_step()
 
-    def _drops(self, param: nn.Parameter, gradient: Tensor) -> bool:
-        """Drops a gradient that came after the step's gradients were reduced, so that their next use raises; returns
-        whether it did.
+    def _take_gradient(self, param: nn.Parameter) -> None:
+        """Takes a parameter's gradient when autograd has finished it in one backward.
 
         Raises:
             ShardstackError: the gradient has a graph.
         """
+        if self._finishes_in_backward and self._schedule.has_lost_a_backward:
+            self._drop_gradients()
+        gradient = take_added(param.grad) if is_unreadable(param.grad) else param.grad  # type: ignore[arg-type]
+        if gradient is None:
+            return
         if gradient.requires_grad:
             raise ShardstackError(
                 f"a backward with create_graph=True reached parameters of a {type(self).__name__}, whose buffers "
                 "keep no graph of a gradient; take such gradients with torch.autograd.grad(..., create_graph=True)"
             )
         self.note_backward()
-        if self.gradient_state.phase is not Phase.LATE:
-            return False
         param.grad = None
-        return True
+        if self.gradient_state.phase is Phase.LATE:  # drop it, so that the next use of gradients raises
+            return
+        group, is_added = self._group_of[param], param.grad_added_to_main_grad  # type: ignore[attr-defined]
+        group.add_gradient(param, None if is_added else gradient)
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        del gradient  # its memory may serve for what the reduction allocates
+        self._schedule.note_gradient(group, param, self._syncs_gradients)
 
     def _inspect(self, bucket: Bucket) -> None:
         self._gradient_checks.check(((slot.name, slot.view) for slot in bucket.slots), self._step)  # type: ignore[misc]
@@ -213,7 +209,7 @@ class _FlatDataParallel(_BaseDataParallel):
         if not self._is_sharded or parameter not in self._group_of:
             return super().local_gradient(parameter)
         group = self._group_of[parameter]
-        if not group.has_reduced or parameter.grad is None:
+        if not (group.has_reduced and self._shown.has_gradient(parameter)):
             return None
         start, end = self._place_in_shard[parameter]
         return group.bucket.local_grad_shard[start:end]
@@ -261,7 +257,6 @@ class _FlatDataParallel(_BaseDataParallel):
             parameter.grad = None
             if parameter in self._group_of:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-                set_gradient_shared(parameter, False)
 
     def held_tensors(self) -> dict[str, list[Tensor]]:
         buckets = [group.bucket for group in self._bucket_groups]

@@ -165,6 +165,7 @@ class FullyShardedDataParallel(_FlatDataParallel):
         self._gathering.settle()
 
     def note_step(self) -> None:
+        super().note_step()
         self._gathering.forget()
 
     def _zero_gradients(self) -> None:

@@ -34,14 +34,9 @@ class TrainsParameters(Protocol):
         """Records that an optimizer has written the parameters."""
 
 
-_SHARES_GRADIENT = "_shares_gradient"
-"""An attribute of a parameter: whether ``grad`` shows ``main_grad``. `set_gradient_shared` sets it: to True when whole
-reduced gradients are shown, to False when they are zeroed."""
-
 _OF_WRAPPERS = frozenset(
     {
         MARK,  # the `_Owner`: `own_parameters` sets it; never cleared
-        _SHARES_GRADIENT,
         "__getstate__",  # `own_parameters` sets it; never cleared
         "main_grad",  # `GradSlot` sets it to memory of a bucket, and to None while there is no gradient
         "main_grad_copy_in_grad_buffer",  # `GradSlot` sets it where `main_grad` is fp32 memory of its own
@@ -75,7 +70,6 @@ def own_parameters(params: Iterable[nn.Parameter], wrapper: TrainsParameters) ->
     owner = _Owner(wrapper)
     for param in params:
         set_mark(param, owner)
-        set_gradient_shared(param, False)
         # Pickle calls it. It is bound to the parameter without a weak reference, because torch cannot swap the tensor
         # of a parameter (`Module.to`) that has weak references.
         param.__getstate__ = types.MethodType(_state_without_wrapper, param)  # type: ignore[attr-defined]
@@ -87,16 +81,6 @@ def owner_of(param: Any) -> TrainsParameters | None:
     return mark.wrapper() if isinstance(mark, _Owner) else None
 
 
-def set_gradient_shared(param: nn.Parameter, shares: bool) -> None:
-    """Records whether ``param.grad`` shows ``param.main_grad``, which is whole."""
-    setattr(param, _SHARES_GRADIENT, shares)
-
-
-def shares_gradient(param: nn.Parameter) -> bool:
-    """Returns whether ``param.grad`` has shown ``main_grad`` since gradients were last reduced."""
-    return getattr(param, _SHARES_GRADIENT, False) and isinstance(mark_of(param), _Owner)
-
-
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Returns this rank's part of `read_gradient`."""
     gradient = read_gradient(parameter)
@@ -106,14 +90,12 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 def read_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Returns the gradient that the optimizer reads: ``main_grad`` where present, else ``grad``; None leaves it out.
 
-    After `finish_grad_sync` ``grad`` is the same memory where gradients are whole, or in another dtype a tensor that
-    cannot be read; a ``grad`` that the user has set since, to another tensor or to None, counts.
+    Under a wrapper ``grad`` counts: after `finish_grad_sync` it is the memory of ``main_grad``, or what the user has
+    set it to since, also None. Where dtypes differ it is a tensor that cannot be read, in the place of ``main_grad``.
     """
     gradient: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    if gradient is not None and is_unreadable(parameter.grad):
-        return gradient
-    is_written = owner_of(parameter) is not None and parameter.grad is not None
-    return parameter.grad if gradient is None or is_written or shares_gradient(parameter) else gradient
+    is_shown = isinstance(mark_of(parameter), _Owner) and not is_unreadable(parameter.grad)
+    return parameter.grad if gradient is None or is_shown else gradient
 
 
 def _state_without_wrapper(param: nn.Parameter) -> dict[str, Any]:

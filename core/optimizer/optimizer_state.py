@@ -150,18 +150,12 @@ class OptimizerState(ABC):
         Every rank that shares an update calls it.
 
         Raises:
-            CheckpointError: the state of another rank, cut or model, on any of these ranks; or masters of other
-                parameters than this model has in low precision.
+            CheckpointError: the state of another rank, cut or model, or with fp32 masters of other parameters, on any
+                of these ranks.
         """
         self.finish_step()
         self._check_cut(state_dict.get("cut", {}))
         masters = {p.name: p.main for p in self._params if p.is_low_precision}
-        if state_dict["masters"].keys() != masters.keys():
-            differing = sorted(state_dict["masters"].keys() ^ masters.keys())
-            raise CheckpointError(
-                f"fp32 masters are on one side only for {', '.join(differing[:5])}; load the state of the same model "
-                "in the same precision"
-            )
         self.optimizer.load_state_dict(state_dict["optimizer"])
         for name, main in masters.items():
             main.copy_(state_dict["masters"][name])
@@ -170,9 +164,14 @@ class OptimizerState(ABC):
         self._publish_parameters()
 
     def _cut(self) -> dict[str, Any]:
-        """Returns offsets and shapes, in the whole model's tensors, of what this rank updates of each parameter."""
-        held = {p.name: held_boxes(p.whole(p.main)) for p in self._params}
-        return {name: [(offsets, tuple(box.shape)) for offsets, box in boxes] for name, boxes in held.items()}
+        """Returns what is updated of each parameter, and its offsets and shapes in the whole model's tensor."""
+        return {
+            p.name: (
+                "fp32 master" if p.is_low_precision else "parameter",
+                [(offsets, tuple(box.shape)) for offsets, box in held_boxes(p.whole(p.main))],
+            )
+            for p in self._params
+        }
 
     def _check_cut(self, saved: Mapping[str, Any]) -> None:
         own = self._cut()
@@ -180,9 +179,9 @@ class OptimizerState(ABC):
         message = None
         if name := next(iter(differing), None):
             message = (
-                f"the optimizer state of another rank, cut or model was to be loaded: of {name} it has "
-                f"{saved.get(name)} (offsets and shapes), and this rank {own.get(name)}; load on each rank the state "
-                "that it has saved, or use core.dist_checkpointing, whose checkpoints fit any cut"
+                f"the optimizer state of another rank, cut, precision or model was to be loaded: of {name} it has "
+                f"{saved.get(name)}, by offsets and shapes, and this rank {own.get(name)}; load on each rank what it has "
+                "saved, or use core.dist_checkpointing, whose checkpoints fit any cut"
             )
         for group in dict.fromkeys(group for p in self._params for group in p.shard_groups()):
             # Without it the ranks whose state fits would wait for the others in their next collective.

@@ -112,10 +112,6 @@ class GradSlot:
             self.allocate()
         return self.view  # type: ignore[return-value]
 
-    def is_memory_of(self, gradient: Tensor) -> bool:
-        """Returns whether `gradient` is the parameter's place here."""
-        return self.view is not None and not gradient.is_sparse and gradient.data_ptr() == self.view.data_ptr()
-
     # ---- gradients that arrive
 
     def lend(self) -> Tensor | None:
