@@ -56,6 +56,7 @@ def _seam(simulation: Simulation) -> dict[str, Any]:
         "stream": simulation.on,
         "synchronize": simulation.synchronize,
         "is_asynchronous": lambda device: device != HOST,
+        "is_current_stream_capturing": lambda: False,
         "pinned": pinned,
         "used_on": simulation.used_on,
     }
