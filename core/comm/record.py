@@ -114,7 +114,7 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
     on_device = streams.is_asynchronous(payload.device)
     if on_device and streams.is_current_stream_capturing():  # it runs later, and no event may be queried until then
         return UNRECORDED
-    return record_of(group).collective(kind, what, payload.numel() * payload.element_size(), on_device)
+    return record_of(group).collective(kind, what, payload.numel() * payload.element_size(), on_device=on_device)
 
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -48,8 +49,11 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # which first becomes its local tensors
         if FakeTensor in types:
             return func(*args, **kwargs)
-        output = func(*args, **kwargs)
         name = func._schema.name
+        if name in OPDEFS:  # an operation of the project's, in Python, is its operations
+            with self, torch.no_grad():
+                return OPDEFS[name]._init_fn(*args, **kwargs)
+        output = func(*args, **kwargs)
         if not name.startswith("c10d::"):  # which `collective` notes
             self._note(name, func._schema, args, kwargs, output)
         return output

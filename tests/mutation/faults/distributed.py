@@ -266,7 +266,7 @@ MUTATIONS = (
     Mutation(
         "streams: shards are freed while replicas are added",
         "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._add_replicas",
-        r"self\.reduced\.append\(shard\)",
+        r"self\._reduced = shard",
         "pass",
         (STREAMS,),
     ),
