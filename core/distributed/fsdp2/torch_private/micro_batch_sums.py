@@ -77,9 +77,9 @@ class _UnitSums:
         # Owns the sums that were moved out: of whole gradients, or of shards. Filled when backwards begin; emptied by
         # `_complete` before torch reduces, by `finish`, or when the step is dropped.
         self.sums = PartialSums()
-        # The shard that replicas were added to on torch's stream for that, which may not have ended; torch itself keeps
-        # it only for an all-reduce of its own. `_add_replicas` sets it in a backward. The next one replaces it, or
-        # `finish` drops it: the current stream has waited for torch's at the end of the backward.
+        # The shard that replicas were added to on torch's stream for that, which may not have ended; torch itself
+        # keeps it only for an all-reduce of its own. `_add_replicas` sets it in a backward. The next one replaces it,
+        # or `finish` drops it: the current stream has waited for torch's at the end of the backward.
         self._reduced: Tensor | None = None
         # The backward in which the unit's gradients were complete last, and how often each had been written by then.
         # `post_backward` sets both at its end, and reads them to notice a second run of the unit in one backward.
