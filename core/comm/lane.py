@@ -132,19 +132,23 @@ class _StreamLane(CommLane):
         self._stream = streams.Stream(device, priority=-1)
 
     def submit(self, run: Callable[[], None]) -> Handle:
-        self._stream.wait_stream(streams.current_stream())
+        task, submitter = _Task(run), streams.current_stream()
+        self._stream.wait_stream(submitter)
         with streams.stream(self._stream):
-            run()
-            done = streams.record_event()
-        return _Recorded(done, run)
+            task.execute()
+            return _Recorded(task, run, submitter, streams.record_event())
 
 
 class _Recorded(Handle):
-    def __init__(self, event: streams.Event, run: Callable[[], None]) -> None:
-        self._event = event
-        # Keeps the buffers of the task until `wait`, which drops it: the lane may still read them.
+    def __init__(self, task: _Task, run: Callable[[], None], submitter: streams.Stream, event: streams.Event) -> None:
+        # Keeps the buffers of the task until `wait`, which drops it: the lane may still read them, also if it raised.
         self._run: Callable[[], None] | None = run
+        # The stream that submitted the task. It waits too: callers wait once, and forget the handle for all streams.
+        self._submitter = submitter
+        self._task, self._event = task, event
 
     def wait(self) -> None:
-        streams.current_stream().wait_event(self._event)
+        for stream in {self._submitter, streams.current_stream()}:
+            stream.wait_event(self._event)
         self._run = None
+        self._task.wait()

@@ -29,8 +29,8 @@ from . import streams
 from .call import UNRECORDED, CallRecord, Collective
 from .flight_recorder import Position, positions_of, publish_positions
 
-NUM_CALLS_KEPT = 64
-"""Calls that each rank keeps per group."""
+NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
+"""Calls that each rank keeps per group; and at most, from the first one that is still running on an accelerator."""
 
 NUM_CALLS_PUBLISHED = 8
 """Calls per group that a rank publishes when another one asks: of its last, and around the first unfinished one."""
@@ -42,8 +42,8 @@ class CollectiveRecord:
     Attributes:
         rank: this process's rank in the group.
         ranks: the members' ranks in the world, in the order of the group.
-        calls: the oldest first. `collective` appends; the ring drops the oldest.
-        num_calls: all calls so far, those that the ring has dropped included.
+        calls: the oldest first. `collective` appends, and drops the oldest ones that are over.
+        num_calls: all calls so far, those that were dropped included.
         limit_s: how long the backend lets a call take.
     """
 
@@ -51,12 +51,9 @@ class CollectiveRecord:
         self.group_name: str = group.group_name
         self.rank, self.num_ranks = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
-        self.calls: deque[Collective] = deque(maxlen=NUM_CALLS_KEPT)
+        self.calls: deque[Collective] = deque(maxlen=MOST_CALLS_KEPT)
         self.num_calls = 0
         self.limit_s = group_time_limit(group).total_seconds()
-        # The first call that the ring dropped while the call was running on an accelerator; None if there was none.
-        # `collective` sets it, and replaces it once the call no longer runs.
-        self._dropped: Collective | None = None
         self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
         self._published = ""  # what `publish` has written last; it alone uses it, on any thread
 
@@ -69,20 +66,19 @@ class CollectiveRecord:
     def collective(self, kind: str, what: str, num_bytes: int, on_device: bool = False) -> Collective:
         """Records that a collective begins."""
         call = Collective(self, kind, what, num_bytes, on_device)
-        if len(self.calls) == NUM_CALLS_KEPT and (self._dropped is None or not self._dropped.is_under_way):
-            self._dropped = self.calls[0] if self.calls[0].is_under_way else None
+        while len(self.calls) >= NUM_CALLS_KEPT and not self.calls[0].is_under_way:
+            self.calls.popleft()
         self.calls.append(call)
         return call
 
     def first_unfinished(self) -> Collective | None:
         """Returns the first call that is still running, on an accelerator too; None if all have ended or failed."""
-        calls = [*([] if self._dropped is None else [self._dropped]), *self.calls]
-        return next((call for call in calls if call.is_under_way), None)
+        return next((call for call in list(self.calls) if call.is_under_way), None)
 
     def publish(self) -> None:
         """Writes the last calls into the store for other ranks, if there are new ones, and those around the first
         that is not over: under NCCL the host may be many calls ahead of it."""
-        kept = [*([] if self._dropped is None else [self._dropped]), *self.calls]
+        kept = list(self.calls)
         first = next((index for index, call in enumerate(kept) if call.is_under_way), len(kept))
         near = range(first - NUM_CALLS_PUBLISHED // 2, first + NUM_CALLS_PUBLISHED // 2)
         last = range(len(kept) - NUM_CALLS_PUBLISHED, len(kept))
@@ -115,8 +111,10 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
         return UNRECORDED
     if isinstance(payload, int):
         return record_of(group).collective(kind, what, payload)
-    num_bytes = payload.numel() * payload.element_size()
-    return record_of(group).collective(kind, what, num_bytes, on_device=streams.is_asynchronous(payload.device))
+    on_device = streams.is_asynchronous(payload.device)
+    if on_device and streams.is_current_stream_capturing():  # it runs later, and no event may be queried until then
+        return UNRECORDED
+    return record_of(group).collective(kind, what, payload.numel() * payload.element_size(), on_device=on_device)
 
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:

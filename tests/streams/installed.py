@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from core.comm import lane, streams
-from tests.streams.recorder import HOST, IN_PLACE, IN_TWO, Recorder, collective
+from tests.streams.recorder import HOST, IN_PLACE, IN_TWO, Devices, Recorder, collective
 from tests.streams.simulation import Event, Simulation, Stream
 
 
@@ -34,6 +34,7 @@ def simulated_streams() -> Iterator[Simulation]:
             (threading.Event, _events(simulation)),
             (ThreadPoolExecutor, {"submit": _submit(simulation, ThreadPoolExecutor.submit)}),
             (Future, {"result": _joined_after(simulation, Future.result)}),
+            (Tensor, {"pin_memory": lambda tensor: tensor}),  # which FSDP2 calls; its offload is not simulated
             (Tensor, {name: _read_by_host(simulation, getattr(Tensor, name)) for name in ("tolist", "numpy")}),
         ):
             for name, value in values.items():
@@ -41,6 +42,7 @@ def simulated_streams() -> Iterator[Simulation]:
         lane._lane.cache_clear()  # lanes of this simulation
         stack.callback(lane._lane.cache_clear)
         stack.enter_context(Recorder(simulation))
+        stack.enter_context(Devices(simulation))
         yield simulation
 
 
@@ -56,6 +58,7 @@ def _seam(simulation: Simulation) -> dict[str, Any]:
         "stream": simulation.on,
         "synchronize": simulation.synchronize,
         "is_asynchronous": lambda device: device != HOST,
+        "is_current_stream_capturing": lambda: False,
         "pinned": pinned,
         "used_on": simulation.used_on,
     }
@@ -92,7 +95,7 @@ def _threads(simulation: Simulation) -> dict[str, Any]:
         start(thread)
 
     def run_recorded(thread: Any) -> None:
-        with Recorder(simulation):
+        with Recorder(simulation), Devices(simulation):
             simulation.join(simulation.host, thread._simulated_clock)
             run(thread)
             thread._simulated_clock = dict(simulation.clock(simulation.host))

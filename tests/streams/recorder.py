@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -47,8 +49,11 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # which first becomes its local tensors
         if FakeTensor in types:
             return func(*args, **kwargs)
-        output = func(*args, **kwargs)
         name = func._schema.name
+        if name in OPDEFS:  # an operation of the project's, in Python, is its operations
+            with self, torch.no_grad():
+                return OPDEFS[name]._init_fn(*args, **kwargs)
+        output = func(*args, **kwargs)
         if not name.startswith("c10d::"):  # which `collective` notes
             self._note(name, func._schema, args, kwargs, output)
         return output
@@ -86,6 +91,29 @@ class Recorder(TorchDispatchMode):
         on_host = [tensor for tensor in (*reads, *writes) if self._simulation.is_host(tensor)]
         return not asked or not all(map(self._simulation.is_pinned, on_host))
 
+
+class Devices(TorchFunctionMode):
+    """Makes tensors in the host's memory differ from the GPU's by their device, for this thread."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        self._simulation = simulation
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _DEVICE and self._is_host(args[0]):
+            return HOST
+        if func is Tensor.to and self._is_host(args[0]) and torch.device("cpu") in (*args[1:], *kwargs.values()):
+            tensor, dtypes = args[0], [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype)]
+            copied = torch.empty(tensor.shape, dtype=dtypes[0] if dtypes else tensor.dtype)
+            return copied.copy_(tensor, non_blocking=kwargs.get("non_blocking", False))
+        return func(*args, **kwargs)
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        return type(tensor) in (Tensor, torch.nn.Parameter) and self._simulation.is_host(tensor)
+
+
+_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 
 IN_TWO = (
     *("all_gather_single", "_allgather_base", "reduce_scatter_single", "_reduce_scatter_base", "all_to_all_single"),

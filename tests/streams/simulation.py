@@ -1,8 +1,8 @@
 """The order of operations on simulated streams, and the memory that they use.
 
-Each stream, and each thread of the host, is a line of operations with a vector clock: the last operation of every other
-line that has ended before its next one. Waits join clocks. Two accesses to the same bytes, one of them a write, are a
-race if neither line's clock has the other's.
+Each stream, and each thread of the host, is a line of operations with a vector clock: the last operation of every
+other line that has ended before its next one. Waits join clocks. Two accesses to the same bytes, one of them a write,
+are a race if neither line's clock has the other's.
 
 The allocator is the worst case of torch's: freed memory goes back to the stream that it was allocated on, whose next
 allocation takes it, whatever the sizes. What other streams still do with it then is a race.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import gpu_machine
+from tests import gpu_first, gpu_machine
 from tests.gpu_machine import ROOT, SUITE, gpu_files, reason_against
 from tests.unit.test_import import NEED_EXTRAS
 
@@ -143,3 +143,40 @@ def test_the_module_prints_the_files_or_why_not(capsys: pytest.CaptureFixture[st
         with pytest.raises(SystemExit, match="error: no GPU"):
             gpu_machine.main()
         assert capsys.readouterr().out == ""
+
+
+def test_what_runs_first_exists_and_leaves_no_file_out() -> None:
+    stages = gpu_first.stages()
+    assert [stage.name for stage in stages][:3] == ["tests", "assumptions", "out of memory"]
+    assert sum(stage.minutes for stage in stages[:3]) <= 10 and sum(stage.minutes for stage in stages) <= 30
+    paths = {part for stage in stages for part in stage.command if part.endswith(".py")}
+    assert all((ROOT / path).is_file() for path in paths) and set(gpu_files()) <= paths | {"tests/functional"}
+
+
+def test_without_a_gpu_what_runs_first_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_first, "reason_against", lambda: "there is no GPU here")
+        for arguments in ([], ["--assumptions"]):
+            assert gpu_first.main(arguments) == 1
+            assert capsys.readouterr() == ("", "error: there is no GPU here\n")
+
+
+def test_a_stage_that_fails_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], cwd: Path, check: bool) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1 if "--assumptions" in command else 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_first, "reason_against", lambda: None)
+        patch.setattr(gpu_first.subprocess, "run", run)
+        assert gpu_first.main([]) == 1 and len(commands) == len(gpu_first.stages())
+        assert capsys.readouterr().out.endswith("==== failed: assumptions\n")
+        assert gpu_first.main(["--only", "speed"]) == 0 and len(commands) == len(gpu_first.stages()) + 1
+
+
+def test_the_launch_that_waits_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.1, 1.0, 1.1, 2.0, 9.0])
+    monkeypatch.setattr(gpu_first.time, "monotonic", lambda: next(times))
+    assert gpu_first.first_launch_that_waits(lambda: None, 3) == 2

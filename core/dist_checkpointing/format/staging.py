@@ -44,6 +44,9 @@ class HostStaging:
         self._ahead: dict[MetadataIndex, Tensor] | None = None
         """Copies that the last `begin` made before the plan, as views of `_memory`; None if it made none. Each `begin`
         replaces it."""
+        self._stream: streams.Stream | None = None
+        """The stream of the GPU that training writes the state on, where copies are queued, from either thread; None
+        on CPU. Each `begin` sets it."""
 
     def begin(self, state: Mapping[str, Tensor], agree: Callable[[bool], bool]) -> None:
         """Begins a checkpoint of `state`; takes its copies now if the pieces that this rank writes are known.
@@ -55,6 +58,10 @@ class HostStaging:
         layout = {name: _cut(tensor) for name, tensor in state.items()}
         known = agree(self._planned is not None and layout == self._layout)
         self._layout, self._ahead = layout, None
+        on_gpu = any(
+            isinstance(tensor, Tensor) and streams.is_asynchronous(tensor.device) for tensor in state.values()
+        )
+        self._stream = streams.current_stream() if on_gpu else None
         if not known:
             self._planned = None
             return
@@ -87,7 +94,7 @@ class HostStaging:
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        on_gpu = any(streams.is_asynchronous(tensor.device) for tensor in tensors)
+        on_gpu = self._stream is not None
         if len(self._memory) < end or (on_gpu and not self._memory.is_pinned()):
             self._memory = torch.empty(0, dtype=torch.uint8)  # free it before the larger one is allocated
             self._memory = streams.pinned([end], torch.uint8) if on_gpu else host_pages(end)
@@ -95,9 +102,10 @@ class HostStaging:
         for tensor, start in zip(tensors, starts, strict=True):
             num_bytes = tensor.numel() * tensor.element_size()
             copy = self._memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-            copies.append(copy.copy_(tensor, non_blocking=on_gpu))
-        for device in {tensor.device for tensor in tensors if streams.is_asynchronous(tensor.device)}:
-            streams.synchronize(device)
+            with streams.stream(self._stream):
+                copies.append(copy.copy_(tensor, non_blocking=on_gpu))
+        if self._stream is not None:
+            self._stream.synchronize()
         return copies
 
 

@@ -132,8 +132,7 @@ class Bucket:
             return self._held_grads().chunk(self.buffer.num_grad_shards)[self.buffer.grad_shard_index]
         if self.separate_shard is None:
             length = self.numel // self.buffer.num_grad_shards
-            buffer = self.buffer
-            self.separate_shard = torch.zeros(length, dtype=buffer.shard_grad_dtype, device=buffer.shard_device)
+            self.separate_shard = self.buffer.zeros_for_shards(length, self.buffer.shard_grad_dtype)
         return self.separate_shard
 
     def zero_padding(self, data: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...comm import collectives
+from ...comm import collectives, streams
 from ...comm.lane import CommLane, Handle
 from ...errors import GradSyncError, ShardstackError
 from ...pending_parameters import can_be_pending, end_pending, make_pending
@@ -65,7 +65,7 @@ class BucketGroup:
         self._reduces_every_micro_batch = reduces_every_micro_batch
         self.sums: BucketSums | None = None
         if tree is not None:
-            self.sums = BucketSums(bucket, tree, of_shards=reduces_every_micro_batch, wait=self.wait_for_grads)
+            self.sums = BucketSums(bucket, tree, of_shards=reduces_every_micro_batch, wait=self.wait_for_shard)
         first, last = bucket.slots[0].name, bucket.slots[-1].name
         self._name = f"bucket {first}" + (f" to {last}" if last != first else "")
         # Parameters whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
@@ -235,6 +235,13 @@ class BucketGroup:
             handle.wait()
             self._give_back()
 
+    def wait_for_shard(self) -> None:
+        """Waits for a running reduction, and on the host for the copy of an offloaded shard to it."""
+        self.wait_for_grads()
+        shard = self.bucket.separate_shard
+        if shard is not None and shard.device != self.bucket.buffer.device:
+            streams.current_stream().synchronize()
+
     def abandon_reduction(self) -> None:
         """Waits for a running reduction whose gradients are dropped; if it fails, warns."""
         try:
@@ -272,7 +279,7 @@ class BucketGroup:
             )
         if not self.has_left:
             self.start_grad_sync()
-        self.wait_for_grads()
+        self.wait_for_shard()
         if self.sums is not None:
             self.sums.finish()
         self.param_gather_dispatched = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ...comm import streams
 from ..plan.make_flat_plan import is_expert_parameter
 from .grad_memory import GradMemory
 
@@ -30,6 +31,8 @@ class FlatMemory:
     """The device that the model computes on; holds `param_data` and whole gradients."""
     shard_device: torch.device
     """The device of separate shards; the CPU if they are offloaded."""
+    pins_memory: bool = False
+    """Whether that memory is pinned, so that copies to and from the device overlap with computation."""
     num_grad_shards: int
     """Equal parts that each bucket is cut into; a rank keeps the reduced gradient of one of them."""
     grad_shard_index: int
@@ -42,6 +45,12 @@ class FlatMemory:
     """`[numel]`; every bucket's ``grad_data`` is a view of it. None where buckets allocate and release theirs."""
     grad_memory: GradMemory
     """Memory of whole gradients that buckets release, or set aside in a tree of micro-batches."""
+
+    def zeros_for_shards(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocates `[numel]` on the device of shards."""
+        if self.pins_memory:
+            return streams.pinned([numel], dtype).zero_()
+        return torch.zeros(numel, dtype=dtype, device=self.shard_device)
 
     @property
     def holds_experts(self) -> bool:

@@ -47,7 +47,7 @@ class BucketReduction:
         """Reduces `whole` `[n]` into `kept`, this rank's shard; without shards both are the same tensor.
 
         The collective runs in the dtype of `whole`. `kept` may have a wider dtype, so that additions to it are not
-        rounded, and may be in host memory; the copy to the host has finished on return.
+        rounded, and may be in host memory, into which the copy then runs in the lane.
 
         Args:
             accumulate: add to the values of `kept`, which must then not be a part of `whole`.
@@ -82,7 +82,7 @@ class BucketReduction:
                     part = own
                 else:
                     reduce(part, self.replica_group, what=what, order=replicas)
-            if accumulate:
-                kept.add_(part.to(kept.device))
-            elif part is not kept:
-                kept.copy_(part)
+            if accumulate:  # on the device, where the lane does not wait for a copy
+                part = kept.to(part.device, non_blocking=True).add_(part)
+            if part is not kept:
+                kept.copy_(part, non_blocking=True)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...comm import streams
 from ...comm.memory import Allocate
 from ...host_memory import transient_memory
 from ..buffers.bucket import Bucket
@@ -65,11 +64,8 @@ class ShardedBuffer(FlatMemory):
         if plan.is_trained and not plan.releases_grads:
             self.grad_data = torch.zeros(numel, dtype=plan.grad_dtype, device=device)
         self.shard_device = torch.device("cpu") if offloads else device
-        shard = [numel // num_shards]
-        if pins_memory:
-            self.shards = streams.pinned(shard, plan.param_dtype).zero_()
-        else:
-            self.shards = torch.zeros(shard, dtype=plan.param_dtype, device=self.shard_device)
+        self.pins_memory = pins_memory
+        self.shards = self.zeros_for_shards(numel // num_shards, plan.param_dtype)
         sizes = Counter(bucket.elements for bucket in plan.buckets)
         self.grad_memory = GradMemory(
             plan.grad_dtype,

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from ... import device
+from ...comm import streams
 from ...dtypes import as_dtype
 from ...warn import warn_once
 from ..distributed_data_parallel_config import DistributedDataParallelConfig
@@ -92,7 +93,7 @@ def gathering_plan(settings: FullyShardedDataParallelConfig) -> dict[str, Any]:
 def _pins_memory(settings: FullyShardedDataParallelConfig) -> bool:
     """Returns whether to pin offloaded shards. Warns if it was asked for without an accelerator."""
     asked = settings.cpu_offload and settings.pin_memory
-    has_accelerator = device.device_type() != "cpu"
+    has_accelerator = streams.is_asynchronous(device.current_device())
     if asked and not has_accelerator:
         warn_once(
             "pin_memory is set, but there is no accelerator that memory could be pinned for; shards are in ordinary "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import CONTRACT, DDP
+from tests.mutation.suites import CONTRACT, DDP, PROGRAMS_ON_STREAMS, STREAMS, STREAMS_OF_LAYERS
 
 _COLLECTIVES = "tests/unit/comm/test_collectives.py"
 
@@ -28,5 +28,69 @@ MUTATIONS = (
         r"self\.event\.query\(\)",
         "True",
         ("tests/unit/comm/test_host_read.py",),
+    ),
+    # ---- streams
+    Mutation(
+        "streams: a lane does not wait for what was queued before",
+        "core.comm.lane._StreamLane.submit",
+        r"self\._stream\.wait_stream\(submitter\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: a lane's event is before its task",
+        "core.comm.lane._StreamLane.submit",
+        r"task\.execute\(\)\n( +)(return _Recorded\(task, run, submitter, )streams\.record_event\(\)",
+        r"done = streams.record_event()\n\1task.execute()\n\1\2done",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: a lane's event is on the stream that computes",
+        "core.comm.lane._StreamLane.submit",
+        r"    return _Recorded",
+        "return _Recorded",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: waiting for a lane waits for nothing",
+        "core.comm.lane._Recorded.wait",
+        r"stream\.wait_event\(self\._event\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: only the stream that asks waits for a lane",
+        "core.comm.lane._Recorded.wait",
+        r"\{self\._submitter, (streams\.current_stream\(\))\}",
+        r"{\1}",
+        (f"{PROGRAMS_ON_STREAMS}a_users_stream_averages_the_weights",),
+    ),
+    Mutation(
+        "streams: a lane keeps no memory of its tasks",
+        "core.comm.lane._Recorded.__init__",
+        r"= run$",
+        "= None",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: a task that raises ends its lane's turn",
+        "core.comm.lane._StreamLane.submit",
+        r"task\.execute\(\)",
+        "run()",
+        (f"{PROGRAMS_ON_STREAMS}an_error_in_a_lane_frees_no_memory_in_use",),
+    ),
+    Mutation(
+        "streams: asynchronous work is not waited for",
+        "core.comm.call._RecordedWork.wait",
+        r"self\._work\.wait\(\)",
+        "pass",
+        (STREAMS_OF_LAYERS,),
+    ),
+    Mutation(
+        "streams: numbers are read before they are copied",
+        "core.comm.host_read.HostRead.wait",
+        r"wait_for\(self\._event\)",
+        "pass",
+        ("tests/streams/test_simulation.py::test_an_order_is_accepted",),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
+from tests.mutation.suites import PROGRAMS_ON_STREAMS
 
 MUTATIONS = (
     Mutation(
@@ -18,5 +19,20 @@ MUTATIONS = (
         r"last, 0, taken\)",
         "last, 0, taken - 1)",
         ("tests/unit/dist_checkpointing/views/test_flat_range.py",),
+    ),
+    # ---- streams
+    Mutation(
+        "streams: a checkpoint is written before it is copied",
+        "core.dist_checkpointing.format.staging.HostStaging._copy",
+        r"self\._stream\.synchronize\(\)",
+        "pass",
+        (f"{PROGRAMS_ON_STREAMS}a_checkpoint_is_staged_while_training_goes_on",),
+    ),
+    Mutation(
+        "streams: a checkpoint is copied on the thread's own stream",
+        "core.dist_checkpointing.format.staging.HostStaging._copy",
+        r"streams\.stream\(self\._stream\)",
+        "streams.stream(None)",
+        (f"{PROGRAMS_ON_STREAMS}a_checkpoint_is_staged_while_training_goes_on",),
     ),
 )

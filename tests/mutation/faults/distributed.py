@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import CONTRACT, DDP, LAYOUTS, OUTSIDE_THE_LOOP, SHARDED_STATE
+from tests.mutation.suites import (
+    CONTRACT,
+    DDP,
+    LAYOUTS,
+    OUTSIDE_THE_LOOP,
+    PROGRAMS_ON_STREAMS,
+    SHARDED_STATE,
+    STREAMS,
+    STREAMS_OF_LAYERS,
+)
 
 _BUCKETS = "tests/unit/distributed/buffers/test_buckets.py"
 _SLOTS = "tests/unit/distributed/fully_sharded/test_gathering.py"
@@ -253,5 +262,58 @@ MUTATIONS = (
         r"set_requires_gradient_sync\(enabled",
         "set_requires_gradient_sync(True",
         (CONTRACT, _FSDP2),
+    ),
+    # ---- streams
+    Mutation(
+        "streams: a unit is used before it is gathered",
+        "core.distributed.fully_sharded.unit.Unit.finish_gather",
+        r"handle\.wait\(\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: gradients are used before they are reduced",
+        "core.distributed.buffers.bucket_group.BucketGroup.wait_for_grads",
+        r"handle\.wait\(\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: parameters are used before they are gathered",
+        "core.distributed.buffers.bucket_group.BucketGroup.finish_param_sync",
+        r"handle\.wait\(\)",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: the host reads offloaded gradients before they are copied",
+        "core.distributed.buffers.bucket_group.BucketGroup.wait_for_shard",
+        r"streams\.current_stream\(\)\.synchronize\(\)",
+        "pass",
+        (f"{PROGRAMS_ON_STREAMS}offloaded_shards_are_copied_while_the_host_goes_on",),
+    ),
+    Mutation(
+        "streams: offloaded gradients block the host",
+        "core.distributed.buffers.reduction.BucketReduction.reduce",
+        r"kept\.copy_\(part, non_blocking=True\)",
+        "kept.copy_(part)",
+        (f"{PROGRAMS_ON_STREAMS}offloaded_shards_are_copied_while_the_host_goes_on",),
+    ),
+    Mutation(
+        "streams: shards are freed while replicas are added",
+        "core.distributed.fsdp2.torch_private.micro_batch_sums._UnitSums._add_replicas",
+        r"self\._reduced = shard",
+        "pass",
+        (STREAMS,),
+    ),
+    Mutation(
+        "streams: a gather of FSDP2 is dropped without a wait",
+        "core.distributed.fsdp2.torch_private.iteration.drop_pending_gathers",
+        r"group\.device_handle\.current_stream\(\)\.wait_event\(result\.all_gather_event\)",
+        "pass",
+        (
+            STREAMS,
+            STREAMS_OF_LAYERS,
+        ),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
+from tests.mutation.suites import STREAMS_OF_LAYERS
 
 _LOSS_IN_PARTS = "tests/unit/tensor_parallel/test_linear_cross_entropy.py"
 
@@ -62,5 +63,20 @@ MUTATIONS = (
         r"total\.addmm_\(left, right\)",
         "torch.mm(left, right, out=total)",
         (_LOSS_IN_PARTS,),
+    ),
+    # ---- streams
+    Mutation(
+        "streams: a layer's input is used before it is gathered",
+        "core.tensor_parallel.column_linear._ColumnParallelLinear.backward",
+        r"gathering\.wait\(\)",
+        "pass",
+        (STREAMS_OF_LAYERS,),
+    ),
+    Mutation(
+        "streams: a layer's gradient is used before it is added up",
+        "core.tensor_parallel.column_linear._ColumnParallelLinear.backward",
+        r"adding\.wait\(\)",
+        "pass",
+        (STREAMS_OF_LAYERS,),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import REPRODUCIBLE
+from tests.mutation.suites import PROGRAMS_ON_STREAMS, REPRODUCIBLE
 
 _CUT_STEP = "tests/unit/training/test_train_step.py::test_a_step_over_cut_sequences_is_the_step_of_one_process"
 
@@ -56,5 +56,20 @@ MUTATIONS = (
         r"get_data_parallel_rank\(\)",
         "get_data_parallel_rank(with_context_parallel=True)",
         ("tests/unit/training/test_data.py::test_ranks_of_one_model_read_the_same_whole_sequences",),
+    ),
+    # ---- streams
+    Mutation(
+        "streams: a batch is used before it is copied",
+        "core.training.device_batches._SideStreamCopy.wait",
+        r"computing\.wait_event\(self\._copied\)",
+        "pass",
+        (f"{PROGRAMS_ON_STREAMS}batches_are_copied_on_a_side_stream",),
+    ),
+    Mutation(
+        "streams: a batch's memory is given away while it is used",
+        "core.training.device_batches._SideStreamCopy.wait",
+        r"streams\.used_on\(tensor, computing\)",
+        "pass",
+        (f"{PROGRAMS_ON_STREAMS}batches_are_copied_on_a_side_stream",),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.mutation import Mutation
-from tests.mutation.suites import LAYOUTS
+from tests.mutation.suites import LAYOUTS, STREAMS_OF_LAYERS
 
 MUTATIONS = (
     Mutation(
@@ -47,5 +47,20 @@ MUTATIONS = (
         r"self\.weight, self\.eps\)$",
         "self.weight.detach(), self.eps)",
         ("tests/unit/transformer/test_norms.py",),
+    ),
+    # ---- streams
+    Mutation(
+        "streams: keys are used before they are gathered",
+        "core.transformer.context_parallel.GatheringKeys.wait",
+        r"self\.work\.wait\(\)",
+        "pass",
+        (STREAMS_OF_LAYERS,),
+    ),
+    Mutation(
+        "streams: gradients of keys are used before they are added up",
+        "core.transformer.context_parallel.ScatteringGradients.wait",
+        r"self\.work\.wait\(\)",
+        "pass",
+        (STREAMS_OF_LAYERS,),
     ),
 )

@@ -74,6 +74,44 @@ def test_the_first_unfinished_call_outlives_the_ring() -> None:
         assert record_of().first_unfinished() is None
 
 
+def test_every_unfinished_call_outlives_the_ring() -> None:
+    with fake_world(rank=0, world_size=2):
+        events = [_Event() for _ in range(3 * NUM_CALLS_KEPT)]
+        for number, event in enumerate(events):
+            _enqueue(f"call {number}", event)
+        for event in events[:100]:
+            event.done = True
+        found = record_of().first_unfinished()
+        assert found is not None and found.what == "call 100"
+        for event in events[100:]:
+            event.done = True
+        _enqueue("the last", _Event())
+        assert len(record_of().calls) == NUM_CALLS_KEPT and record_of().calls[-1].what == "the last"
+
+
+class _Captured(_Event):
+    """An event that was recorded while a graph was captured."""
+
+    def query(self) -> bool:
+        raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
+
+
+def test_collectives_of_a_captured_graph_are_not_recorded() -> None:
+    with (
+        fake_world(rank=0, world_size=2),
+        mock.patch.object(streams, "is_asynchronous", lambda device: True),
+        mock.patch.object(dist, "all_reduce", return_value=None),
+    ):
+        for is_captured, event in ((True, _Captured), (False, _Event)):
+            with (
+                mock.patch.object(streams, "is_current_stream_capturing", lambda captures=is_captured: captures),
+                mock.patch.object(streams, "record_event", event),
+            ):
+                all_reduce_by_backend(torch.ones(2), what=f"captured: {is_captured}")
+        found = record_of().first_unfinished()
+        assert found is not None and found.what == "captured: False"
+
+
 def test_a_call_that_raised_is_under_way_no_more() -> None:
     with fake_world(rank=0, world_size=2):
         with pytest.raises(OSError, match="disk full"), record_of().collective("save", "the checkpoint", 0):
@@ -86,6 +124,7 @@ def test_a_tensor_on_the_device_is_recorded_with_an_event() -> None:
         fake_world(rank=0, world_size=2),
         mock.patch.object(streams, "record_event", _Event),
         mock.patch.object(streams, "is_asynchronous", lambda device: device.type == "meta"),
+        mock.patch.object(streams, "is_current_stream_capturing", lambda: False),
     ):
         with mock.patch.object(dist, "all_reduce", return_value=None):
             all_reduce_by_backend(torch.ones(2, device="meta"), what="the loss")

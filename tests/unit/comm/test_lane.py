@@ -68,15 +68,18 @@ class _Streams:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self._current = "main"
+        self._current, self._streams = "main", {"main": mock.Mock(), "lane": mock.Mock()}
+        for name, stream in self._streams.items():
+            stream.name = name  # `Mock(name=...)` is another name
 
     def Stream(self, device: torch.device, priority: int = 0) -> SimpleNamespace:
         self.log.append(f"a stream on {device} with priority {priority}")
         return SimpleNamespace(name="lane", wait_stream=lambda other: self.log.append(f"lane waits for {other.name}"))
 
-    def current_stream(self) -> SimpleNamespace:
-        wait_event = lambda event: self.log.append(f"{self._current} waits for the event")  # noqa: E731
-        return SimpleNamespace(name=self._current, wait_event=wait_event)
+    def current_stream(self) -> mock.Mock:
+        stream = self._streams[self._current]
+        stream.wait_event = lambda event: self.log.append(f"{self._current} waits for the event")
+        return stream
 
     @contextmanager
     def stream(self, stream: SimpleNamespace) -> Iterator[None]:

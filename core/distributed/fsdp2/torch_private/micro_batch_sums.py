@@ -77,6 +77,10 @@ class _UnitSums:
         # Owns the sums that were moved out: of whole gradients, or of shards. Filled when backwards begin; emptied by
         # `_complete` before torch reduces, by `finish`, or when the step is dropped.
         self.sums = PartialSums()
+        # The shard that replicas were added to on torch's stream for that, which may not have ended; torch itself
+        # keeps it only for an all-reduce of its own. `_add_replicas` sets it in a backward. The next one replaces it,
+        # or `finish` drops it: the current stream has waited for torch's at the end of the backward.
+        self._reduced: Tensor | None = None
         # The backward in which the unit's gradients were complete last, and how often each had been written by then.
         # `post_backward` sets both at its end, and reads them to notice a second run of the unit in one backward.
         self._ended_in, self._versions = NO_BACKWARD, list[int]()
@@ -108,6 +112,7 @@ class _UnitSums:
 
     def _add_replicas(self, shard: Tensor) -> None:
         if self._replicas is not None:
+            self._reduced = shard
             order = (range(self._replicas.size()),)
             all_reduce(shard, self._replicas, what=f"the gradients of the unit of {self._name}", order=order)
 
@@ -120,6 +125,7 @@ class _UnitSums:
         self.sums.set_aside(self._take_whole(), additions)
 
     def finish(self) -> None:
+        self._reduced = None
         if not self._of_shards:
             return
         for parameter, total in zip(self.group.fsdp_params, self.sums.added_to(self.shards()), strict=True):

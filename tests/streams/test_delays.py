@@ -1,0 +1,130 @@
+"""Delays in lanes, or before computation, change no bit: on a GPU real streams take the place of simulated ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from core.comm import collectives
+from core.comm.lane import CommLane, Handle, comm_lane
+from core.distributed.buffers.reduction import BucketReduction
+from core.dtensors import local_part
+from core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tests.unit._on_gpu import ON_GPU, one_rank_on_a_gpu
+from tests.unit._spawn import run_distributed
+from tests.unit.distributed._toys import batches, build, loss_of, toy
+
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """A wrapper, what is delayed, and a step whose third reduction fails."""
+
+    kind: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    place: str = ""
+    fails_in: int | None = None
+
+
+def _delay(device: str) -> None:
+    if device == "cuda":
+        torch.cuda._sleep(5_000_000)
+    else:
+        time.sleep(0.002)
+
+
+@contextmanager
+def _delayed(device: str, place: str) -> Iterator[None]:
+    """Delays each task of a lane, or each product of the model."""
+    if place == "computation":
+        linear = nn.functional.linear
+        with mock.patch.object(nn.functional, "linear", lambda *args: (_delay(device), linear(*args))[1]):
+            yield
+        return
+    lane = type(comm_lane(torch.device(device)))
+    submit = lane.submit
+
+    def submit_late(self: CommLane, run: Callable[[], None]) -> Handle:
+        return submit(self, lambda: (_delay(device), run())[1])
+
+    with mock.patch.object(lane, "submit", submit_late) if place else nullcontext():
+        yield
+
+
+@contextmanager
+def _failing_once(is_failing: bool) -> Iterator[None]:
+    reduce, calls = BucketReduction.reduce, list[int]()
+
+    def fail_third(*args: Any) -> None:
+        calls.append(1)
+        reduce(*args)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("planted")
+
+    with mock.patch.object(BucketReduction, "reduce", fail_third) if is_failing else nullcontext():
+        yield
+
+
+def _trained(device: str, case: Delayed) -> list[torch.Tensor]:
+    with mock.patch.object(collectives, "SKIPS_GROUPS_OF_ONE", False), _delayed(device, case.place):
+        model = build(case.kind, toy(tied=False).to(device), **case.fields)
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.05, clip_grad=0.1), [model])
+        for step in range(STEPS):
+            if step == case.fails_in:
+                with _failing_once(True), pytest.raises(torch.OutOfMemoryError):
+                    _backward(model, device, step)
+            _backward(model, device, step)
+            optimizer.step()
+        model.settle_parameters()
+    return [local_part(p).cpu().clone() for group in optimizer.param_groups for p in group["params"]]
+
+
+def _backward(model: Any, device: str, step: int) -> None:
+    model.zero_grad_buffer()
+    loss_of(model, batches(step)[0].to(device)).backward()
+    model.finish_grad_sync()
+
+
+def _has_the_same_bits(device: str, case: Delayed) -> None:
+    expected, found = _trained(device, Delayed(case.kind, case.fields)), _trained(device, case)
+    assert all(map(torch.equal, expected, found))
+
+
+def _on(device: str, case: Delayed) -> None:
+    if device == "cpu":
+        run_distributed(_has_the_same_bits, 2, device, case)
+        return
+    with one_rank_on_a_gpu():
+        _has_the_same_bits(device, case)
+
+
+LOW = {"param_dtype": torch.bfloat16}  # in one dtype a rank that is alone gathers nothing
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("zero1_overlap", {}),
+    ("zero2_overlap", {}),
+    ("zero3", LOW),
+    ("zero3", LOW | {"cpu_offload": True}),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", ["lanes", "computation"])
+@pytest.mark.parametrize(("kind", "fields"), KINDS)
+def test_delays_change_no_bit(device: str, place: str, kind: str, fields: dict[str, Any]) -> None:
+    _on(device, Delayed(kind, fields, place))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "fields"), KINDS[1:3])
+def test_a_step_that_runs_out_of_memory_is_dropped(device: str, kind: str, fields: dict[str, Any]) -> None:
+    _on(device, Delayed(kind, fields, fails_in=1))

@@ -1,0 +1,127 @@
+"""What programs do next to a step: streams of their own, errors in the middle, copies of batches, checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from core.comm import streams
+from core.dist_checkpointing.format.staging import HostStaging
+from core.distributed.buffers.reduction import BucketReduction
+from core.training.device_batches import DeviceBatches
+from tests.streams.process import assert_no_race, simulate
+from tests.streams.steps import Case, groups_of, make_step, train, wrapped
+
+
+@pytest.mark.parametrize("wrapper", ["zero1", "zero2", "zero3", "fsdp2"])
+def test_a_users_stream_averages_the_weights(wrapper: str) -> None:
+    """The side stream is the first to read parameters that are being gathered; the forward waits all the same."""
+    assert_no_race(train, Case(wrapper, between="average"))
+
+
+def _fails_in_a_reduction(case: Case) -> None:
+    """Drops a step whose third reduction runs out of memory after it has begun, and trains on."""
+    reduce, calls = BucketReduction.reduce, list[int]()
+
+    def fail_third(*args: object) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            args[1].mul_(1.0)  # type: ignore[attr-defined]  # as fp16 does: the lane writes the whole gradient
+            raise torch.OutOfMemoryError("planted")
+        reduce(*args)  # type: ignore[arg-type]
+
+    with groups_of(case):
+        model, optimizer = wrapped(case)
+        with mock.patch.object(BucketReduction, "reduce", fail_third), pytest.raises(torch.OutOfMemoryError):
+            make_step(case, model, optimizer)
+        gc.collect()
+        torch.zeros(64)  # takes the memory of what was freed
+        model.zero_grad_buffer()
+        make_step(case, model, optimizer)
+        assert len(calls) >= 3
+
+
+@pytest.mark.parametrize("wrapper", ["zero2", "zero3"])
+def test_an_error_in_a_lane_frees_no_memory_in_use(wrapper: str) -> None:
+    assert_no_race(_fails_in_a_reduction, Case(wrapper, micro_batches=1))
+
+
+def _on_main(program: Callable[[], None]) -> None:
+    program()
+
+
+def _on_a_side_stream(program: Callable[[], None]) -> None:
+    with streams.stream(streams.Stream()):
+        program()
+
+
+def _stages_checkpoints() -> None:
+    """Saves a state that training goes on to write, as `AsyncSaver` does: the first time the copies are a thread's."""
+    staging, state = HostStaging(), {"weight": torch.ones(8), "moment": torch.zeros(8)}
+    indices = [MetadataIndex(name) for name in state]
+    for _ in range(3):
+        for tensor in state.values():
+            tensor.add_(1.0)
+        staging.begin(state, lambda known: known)
+
+        def write(taken: list[list[float]]) -> None:
+            copies = staging.take(indices, lambda position: list(state.values())[position])
+            taken += [copy.tolist() for copy in copies]
+
+        taken: list[list[float]] = []
+        thread = threading.Thread(target=write, args=(taken,))
+        thread.start()
+        staging.done.wait()
+        for tensor in state.values():
+            tensor.add_(1.0)
+        thread.join()
+        assert len(taken) == 2
+
+
+@pytest.mark.parametrize("where", [_on_main, _on_a_side_stream])
+def test_a_checkpoint_is_staged_while_training_goes_on(where: Callable[[Callable[[], None]], None]) -> None:
+    assert simulate(where, _stages_checkpoints).races == {}
+
+
+def _copies_batches() -> None:
+    """Reads batches that are copied ahead, and drops each once it is used."""
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for number in range(6):
+            yield {"tokens": streams.pinned([4], torch.int64).fill_(number), "document_starts": torch.zeros(1, 4)}
+
+    with DeviceBatches(batches()) as copied:
+        for batch in copied:
+            assert not batch["tokens"].is_pinned()
+            for _ in range(3):
+                torch.empty(4).copy_(batch["tokens"])
+
+
+def test_batches_are_copied_on_a_side_stream() -> None:
+    assert_no_race(_copies_batches)
+
+
+OFFLOADED = {"cpu_offload": True, "param_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"reduce_every_micro_batch": True},
+        {"num_distributed_optimizer_instances": 2},
+        {"overlap_grad_reduce": False},
+    ],
+    ids=str,
+)
+def test_offloaded_shards_are_copied_while_the_host_goes_on(settings: dict[str, object]) -> None:
+    report = assert_no_race(train, Case("zero3", OFFLOADED | settings), ranks=4)
+    assert any(line.startswith("host") for line in report.operations), "nothing was in the host's memory"
+    assert not [wait for wait in report.waits if "reduction.py" in wait or "piece.py" in wait]
