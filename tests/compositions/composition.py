@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -152,9 +151,7 @@ class Composition:
     continues: str = "no"
 
     def __post_init__(self) -> None:
-        for axis, value in vars(self).items():
-            if value not in AXES[axis]:
-                raise ValueError(f"{axis} is {value!r}; it takes one of {AXES[axis]}")
+        _check(vars(self))
 
     def __repr__(self) -> str:
         given = [
@@ -227,7 +224,10 @@ class Composition:
 
     def replaced(self, **values: str) -> Composition:
         """Returns the composition with other values on some axes."""
-        return dataclasses.replace(self, **values)
+        _check(values)
+        found = object.__new__(Composition)  # without a look at the other axes: a sample is chosen from a million
+        vars(found).update(vars(self), **values)
+        return found
 
     def settled(self) -> Composition:
         """Returns the composition with the first value on each axis that means nothing here."""
@@ -245,6 +245,12 @@ class Composition:
             if given[axis] in (values or AXES[axis][1:]) and not means_something(self):
                 return False
         return True
+
+
+def _check(values: Mapping[str, str]) -> None:
+    for axis, value in values.items():
+        if value not in AXES[axis]:
+            raise ValueError(f"{axis} is {value!r}; it takes one of {AXES[axis]}")
 
 
 def _has_buckets(c: Composition) -> bool:
@@ -269,7 +275,7 @@ def _has_two_units_in_one_slot(c: Composition) -> bool:
 
 def _shows_gradients(c: Composition) -> bool:
     """Whether a loop may change ``param.grad`` before the update."""
-    return c.wrapper in ("ddp", "fsdp2") and c.loop == "written out" and c.policy in ("default", "by dtypes")
+    return c.wrapper in ("ddp", "fsdp2") and c.loop == "written out" and c.policy == "default"
 
 
 def _may_step_by_torch(c: Composition) -> bool:
@@ -278,14 +284,14 @@ def _may_step_by_torch(c: Composition) -> bool:
     return is_kept and _shows_gradients(c) and c.precision == "fp32" and c.shape.tp == 1
 
 
-def _keeps_tables(c: Composition) -> bool:
-    """Whether what is read of a unit after its forward is still there."""
-    return not _shards_parameters(c) or (c.reshard == "no" and c.overrides == "none")
+def _shapes(c: Composition) -> list[Layout]:
+    """Returns the layouts of all parts."""
+    return [c.shape] if c.continues == "no" else [c.shape, LAYOUTS[c.continues.split(" on ")[1]]]
 
 
 def _divides(c: Composition) -> bool:
     """Whether the micro-batches of a step can be dealt out to the replicas where it continues."""
-    return c.shape.dp * c.number % LAYOUTS[c.continues.split(" on ")[1]].dp == 0
+    return c.shape.dp * c.number % _shapes(c)[-1].dp == 0
 
 
 Rule = tuple[str, tuple[str, ...], Callable[[Composition], bool]]
@@ -330,10 +336,9 @@ RULES: tuple[Rule, ...] = (
         (axis, (), lambda c: c.trained in ("all", "without embedding", "a layer at times"))
         for axis in ("tables", "hooks")
     ),
-    ("tables", (), _keeps_tables),
-    ("tables", ("read by the model",), lambda c: not c.is_fsdp2),
+    ("tables", ("read by the model",), lambda c: not c.is_fsdp2 and not c.continues.startswith("fsdp2")),
     # Its masks are drawn for whole sequences, by kernels that all draw in the same order.
-    ("dropout", (), lambda c: c.shape.tp == c.shape.cp == 1 and c.compiled == "no"),
+    ("dropout", (), lambda c: c.compiled == "no" and all(shape.tp == shape.cp == 1 for shape in _shapes(c))),
     # What contract.md promises where gradients are whole or DTensors.
     ("gradients", (), _shows_gradients),
     ("optimizer", ("torch's sgd",), _may_step_by_torch),

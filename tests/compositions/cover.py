@@ -29,14 +29,17 @@ LEFT_OUT = {
     ("layout", "tp2-cp2-sp"),
     ("micro_batches", "5"),
     ("cut", "rows"),
+    ("cut", "tensor"),
     ("tables", "objects"),
+    ("policy", "a layer in fp32"),
+    ("writes", "clamps data"),
 }
 """Values that take long and differ little from others, or too long for every run of the tests; `make fuzz` draws
 them."""
 
 SAMPLED = {axis: [value for value in values if (axis, value) not in LEFT_OUT] for axis, values in AXES.items()}
 
-CANDIDATES = 30
+CANDIDATES = 60
 """From which each composition of the sample is chosen."""
 
 
@@ -87,11 +90,10 @@ def _with(pair: Pair) -> Composition | None:
         fixed = {"wrapper": "zero3", "forward_prefetch": "0", "backward_prefetch": "0"} | fixed
     # What rules ask for, the most often last: a precision, micro-batches that can be dealt out, ranks, a wrapper.
     helpful = ("precision", "micro_batches", "layout", "wrapper")
-    if "tables" in fixed:
-        helpful = ("reshard", *helpful)
     free = {axis: SAMPLED[axis] for axis in helpful if axis not in fixed}
+    simple = Composition(**fixed)
     for values in itertools.product(*free.values()):
-        composition = Composition(**(fixed | dict(zip(free, values, strict=True))))
+        composition = simple.replaced(**dict(zip(free, values, strict=True)))
         if is_sampled(composition):
             return composition
     return None
@@ -102,7 +104,7 @@ def sample() -> tuple[Composition, ...]:
     return tuple(Composition(**values) for values in json.loads(SAMPLE.read_text(encoding="utf-8")))
 
 
-def write_sample(seed: int = 1) -> int:
+def write_sample(seed: int = 2) -> int:
     """Chooses a new sample, as after a change of `AXES`; returns how many compositions it has."""
     draw = random.Random(seed)
     allowed = allowed_pairs()
