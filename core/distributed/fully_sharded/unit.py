@@ -55,14 +55,6 @@ class Slot:
         self.units: list[Unit] = []
         self.owner: Unit | None = None
 
-    def invalidate_graphs(self) -> None:
-        """Makes autograd raise where the graph of a gradient (``create_graph=True``) reads the values up to now.
-
-        Others read through `SavedWeights`, which gathers them again.
-        """
-        versions = tuple(part._version + 1 for part in self.parts)
-        torch._C._autograd._unsafe_set_version_counter(tuple(self.parts), versions)
-
     def leave_to(self, unit: Unit) -> Sequence[Unit]:
         """Leaves the memory, with its values, to `unit`; returns the others, which take turns with new memory."""
         others = [other for other in self.units if other is not unit]
@@ -207,7 +199,6 @@ class Unit:
             before.finish_gather()
             before._keep_part()
             before.hide()
-            self.slot.invalidate_graphs()
         if waits:
             lane.run(self._gather)
         else:

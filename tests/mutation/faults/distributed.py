@@ -214,13 +214,6 @@ MUTATIONS = (
         _SAVED,
     ),
     Mutation(
-        "a gradient's graph reads a slot that another unit has taken",
-        "core.distributed.fully_sharded.unit.Slot.invalidate_graphs",
-        r"_version \+ 1",
-        "_version",
-        _SAVED,
-    ),
-    Mutation(
         "two units that run at once share a slot",
         "core.distributed.fully_sharded.gathering.ParameterGathering._reject_running",
         r"if owner is not None and owner\.running:",

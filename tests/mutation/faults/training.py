@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation(
         "a batch's memory on the GPU is reused while the step reads it",
         "core.training.device_batches._SideStreamCopy.wait",
-        r"tensor\.record_stream\(computing\)",
+        r"streams\.used_on\(tensor, computing\)",
         "pass",
         ("tests/unit/training/test_device_batches.py",),
     ),
