@@ -27,7 +27,7 @@ def simulated_streams() -> Iterator[Simulation]:
     with ExitStack() as stack:
         for owner, values in (
             (streams, _seam(simulation)),
-            (torch.cpu, _of_fsdp2(simulation)),
+            (torch.cpu, _names_of_both(simulation)),  # where FSDP2 takes them from
             (torch.accelerator, {"current_stream": lambda device=None: simulation.current}),
             (ProcessGroup, _collectives(simulation)),
             (threading.Thread, _threads(simulation)),
@@ -49,13 +49,10 @@ def simulated_streams() -> Iterator[Simulation]:
 def _seam(simulation: Simulation) -> dict[str, Any]:
     def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         made = torch.empty(shape, dtype=dtype, device=HOST)
-        simulation._memory[made.untyped_storage()._cdata].is_pinned = True
+        simulation.memory(made).is_pinned = True
         return made
 
-    return {
-        "Stream": lambda *args, **kwargs: Stream(simulation),
-        "current_stream": lambda device=None: simulation.current,
-        "stream": simulation.on,
+    return _names_of_both(simulation) | {
         "synchronize": simulation.synchronize,
         "is_asynchronous": lambda device: device != HOST,
         "is_current_stream_capturing": lambda: False,
@@ -64,7 +61,7 @@ def _seam(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def _of_fsdp2(simulation: Simulation) -> dict[str, Any]:
+def _names_of_both(simulation: Simulation) -> dict[str, Any]:
     return {
         "Stream": lambda *args, **kwargs: Stream(simulation),
         "Event": lambda *args, **kwargs: Event(simulation),

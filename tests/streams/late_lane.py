@@ -19,10 +19,12 @@ class _LateLane(CommLane):
 
     def __init__(self) -> None:
         self.tasks: deque[lane._Task] = deque()  # that have not run, in order
+        self.submitted = 0
 
     def submit(self, run: Callable[[], None]) -> Handle:
         task = _LateTask(run, self)
         self.tasks.append(task)
+        self.submitted += 1
         return task
 
     def run_up_to(self, task: lane._Task | None) -> None:

@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         if is_view:
             return
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
-        device, to_host = kwargs.get("device"), any(map(simulation.is_host, inputs))
+        device, to_host = kwargs.get("device"), any(simulation.memory(tensor).is_host for tensor in inputs)
         if device is not None:
             to_host = torch.device(device) == HOST
         fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
@@ -85,11 +85,11 @@ class Recorder(TorchDispatchMode):
     def _blocks(self, name: str, args: Any, kwargs: Any, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> bool:
         if name in _READ_BY_HOST:
             return True
-        if name not in _COPIES or len({self._simulation.is_host(tensor) for tensor in (*reads, *writes)}) < 2:
+        memories = [self._simulation.memory(tensor) for tensor in (*reads, *writes)]
+        if name not in _COPIES or len({memory.is_host for memory in memories}) < 2:
             return False
         asked = kwargs.get("non_blocking", args[2] if name == "aten::copy_" and len(args) > 2 else False)
-        on_host = [tensor for tensor in (*reads, *writes) if self._simulation.is_host(tensor)]
-        return not asked or not all(map(self._simulation.is_pinned, on_host))
+        return not asked or not all(memory.is_pinned for memory in memories if memory.is_host)
 
 
 class Devices(TorchFunctionMode):
@@ -110,7 +110,7 @@ class Devices(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _is_host(self, tensor: Tensor) -> bool:
-        return type(tensor) in (Tensor, torch.nn.Parameter) and self._simulation.is_host(tensor)
+        return type(tensor) in (Tensor, torch.nn.Parameter) and self._simulation.memory(tensor).is_host
 
 
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]

@@ -50,7 +50,9 @@ class Access(NamedTuple):
 
 
 @dataclass
-class _Memory:
+class Memory:
+    """A storage: where it is, and what is done with it."""
+
     home: str
     """The stream that it was allocated on."""
     is_host: bool = False
@@ -118,7 +120,7 @@ class Simulation:
         self.waits: list[tuple[Frame, ...]] = []
         self.operations: dict[str, int] = {}
         self._clocks: dict[str, Clock] = {}
-        self._memory: dict[int, _Memory] = {}  # by the storage's address
+        self._memory: dict[int, Memory] = {}  # by the storage's address
         self._debts: dict[str, list[Access]] = {}  # by the stream whose next allocation may take the memory
         self._count, self._num_streams = 0, 0
         self._lock = threading.RLock()
@@ -187,26 +189,20 @@ class Simulation:
         with self._lock:
             self._memory_of(tensor.untyped_storage(), self.current.name, is_host, is_pinned)
 
-    def is_host(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is in the host's memory."""
-        memory = self._memory.get(tensor.untyped_storage()._cdata)
-        return memory is not None and memory.is_host
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is in the host's pinned memory."""
-        memory = self._memory.get(tensor.untyped_storage()._cdata)
-        return memory is not None and memory.is_pinned
+    def memory(self, tensor: Tensor) -> Memory:
+        """Returns what is known of a tensor's memory."""
+        return self._memory.get(tensor.untyped_storage()._cdata) or Memory(MAIN)
 
     def used_on(self, tensor: Tensor, stream: Stream) -> None:
         """`Tensor.record_stream`."""
-        self._memory[tensor.untyped_storage()._cdata].used_on.add(stream.name)
+        self.memory(tensor).used_on.add(stream.name)
 
     def _memory_of(
         self, storage: torch.UntypedStorage, line: str, is_host: bool = False, is_pinned: bool = False
-    ) -> _Memory:
+    ) -> Memory:
         key = storage._cdata
         if key not in self._memory:
-            self._memory[key] = _Memory(line, is_host, is_pinned)
+            self._memory[key] = Memory(line, is_host, is_pinned)
             weakref.finalize(storage, self._freed, key)
             clock = self.clock(line)
             for old in () if is_host else self._debts.pop(line, ()):
@@ -247,7 +243,7 @@ class Simulation:
         """
         with self._lock:
             tensors = [tensor for tensor in (*reads, *writes) if tensor.numel()]
-            on_host = bool(tensors) and all(map(self.is_host, tensors))
+            on_host = bool(tensors) and all(self.memory(tensor).is_host for tensor in tensors)
             host, line = self.host, self.host if on_host else (stream or self.current).name
             self.join(line, self.clock(host))
             self._count += 1

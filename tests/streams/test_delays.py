@@ -117,7 +117,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), DEVICES[1]])
 @pytest.mark.parametrize("place", ["lanes", "computation"])
 @pytest.mark.parametrize(("kind", "fields"), KINDS)
 def test_delays_change_no_bit(device: str, place: str, kind: str, fields: dict[str, Any]) -> None:

@@ -50,17 +50,15 @@ def _trained(kind: str, fields: dict[str, Any], is_late: bool) -> list[torch.Ten
     with late_lanes() if is_late else nullcontext([]) as lanes:
         model = build(kind, toy(tied=False), **fields)
         optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.05, clip_grad=0.1), [model])
-        submitted = 0
         for _ in range(3):
             model.zero_grad_buffer()
             accumulate(model)
-            submitted += sum(len(lane.tasks) for lane in lanes)
             finalize_model_grads([model])
             optimizer.step()
             with torch.no_grad():
                 model(torch.arange(4).view(1, 4))
         model.settle_parameters()
-        assert bool(lanes) == is_late and (submitted or not is_late), "no task was late"
+        assert any(lane.submitted for lane in lanes) == is_late, "no task was late"
         return [local_part(p).detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -324,4 +324,5 @@ def _host_reads() -> None:
 
 
 def test_waits_of_the_host_are_noted() -> None:
-    assert [wait.rpartition(" ")[2] for wait in simulate(_host_reads).waits] == ["_host_reads", "_host_reads"]
+    lines = {wait.rpartition(" ")[0] for wait in simulate(_host_reads).waits if wait.endswith(" _host_reads")}
+    assert len(lines) == 2

@@ -76,7 +76,7 @@ MUTATIONS = (
         "streams: a task that raises ends its lane's turn",
         "core.comm.lane._StreamLane.submit",
         r"task\.execute\(\)",
-        "run()",
+        "(run(), task._ended.set())",
         (f"{PROGRAMS_ON_STREAMS}an_error_in_a_lane_frees_no_memory_in_use",),
     ),
     Mutation(

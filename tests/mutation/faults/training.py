@@ -65,11 +65,4 @@ MUTATIONS = (
         "pass",
         (f"{PROGRAMS_ON_STREAMS}batches_are_copied_on_a_side_stream",),
     ),
-    Mutation(
-        "streams: a batch's memory is given away while it is used",
-        "core.training.device_batches._SideStreamCopy.wait",
-        r"streams\.used_on\(tensor, computing\)",
-        "pass",
-        (f"{PROGRAMS_ON_STREAMS}batches_are_copied_on_a_side_stream",),
-    ),
 )
