@@ -180,8 +180,8 @@ class OptimizerState(ABC):
         if name := next(iter(differing), None):
             message = (
                 f"the optimizer state of another rank, cut, precision or model was to be loaded: of {name} it has "
-                f"{saved.get(name)}, by offsets and shapes, and this rank {own.get(name)}; load on each rank "
-                "what it has saved, or use core.dist_checkpointing, whose checkpoints fit any cut"
+                f"{saved.get(name)}, by offsets and shapes, and this rank {own.get(name)}; load on each rank what it "
+                "has saved, or use core.dist_checkpointing, whose checkpoints fit any cut"
             )
         for group in dict.fromkeys(group for p in self._params for group in p.shard_groups()):
             # Without it the ranks whose state fits would wait for the others in their next collective.
