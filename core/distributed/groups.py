@@ -95,8 +95,10 @@ def find_groups(
 
 
 def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
-    """Makes a group of some members of `group`, this rank among them, with its timeout; every rank of `group` calls it,
-    each with its own members."""
+    """Makes a group of some members of `group`, this rank among them, with its timeout.
+
+    Every rank of `group` calls it, each with its own members.
+    """
     backend = group._get_backend(torch.device(device.device_type()))
     ranks = dist.get_process_group_ranks(group)
     _equalize_numbers_of_groups(group)
