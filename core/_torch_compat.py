@@ -43,6 +43,12 @@ def group_of_name(name: str) -> dist.ProcessGroup:
     return group
 
 
+def num_groups_of_this_rank() -> int:
+    """Returns the number of process groups of this rank, which torch puts into names of groups made by their members
+    alone; with another number there the members would wait for each other."""
+    return len(vars(dist.distributed_c10d)["_world"].pg_names)
+
+
 def reduce_parameters_without_gradient(module: FSDPModule) -> None:
     """Lets an FSDP2 module reduce zeros for a parameter that backward did not reach on this rank.
 

@@ -22,6 +22,7 @@ from .rendezvous.rounds import store_of_round
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _GLOO_LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
+_NCCL_HOST_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")  # https://docs.nvidia.com/cuda/cublas, "Results reproducibility"
 
 
@@ -57,7 +58,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
     Raises:
         ConfigError: the group exists and does not carry them; or variables that name no place of a rank.
     """
-    connect_gloo_when_needed()
+    set_backend_defaults()
     if dist.is_initialized():
         if carries_host_tensors and "gloo" not in (backends := str(dist.get_backend_config())):
             raise ConfigError(
@@ -82,15 +83,18 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
         dist.init_process_group(backend, timeout=timeout)
 
 
-def connect_gloo_when_needed() -> None:
-    """Lets the gloo groups that are made from now on connect two ranks when they first talk, unless the environment
-    says otherwise; on CPU, where gloo carries everything, does nothing.
+def set_backend_defaults() -> None:
+    """Sets, for groups that connect from now on, what the environment leaves open; on CPU does nothing.
 
-    Next to NCCL gloo carries little. All to all at once is a socket for each other rank and group, beyond the usual
-    limit of 1,024 open files at a thousand ranks.
+    NCCL starts collectives of several groups on the device in the host's order (since 2.26). Ranks whose devices start
+    two of them in different orders may wait for each other.
+
+    Next to NCCL gloo carries little: its ranks connect when they first talk. All to all at once is a socket for each
+    other rank and group, beyond the usual limit of 1,024 open files at a thousand ranks.
     """
     if device_type() == "cuda":
         os.environ.setdefault(_GLOO_LAZY_INIT, "1")
+        os.environ.setdefault(_NCCL_HOST_ORDER, "1")
 
 
 def _local_rank() -> int:

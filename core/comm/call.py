@@ -122,6 +122,10 @@ class Collective:
             OutOfStepError: from `error`.
         """
         self.has_failed = True
+        self.raise_explained(error)
+
+    def raise_explained(self, error: BaseException) -> None:
+        """As `explain`, for a call that goes on."""
         for explain in _EXPLAIN:
             explain(error, self)
 

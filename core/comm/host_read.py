@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import time
 
-import torch.distributed as dist
 from torch import Tensor
 
 from . import streams
-from .call import CallRecord
-from .record import first_unfinished, is_recording
+from .record import is_recording, raise_if_late
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-5, 1e-3
 _LOOKS_FOR_LATE_S = 1.0
@@ -70,24 +68,8 @@ def wait_for(event: streams.Event) -> None:
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
         if time.monotonic() - looked_at > _LOOKS_FOR_LATE_S and is_recording():
-            _raise_if_late()
+            raise_if_late()
             looked_at = time.monotonic()
-
-
-def _raise_if_late() -> None:
-    call = first_unfinished(_longest_s)
-    if call is None:
-        return
-    error = dist.DistBackendError(
-        f"timed out waiting {1000 * _longest_s(call.record):.0f}ms for the device to end {call.kind} {call.number}"
-    )
-    call.explain(error)
-    raise error
-
-
-def _longest_s(record: CallRecord) -> float:
-    """Returns how many seconds a collective may take: less than the backend's limit, when NCCL ends the process."""
-    return record.limit_s - min(30.0, record.limit_s / 10)
 
 
 def _to_list(numbers: Tensor) -> list[float]:

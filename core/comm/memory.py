@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ..host_memory import transient_memory
 from ..warn import warn_once
+from .by_backend import all_reduce_by_backend
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 """Returns `[numel]` uninitialised elements, given the number, dtype and device."""
@@ -27,13 +28,15 @@ def can_register(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def allocator(group: ProcessGroup, device: torch.device, *, registers: bool) -> Allocate:
-    """Returns the allocator for buffers of a group's collectives.
+    """Returns the allocator for buffers of a group's collectives; every rank of the group calls it.
 
     Args:
         registers: from the backend, where it can (`can_register`).
     """
     if not (registers and can_register(group, device)):
         return transient_memory
+    # NCCL registers memory with a communicator, which exists from the group's first collective on that device.
+    all_reduce_by_backend(torch.zeros(1, device=device), group, what="nothing, to connect the ranks")
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         made: Tensor = group._get_backend(device).allocate_tensor(numel, dtype=dtype, device=device)

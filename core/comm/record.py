@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch_compat import group_time_limit
+from ..errors import OutOfStepError
 from . import streams
 from .call import UNRECORDED, CallRecord, Collective
 from .flight_recorder import Position, positions_of, publish_positions
@@ -143,15 +145,38 @@ def latest_collective() -> Collective | None:
 
 
 def first_unfinished(at_least_s: Callable[[CallRecord], float]) -> Collective | None:
-    """Returns the collective, in any group, that has been running longest, if for more than `at_least_s` seconds.
+    """Returns the collective on an accelerator, in any group, that has been running longest, if for more than
+    `at_least_s` seconds.
 
     Args:
         at_least_s: returns the seconds for the record of a call's group.
     """
     now = time.time()
     calls = [call for record in _live_records() if (call := record.first_unfinished()) is not None]
-    late = [call for call in calls if now - call.started_at > at_least_s(call.record)]
+    late = [call for call in calls if call.on_device and now - call.started_at > at_least_s(call.record)]
     return min(late, key=lambda call: call.started_at, default=None)
+
+
+def raise_if_late() -> None:
+    """Raises if a collective has run nearly as long as its backend lets it, after which NCCL ends the process.
+
+    Raises:
+        OutOfStepError: explains it.
+    """
+    call = first_unfinished(_longest_s)
+    if call is not None:
+        call.explain(error := _too_late(call))
+        raise error
+
+
+def _longest_s(record: CallRecord) -> float:
+    return record.limit_s - min(30.0, record.limit_s / 10)
+
+
+def _too_late(call: Collective) -> dist.DistBackendError:
+    return dist.DistBackendError(
+        f"timed out waiting {1000 * _longest_s(call.record):.0f}ms for the device to end {call.kind} {call.number}"
+    )
 
 
 def _live_records() -> list[CollectiveRecord]:
@@ -227,6 +252,14 @@ _INTERVALS_WITHOUT_ANSWER = 3
 """Looks into the store, without another answer, after which those that are missing are taken to be paused or gone."""
 
 
+def _write_explanation(call: Collective) -> None:
+    try:
+        call.raise_explained(_too_late(call))
+    except OutOfStepError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+
+
 class _Listener:
     """A thread that publishes this process's records when a rank asks. It ends with the process or the store.
 
@@ -242,6 +275,8 @@ class _Listener:
         # The store that `_answered` counts in, or None. `_answer` sets it; `_run` clears it when the process group was
         # destroyed. Only the thread uses it.
         self._answered_in: Any = None
+        # The last call that `_explain_late` has explained, or None. Only the thread uses it.
+        self._explained: Collective | None = None
         atexit.register(self.stop)
 
     def ensure_running(self) -> None:
@@ -261,10 +296,23 @@ class _Listener:
                 self._answered_in = None
                 continue
             try:
+                self._explain_late()
                 self._answer(_store())
                 failures = 0
             except Exception:  # a time limit of the store, or the rank that held it has left
                 failures += 1
+
+    def _explain_late(self) -> None:
+        """Writes to stderr why the device does not go on, a little after `raise_if_late` would raise.
+
+        A host that waits for the device in its driver, as where too much is queued, can raise nothing.
+        """
+        call = first_unfinished(lambda record: _longest_s(record) + min(5.0, record.limit_s / 20))
+        if call is None or call is self._explained:
+            return
+        self._explained = call
+        # In a thread of its own, because an explanation waits for answers, of this listener too.
+        threading.Thread(target=_write_explanation, args=(call,), name="late-collective", daemon=True).start()
 
     def _answer(self, store: Any) -> None:
         if not store.check([_QUESTIONS]):  # else reading it would wait

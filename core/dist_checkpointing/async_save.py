@@ -58,7 +58,7 @@ class AsyncSaver:
         """
         self.wait()
         if self._group is None and dist.is_available() and dist.is_initialized():
-            device.connect_gloo_when_needed()  # the maker of the default group may not have asked for it
+            device.set_backend_defaults()  # the maker of the default group may not have asked for it
             self._group = dist.new_group(backend="gloo", timeout=_GROUP_LIMIT)
         state = dict(state)  # the caller may change the mapping as soon as this returns, as it may the values
         self._staging.begin(state, self._agree)

@@ -17,6 +17,7 @@ from ..dtypes import dtype_name
 from ..errors import CheckpointError
 from ..kept_ranges import kept_range
 from .agreement import Ranks
+from .save_plan import of_first_rank
 from .views.flat_range import FlatRange, whole_view
 from .views.global_view import global_shape, global_view, local_slices, local_tensor
 
@@ -24,12 +25,17 @@ from .views.global_view import global_shape, global_view, local_slices, local_te
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns ``module.state_dict()`` with a :func:`global_view` of each tensor, for ``save`` and ``load``.
 
-    The values share storage with the module. A tensor with several names (tied weights) has only the first.
+    The values share storage with the module. Buffers are saved as the first rank has them. A tensor with several names
+    (tied weights) has only the first.
 
     Raises:
         CheckpointError: the module's state has an entry that is no tensor.
     """
-    return {names[0]: whole_view(tensor) for names, tensor in _targets(module)}
+    views = {names[0]: whole_view(tensor) for names, tensor in _targets(module)}
+    for names, tensor in _targets(module):
+        if not isinstance(tensor, nn.Parameter):
+            views[names[0]] = of_first_rank(views[names[0]])
+    return views
 
 
 def load_model_state_dict(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save_sharded
 from torch.distributed.tensor import DTensor
@@ -37,6 +37,7 @@ from .format.safe_metadata import json_problem
 from .format.staging import HostStaging
 from .format.verification import damage, differing_tensors, verified_line
 from .format.writer import RawWriter
+from .save_plan import SpreadPlanner
 from .views.flat_range import FlatRange
 
 _PROBLEMS_SHOWN = 50
@@ -58,7 +59,8 @@ def save(
     depend on the layout. One process at a time writes in a folder, see `folder_lock`. Collective over `process_group`.
 
     Args:
-        state: tensors by name, on any device. A tensor that several ranks hold is written by one of them.
+        state: tensors by name, on any device. A tensor that several ranks hold is written by one of them,
+            a buffer (of `model_state_dict`) by the first.
         directory: created with its parents. All ranks must see the same file system.
         metadata: text keys and JSON values; tuples become lists. The first rank's is written.
         keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, each
@@ -74,7 +76,7 @@ def save(
     ranks, folder = Ranks(process_group), _folder(directory)
     ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", _unsavable(state, metadata)))
     writer = RawWriter(folder, metadata, keep, staging)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = SpreadPlanner(state)
     try:
         _run_dcp(
             torch_save_sharded, _detached(state), ranks, f"saving {folder}", storage_writer=writer, planner=planner

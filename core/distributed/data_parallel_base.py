@@ -20,6 +20,7 @@ from .engine import Engine
 from .gradient_state import GradientState, Phase
 from .gradient_tree import GradientTree
 from .groups import Ranks, find_groups
+from .model.broadcast import broadcast_buffers, has_running_statistics
 from .model.expert_parameters import reject_expert_parameters
 from .model.gradient_checks import GradientChecks
 from .model.rewrapping import reject_wrapped
@@ -80,6 +81,8 @@ class _BaseDataParallel(nn.Module, ABC):
         self._syncs_gradients = True
         # With ``check_for_large_grads`` remembers the largest norm of each gradient; otherwise without state.
         self._gradient_checks = GradientChecks(plan.checks_for_nan, plan.checks_for_large)
+        asked = plan.broadcasts_buffers
+        self._broadcasts_buffers = has_running_statistics(module) if asked is None else asked  # fixed
         # Number of steps whose gradients were reduced, for messages. `finish_grad_sync` counts; never reset.
         self._step = 0
         # Parameters that an optimizer of `core.optimizer` updates: each adds its own when it is built. Never cleared.
@@ -184,7 +187,8 @@ class _BaseDataParallel(nn.Module, ABC):
         """Starts the reduction that `finish_grad_sync` completes; does nothing in a wrapper that does not overlap."""
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduces gradients over ranks: afterwards every rank has its shard of the global gradient.
+        """Reduces gradients over ranks: afterwards every rank has its shard of the global gradient, and with
+        ``broadcast_buffers`` rank 0's buffers.
 
         Args:
             force_all_reduce: leave the whole gradient on every rank, not a shard; as in Megatron-LM, only in wrappers
@@ -201,8 +205,16 @@ class _BaseDataParallel(nn.Module, ABC):
         if self._tree is not None:
             self._tree.check_complete()
         self._finish_grad_sync(force_all_reduce)
+        self._share_buffers()
         self.gradient_state.note_reduced()
         self._step += 1
+
+    def _share_buffers(self) -> None:
+        """Makes buffers equal on all ranks. Here and not before a forward, as torch's DDP: an evaluation, on all ranks
+        or one, and a checkpoint then see the same, and a forward between others' backwards writes nothing they saved.
+        """
+        if self._broadcasts_buffers:
+            broadcast_buffers(self.module, self.process_group)
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Returns this rank's part of the gradient that the optimizer reads; it may be empty."""

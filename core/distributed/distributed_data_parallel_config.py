@@ -122,6 +122,10 @@ class DistributedDataParallelConfig:
     and number of micro-batches stay, and sizes of tensor and context parallelism (docs/reproducible.md).
     """
 
+    broadcast_buffers: bool | None = None
+    """Send rank 0's persistent buffers to all ranks whenever gradients are reduced, so that replicas evaluate and are
+    saved with the same. None: if a module has running statistics, as BatchNorm has."""
+
     data_parallel_sharding_strategy: str = "no_shard"
     """What is sharded: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``."""
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import device, parallel_state
+from .._torch_compat import num_groups_of_this_rank
+from ..comm.by_backend import all_reduce_by_backend
 from ..errors import ParallelConfigError
 from ..process_groups_config import ProcessGroupCollection
 
@@ -93,14 +95,31 @@ def find_groups(
 
 
 def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
-    """Makes a group of some members of `group`, this rank among them, with its timeout; these ranks alone call it."""
+    """Makes a group of some members of `group`, this rank among them, with its timeout.
+
+    Every rank of `group` calls it, each with its own members.
+    """
     backend = group._get_backend(torch.device(device.device_type()))
     ranks = dist.get_process_group_ranks(group)
+    _equalize_numbers_of_groups(group)
     timeout: timedelta = backend.options._timeout
     made: dist.ProcessGroup = dist.new_group(
         [ranks[member] for member in members], timeout=timeout, use_local_synchronization=True
     )
     return made
+
+
+def _equalize_numbers_of_groups(group: dist.ProcessGroup) -> None:
+    """Makes every rank of `group` a member of equally many groups, by groups of one rank.
+
+    Torch names a group that only its members make by their ranks and by how many groups this rank is in. Under
+    different names they would wait for each other.
+    """
+    count = num_groups_of_this_rank()
+    largest = torch.tensor(count, device=device.current_device())
+    all_reduce_by_backend(largest, group, what="the number of process groups", op=dist.ReduceOp.MAX)
+    for _ in range(int(largest) - count):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -148,6 +148,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         self._look_for_failures()
         is_accumulating = self.gradient_state.phase is Phase.ACCUMULATING and self._adds_exactly
         if is_accumulating and not any(True for _ in whole_gradients(self.module)):
+            self._share_buffers()
             self.gradient_state.note_reduced()  # by the backward itself: finalize_model_grads would add nothing
         super().check_may_step_directly(optimizer)
 

@@ -216,10 +216,10 @@ def _in_whole_vectors(kernel: Kernel, rows: list[list[Tensor]], elements: int) -
                 row[index] = tensor.contiguous()
                 copies.append((tensor, row[index]))
         length = row[0].numel() // elements * elements
+        flat = [tensor.view(-1) for tensor in row]  # of one stride, which the kernel on CUDA asks of a whole row
         if length == row[0].numel():
-            whole.append(row)
+            whole.append(flat)
             continue
-        flat = [tensor.view(-1) for tensor in row]
         ends.append([tensor[length:] for tensor in flat])
         if length:
             whole.append([tensor[:length] for tensor in flat])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..device import connect_gloo_when_needed, device_type
+from ..device import device_type, set_backend_defaults
 from ..errors import ParallelConfigError, ParallelStateError
 from ..ranges import check_positive
 from .rank_generator import parse_order, rank_groups
@@ -196,7 +196,7 @@ def make_parallel_groups(sizes: ParallelSizes, timeout: timedelta) -> ParallelGr
     world = dist.group.WORLD
     if world is None:
         raise ParallelStateError("torch.distributed is not initialised; call core.device.init_process_group() first")
-    connect_gloo_when_needed()
+    set_backend_defaults()
     dense, expert = sizes.grids()
     kinds = {kind: rank_groups(dense, axes) for kind, axes in _DENSE_KINDS.items()}
     kinds |= {kind: rank_groups(expert, axes) for kind, axes in _EXPERT_KINDS.items()}

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._torch_compat import called_while_compiled
+
 _ALIGNED_CHANNELS = 8
 """CUDA's kernels take heads whose width is a multiple of this."""
 
@@ -42,11 +44,23 @@ class PartialAttention:
 
 
 def has_kernel(query: torch.Tensor, dropout: float) -> bool:
-    """Returns whether there is a fused kernel: on CPU without dropout, on CUDA up to fp32 and 256 channels per
-    head."""
+    """Returns whether there is a fused kernel: on CPU without dropout, on CUDA in half precision (`has_flash_kernel`)
+    and in fp32, up to 256 channels per head."""
     if query.device.type == "cpu":
         return dropout == 0.0 and query.is_floating_point()
-    return query.is_cuda and query.dtype in (*LOW_PRECISION, torch.float32) and query.shape[-1] <= MOST_CHANNELS
+    is_fp32 = query.is_cuda and query.dtype is torch.float32 and query.shape[-1] <= MOST_CHANNELS
+    return is_fp32 or has_flash_kernel(query)
+
+
+def has_flash_kernel(query: torch.Tensor) -> bool:
+    """Returns whether CUDA's flash kernel takes it: in half precision, up to 256 channels per head, since Ampere."""
+    is_fit = query.is_cuda and query.dtype in LOW_PRECISION and query.shape[-1] <= MOST_CHANNELS
+    return is_fit and _is_ampere_or_later(query.device.index)
+
+
+@called_while_compiled
+def _is_ampere_or_later(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def attend(

@@ -11,13 +11,8 @@ from typing import Any
 
 import torch
 
-from .attention_kernels import LOW_PRECISION, MOST_CHANNELS, aligned, no_random_state
+from .attention_kernels import aligned, no_random_state
 from .attention_operation import define_attention
-
-
-def has_kernel_for_documents(query: torch.Tensor) -> bool:
-    """Returns whether one call attends within each of many documents: on CUDA, in half precision."""
-    return query.is_cuda and query.dtype in LOW_PRECISION and query.shape[-1] <= MOST_CHANNELS
 
 
 def attend_within_documents(

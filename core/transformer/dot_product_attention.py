@@ -14,9 +14,9 @@ from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.groups import group_size
 from ..tensor_parallel.random import get_rng_tracker
 from .attention_backend import only_backend, takes_pieces, warn_of_slow_pieces, why_not_backend
-from .attention_kernels import has_kernel
+from .attention_kernels import has_flash_kernel, has_kernel
 from .context_parallel import gather_sequence, own_positions
-from .document_attention import attend_within_documents, has_kernel_for_documents
+from .document_attention import attend_within_documents
 from .document_masks import PackedDocuments, visible_keys
 from .enums import AttnMaskType
 from .module import MegatronModule
@@ -146,7 +146,7 @@ class DotProductAttention(MegatronModule):
             self._check_backend(query.transpose(1, 2), key.transpose(1, 2), dropout)
         with get_rng_tracker().fork() if dropout > 0.0 else nullcontext():
             bounds = None if documents is None or group_size(group) > 1 else documents.bounds
-            if documents is not None and bounds is not None and has_kernel_for_documents(query):
+            if documents is not None and bounds is not None and has_flash_kernel(query):
                 return attend_within_documents(query, key, value, bounds, documents.counts, dropout).flatten(2)
             warn_of_slow_pieces(
                 query.device.type, documents is not None, group_size(group), query.dtype, query.shape[-1]

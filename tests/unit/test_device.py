@@ -120,8 +120,9 @@ def test_a_rank_with_a_gpu_claims_the_one_of_its_local_rank(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("kind", "before", "after"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)], ids=str
 )
-def test_next_to_nccl_gloo_connects_ranks_when_they_first_talk(
-    kind: str, before: str | None, after: str | None
+@pytest.mark.parametrize("name", ["TORCH_GLOO_LAZY_INIT", "NCCL_LAUNCH_ORDER_IMPLICIT"])
+def test_the_environment_of_backends_is_filled_up_on_a_gpu(
+    name: str, kind: str, before: str | None, after: str | None
 ) -> None:
     with (
         mock.patch.dict(os.environ, SHARDSTACK_DEVICE=kind),
@@ -129,11 +130,11 @@ def test_next_to_nccl_gloo_connects_ranks_when_they_first_talk(
         mock.patch.object(torch.cuda, "set_device"),
         mock.patch.object(dist, "init_process_group") as joined,
     ):
-        os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+        os.environ.pop(name, None)
         if before is not None:
-            os.environ["TORCH_GLOO_LAZY_INIT"] = before
+            os.environ[name] = before
         seen: list[str | None] = []
-        joined.side_effect = lambda *args, **kwargs: seen.append(os.environ.get("TORCH_GLOO_LAZY_INIT"))
+        joined.side_effect = lambda *args, **kwargs: seen.append(os.environ.get(name))
         device.init_process_group()
     assert seen == [after]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -31,6 +32,28 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup)
             broadcast_by_backend(sent, group, what="initial values")
             if sent is not local:
                 local.copy_(sent)
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Returns whether a training forward changes buffers by its own batch, as that of BatchNorm does."""
+    return any(getattr(submodule, "running_mean", None) is not None for submodule in module.modules())
+
+
+@torch.no_grad()
+def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Overwrites persistent buffers with those of the group's first rank, by one collective for each dtype."""
+    if group.size() == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for submodule in module.modules():
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and name not in submodule._non_persistent_buffers_set:
+                by_dtype[buffer.dtype].append(local_part(buffer))
+    for buffers in by_dtype.values():
+        sent = torch.cat([buffer.reshape(-1).to(device.current_device()) for buffer in buffers])
+        broadcast_by_backend(sent, group, what="the model's buffers")
+        for buffer, values in zip(buffers, sent.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(values.view_as(buffer))
 
 
 def share_init_seeds(module: nn.Module, group: dist.ProcessGroup) -> int:

@@ -15,7 +15,8 @@ def reject_unfit(module: nn.Module) -> None:
     """Raises for models that no wrapper can train as the plain module would.
 
     Raises:
-        WrapError: a parameter is complex, or two parameters share memory without being one.
+        WrapError: a parameter is complex, parameters are trained on several devices, or two share memory without being
+            one.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_complex() and parameter.requires_grad:
@@ -23,6 +24,13 @@ def reject_unfit(module: nn.Module) -> None:
                 f"parameter {name} is complex, which gradient norms and updates do not know; hold its real and "
                 "imaginary parts in a real parameter, and view that with torch.view_as_complex"
             )
+    devices = {p.device: name for name, p in module.named_parameters() if p.requires_grad and not p.is_meta}
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise WrapError(
+            f"parameters are trained on several devices ({found}), whose backwards run at the same time; move the "
+            "model to one device, or freeze those of the others"
+        )
     _reject_shared_memory(module)
 
 

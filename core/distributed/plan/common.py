@@ -60,6 +60,7 @@ def common_plan(
         "reduces_every_micro_batch": settings.reduce_every_micro_batch,
         "checks_for_nan": settings.check_for_nan_in_grad,
         "checks_for_large": settings.check_for_large_grads,
+        "broadcasts_buffers": settings.broadcast_buffers,
         "is_reproducible": settings.reproducible_across_ranks,
         "settings": (
             ("the wrapper", caller),

@@ -118,6 +118,8 @@ class ShardingPlan:
     """Gradients are reduced after each micro-batch, so that whole gradients never accumulate."""
     checks_for_nan: bool
     checks_for_large: bool
+    broadcasts_buffers: bool | None = None
+    """Buffers are rank 0's after each reduction; None: where the model has running statistics."""
     is_reproducible: bool = False
     """Sums over a global batch have one shape on any number of data-parallel ranks, that of `tree`."""
     frozen: tuple[ParamPlan, ...] = ()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import core.diagnostics  # noqa: F401  # which explains
 from core import device
 from core.comm import host_read, streams
 from core.comm.by_backend import all_reduce_by_backend
@@ -19,7 +23,7 @@ from core.comm.record import NUM_CALLS_KEPT, record_of
 from core.errors import OutOfStepError
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 from tests.unit._ranks import fake_world
-from tests.unit._spawn import reach, run_distributed, wait_for
+from tests.unit._spawn import JOB_LIMIT_S, reach, run_distributed, wait_for
 
 
 class _Event:
@@ -158,6 +162,40 @@ def test_a_waiting_device_is_explained_before_the_backends_limit() -> None:
     assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message
     assert "rank 1 waited in all-reduce 1 of the gradient norm (4 B) instead, its call 2" in message
     assert "timed out waiting 900ms for the device to end all-reduce 2" in message  # of one second less a tenth
+
+
+class _Messages(io.StringIO):
+    """A stream that lets a thread wait for a line about bucket a; others are of calls that earlier tests have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.has_line = "", threading.Event()
+
+    def write(self, text: str) -> int:
+        if "bucket a" in text:
+            self.line = text
+            self.has_line.set()
+        return super().write(text)
+
+
+def _is_stuck_in_the_driver() -> str:
+    group = dist.new_group()
+    record_of(group).limit_s = 1.0
+    if dist.get_rank() == 1:
+        wait_for("rank 0 has its message")
+        return ""
+    with mock.patch.object(sys, "stderr", _Messages()) as messages:
+        _enqueue("the gradients of bucket a", _Event(), group)
+        assert messages.has_line.wait(JOB_LIMIT_S / 6)
+    reach("rank 0 has its message")
+    return messages.line
+
+
+def test_a_host_that_is_stuck_elsewhere_is_explained_on_stderr() -> None:
+    (message, _) = run_distributed(_is_stuck_in_the_driver, 2)
+    assert message.startswith("rank 0 of 2 waited ")
+    assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 1 in this group" in message
+    assert "rank 1 " in message and "timed out waiting 900ms" in message
 
 
 def test_without_a_late_collective_the_host_waits_on() -> None:

@@ -6,12 +6,14 @@ import warnings
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from core.comm import collectives, memory
+from core.comm.record import record_of
 from core.device import current_device
 from core.host_memory import transient_memory
 from core.warn import warn_once
@@ -24,41 +26,48 @@ CPU = torch.device("cpu")
 
 
 class _Backend:
-    """As NCCL's: it allocates, and knows what it has allocated."""
+    """As NCCL's: it allocates, once its group has run a collective."""
 
-    def __init__(self) -> None:
-        self.allocated: list[int] = []
+    def __init__(self, group: Any, allocated: list[int]) -> None:
+        self._group, self._allocated = group, allocated
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return True
 
     def allocate_tensor(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.allocated.append(numel)
+        if not record_of(self._group).num_calls:
+            raise dist.DistBackendError("NCCL communicator has not been initialized before mem pool creation")
+        self._allocated.append(numel)
         return torch.full((numel,), 3.0, dtype=dtype, device=device)
 
 
 def _allocates_slots_and_gradients_by_the_backend() -> None:
-    backend, find = _Backend(), memory.allocator
+    allocated, find = list[int](), memory.allocator
+    twins = WeakKeyDictionary[Any, Any]()  # so that the wrapper reduces in a group that has run nothing yet
 
     def by_the_backend(group: Any, device: torch.device, *, registers: bool) -> memory.Allocate:
-        with mock.patch.object(type(group), "_get_backend", lambda *unused: backend):
+        record_of(group)  # asks the backend itself for its time limit
+        with mock.patch.object(type(group), "_get_backend", lambda *unused: _Backend(group, allocated)):
             made = find(group, device, registers=registers)
 
         def allocate(*size: Any) -> torch.Tensor:
-            with mock.patch.object(type(group), "_get_backend", lambda *unused: backend):
+            with mock.patch.object(type(group), "_get_backend", lambda *unused: _Backend(group, allocated)):
                 return made(*size)
 
         return allocate
 
-    with mock.patch("core.distributed.fully_sharded_data_parallel.allocator", by_the_backend):
+    with (
+        mock.patch("core.distributed.fully_sharded_data_parallel.allocator", by_the_backend),
+        mock.patch("core.distributed.groups._twins", twins),
+    ):
         model = build("zero3", toy(), nccl_ub=True)
-        slots = len(backend.allocated)
+        slots = len(allocated)
         assert slots == sum(len(slot.parts) for slot in {unit.slot for unit in model.units if unit.slot is not None})
         for index, tokens in enumerate(batches(dist.get_rank())):
             with nullcontext() if index == 2 else model.no_sync():
                 loss_of(model, tokens).backward()
         model.finish_grad_sync()
-        assert len(backend.allocated) > slots
+        assert len(allocated) > slots
     found = gradients(model)
     assert all(torch.equal(found[name], value) for name, value in oracle().items())
 

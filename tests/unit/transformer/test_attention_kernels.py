@@ -1,5 +1,9 @@
 """Attention to two sets of keys, put together, against torch's attention to both at once."""
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +13,7 @@ from core.transformer.attention_kernels import (
     attend,
     attend_backward,
     combine,
+    has_flash_kernel,
     has_kernel,
 )
 from core.transformer.document_attention import attend_within_documents
@@ -95,6 +100,15 @@ def test_the_backward_drops_what_the_forward_dropped(dtype: torch.dtype):
 def test_dropout_has_no_kernel_on_cpu():
     query = torch.zeros(1, 1, 1, 8)
     assert has_kernel(query, 0.0) and not has_kernel(query, 0.1)
+
+
+@pytest.mark.parametrize(("capability", "has_flash"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_gpus_before_ampere_have_no_flash_kernel(capability: tuple[int, int], has_flash: bool):
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device: capability):
+        for dtype, expected in ((torch.bfloat16, has_flash), (torch.float16, has_flash), (torch.float32, True)):
+            query: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), dtype=dtype, shape=(1, 1, 4, 8))
+            assert has_kernel(query, 0.0) is expected
+            assert has_flash_kernel(query) is (expected and dtype is not torch.float32)
 
 
 STARTS = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 7, 7], [0, 1, 1, 1, 1, 5, 5, 5, 8]])

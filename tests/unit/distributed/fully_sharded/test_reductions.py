@@ -46,3 +46,14 @@ def _twins() -> list[bool]:
 
 def test_a_group_has_one_twin_of_the_same_ranks():
     assert run_distributed(_twins, 2) == [[True, True]] * 2
+
+
+def _wraps_after_a_group_of_rank_0_alone() -> None:
+    dist.new_group([0])  # every rank calls it, as torch asks
+    model = build("zero3", Stack(layers=2), unit_classes=(nn.Linear,), group=dist.new_group([0, 1]))
+    model(torch.ones(2, 6)).sum().backward()
+    model.finish_grad_sync()
+
+
+def test_a_group_of_some_ranks_made_earlier_is_no_hang():
+    run_distributed(_wraps_after_a_group_of_rank_0_alone, 2, limit_s=90.0)

@@ -74,7 +74,7 @@ def _graphs(
         if way == "mask":  # as with dropout on the CPU
             patch.setattr(dot_product_attention, "has_kernel", lambda *unused: False)
         elif way == "kernel of CUDA":
-            patch.setattr(dot_product_attention, "has_kernel_for_documents", lambda query: True)
+            patch.setattr(dot_product_attention, "has_flash_kernel", lambda query: True)
             flash_attention_by_hand(patch)
         expected = _gradients(wrapper, ranks, {}, dtype)
         with counted_graphs(compiler) as graphs:

@@ -1,0 +1,41 @@
+"""Models that no wrapper can train as the plain module would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from core.distributed.model.unfit_models import reject_unfit
+from core.errors import WrapError
+
+
+class _OnAGPU(torch.Tensor):
+    """A tensor without memory, which says that it is on a GPU."""
+
+    @staticmethod
+    def __new__(cls, size: int) -> _OnAGPU:
+        return torch.Tensor._make_wrapper_subclass(cls, (size,), device=torch.device("cuda:0"))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _OnAGPU:
+        return cls(args[0].shape[0])  # of `detach`, which a parameter calls
+
+
+def _on_two_devices(requires_grad: bool = True) -> nn.Module:
+    model = nn.Linear(3, 2)
+    model.bias = nn.Parameter(_OnAGPU(2), requires_grad)
+    return model
+
+
+def test_a_model_trained_on_two_devices_is_refused():
+    with pytest.raises(WrapError, match=r"trained on several devices .weight on cpu, bias on cuda:0.*move the model"):
+        reject_unfit(_on_two_devices())
+
+
+def test_frozen_parameters_and_meta_ones_may_be_elsewhere():
+    reject_unfit(_on_two_devices(requires_grad=False))
+    model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
+    reject_unfit(model)
