@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bigram import bigram_validation_loss
+from corpus import prepare
 from sampling import SamplingConfig, generate_tokens, stream_text
+from text_sources import standard_library_sources
 
 from core import parallel_state
 from core.datasets.indexed_dataset import IndexedDataset
-from core.datasets.prepare import prepare, standard_library_sources
 from core.datasets.tokenizer import Tokenizer
 from core.device import barrier, current_device
 from core.dist_checkpointing import latest_checkpoint

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from corpus import prepare, train_bpe
 
 from core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from core.datasets.index_cache import load_or_build
 from core.datasets.indexed_dataset import IndexedDataset
-from core.datasets.prepare import prepare
-from core.datasets.tokenizer import load_tokenizer, train_bpe
+from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import latest_checkpoint, load, save
 from core.dist_checkpointing.description import describe, open_checkpoint
 from core.dist_checkpointing.format.folder_lock import hold_folder
