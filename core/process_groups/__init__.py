@@ -5,5 +5,4 @@ make_groups     divides the world: sizes, grids, and the groups and meshes along
 current         keeps the groups of this process, for every getter
 initialize      makes all groups at once, and destroys them
 make_getters    makes the getters that differ only in the kind of group
-expert_getters  the getters of experts
 """

@@ -1,4 +1,4 @@
-"""Stores the process groups of this process, and sizes and ranks that a script sets instead, for all getters.
+"""Stores the process groups of this process, for all getters.
 
 Before initialisation a rank is alone: some getters then return a value without a group.
 """
@@ -15,21 +15,11 @@ _groups: ParallelGroups | None = None
 """The groups of this process; None while there is no parallel state. `set_groups` sets and clears it;
 `parallel_state` calls that on initialisation and on destruction."""
 
-assumed_sizes: dict[str, int] = {}
-"""Sizes by kind of group, set by the setters of `make_getters`; valid until that setter gets None, or the groups are
-destroyed."""
-
-assumed_ranks: dict[str, int] = {}
-"""This rank's index in each kind of group. Set, and valid, as `assumed_sizes`."""
-
 
 def set_groups(groups: ParallelGroups | None) -> None:
-    """Stores the groups. None removes them, and clears assumed sizes and ranks."""
+    """Stores the groups; None removes them."""
     global _groups
     _groups = groups
-    if groups is None:
-        assumed_sizes.clear()
-        assumed_ranks.clear()
 
 
 def groups_or_none() -> ParallelGroups | None:
@@ -55,8 +45,8 @@ def member(kind: str) -> RankGroup:
     by_kind = groups(f"the {kind!r} group").by_kind
     if kind not in by_kind:
         raise ParallelStateError(
-            f"rank {dist.get_rank()} is at a pipeline stage without {kind!r} group; ask is_rank_in_{kind}_group() "
-            "first"
+            f"rank {dist.get_rank()} is at a pipeline stage without {kind!r} group; get_{kind}_group(False) returns "
+            "None there"
         )
     return by_kind[kind]
 
@@ -71,22 +61,11 @@ def process_group(kind: str, check_initialized: bool) -> ProcessGroup | None:
     return member(kind).process_group if check_initialized or has(kind) else None
 
 
-def assume(assumed: dict[str, int], kind: str, value: int | None) -> None:
-    """Sets the value for a kind of group in `assumed_sizes` or `assumed_ranks`; None removes it."""
-    assumed.pop(kind, None)
-    if value is not None:
-        assumed[kind] = value
-
-
 def size(kind: str, alone: int | None = None) -> int:
     """Returns the number of ranks of the group; before initialisation `alone`, if given."""
-    if kind in assumed_sizes:
-        return assumed_sizes[kind]
     return alone if _groups is None and alone is not None else len(member(kind).ranks)
 
 
 def rank(kind: str, alone: int | None = None) -> int:
     """Returns this rank's place in the group; before initialisation `alone`, if given."""
-    if kind in assumed_ranks:
-        return assumed_ranks[kind]
     return alone if _groups is None and alone is not None else member(kind).rank

@@ -1,19 +1,13 @@
-"""Makes the getters and setters of `core.parallel_state` that differ only in the kind of group.
-
-A setter is for a script that builds one rank's part of a model without the other ranks (a converter, a test): the
-getter of that name then returns the set value, and no group has to exist. None removes a value, as
-`destroy_model_parallel` does. Groups and their collectives do not change.
-"""
+"""Makes the getters of `core.parallel_state` that differ only in the kind of group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..errors import ParallelConfigError, ParallelStateError
+from ..errors import ParallelConfigError
 from . import current
 
 
@@ -55,26 +49,6 @@ def rank_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], 
     return getter
 
 
-def size_setter(kind: str) -> Callable[[int | None], None]:
-    """Makes a setter of the number of ranks."""
-
-    def setter(world_size: int | None) -> None:
-        """Sets the size that the getter of this name returns; None means that of the group."""
-        current.assume(current.assumed_sizes, kind, world_size)
-
-    return setter
-
-
-def rank_setter(kind: str) -> Callable[[int | None], None]:
-    """Makes a setter of this rank's place."""
-
-    def setter(rank: int | None) -> None:
-        """Sets the place that the getter of this name returns; None means that in the group."""
-        current.assume(current.assumed_ranks, kind, rank)
-
-    return setter
-
-
 def data_parallel_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
     """Returns the kind of data-parallel group that these arguments of Megatron-LM's getters ask for."""
     if partial_data_parallel and not with_context_parallel:
@@ -85,24 +59,9 @@ def data_parallel_kind(with_context_parallel: bool, partial_data_parallel: bool)
     return "dp_shard_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
 
 
-def carries_host_tensors(group: ProcessGroup) -> ProcessGroup:
-    """Returns the group.
-
-    Raises:
-        ParallelStateError: it carries no host tensors by gloo.
-    """
-    backend = str(dist.get_backend_config(group))
-    if "gloo" not in backend:
-        raise ParallelStateError(
-            f"a Gloo group was asked for, and the groups have the backend {backend}; start with "
-            "core.device.init_process_group(carries_host_tensors=True), which makes one group for both devices"
-        )
-    return group
-
-
 def name_functions(module: dict[str, Any]) -> None:
     """Names the functions made here after their variables in a module, for tracebacks and `help`."""
     for name, made in module.items():
-        if getattr(made, "__qualname__", "").endswith(("<locals>.getter", "<locals>.setter")):
+        if getattr(made, "__qualname__", "").endswith("<locals>.getter"):
             made.__name__ = made.__qualname__ = name
             made.__module__ = module["__name__"]
