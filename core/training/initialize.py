@@ -16,9 +16,9 @@ from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
 from ..errors import ConfigError
 from ..rendezvous import slurm
+from ..tensor_parallel.random_streams import seed_everything
 from .config import PretrainConfig, validate
 from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
-from .micro_batch_seeds import seed_everything
 
 _SEEDS_OF_A_REPLICA = 10
 """Difference of the seeds of data-parallel replicas under ``data_parallel_random_init``; Megatron-LM's."""

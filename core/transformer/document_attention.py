@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .attention_kernels import LOW_PRECISION, MOST_CHANNELS, aligned, no_random_state
+from ..dtypes import LOW_PRECISION
+from .attention_kernels import MOST_CHANNELS, aligned, no_random_state
 from .attention_operation import define_attention
 
 

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
 
 from ..errors import ConfigError, ParallelConfigError
 from ..foreign_arguments import takes_foreign_fields
 from ..model_parallel_config import ModelParallelConfig
 from ..ranges import out_of_range
 from ..tensor_parallel.initialization import Initializer
-from .activations import Activation, ActivationFunction, name_of_activation
 from .attention_backend import AttentionBackend, backend_name
 from .foreign_config_fields import FOREIGN_FIELDS
 from .initializers import Normal, scaled_init_method_normal
+
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+ActivationFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gelu_tanh(input_: torch.Tensor) -> torch.Tensor:
+    return F.gelu(input_, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, ActivationFunction] = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu}
+
+
+def name_of_activation(function: ActivationFunction) -> Activation | ActivationFunction:
+    """Returns the name of a known function, which configs and checkpoints can store; else the function."""
+    return next((name for name, known in ACTIVATIONS.items() if known is function), function)
+
+
+def activation_function(activation: Activation | ActivationFunction) -> ActivationFunction:
+    """Returns the function of a name; returns a function as it is."""
+    return activation if callable(activation) else ACTIVATIONS[activation]
+
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 RecomputeGranularity = Literal["selective", "full"]

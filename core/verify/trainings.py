@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import parallel_state
 from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
 from ..comm.by_backend import all_reduce_by_backend, broadcast_by_backend
-from ..dist_checkpointing.views.whole_tensor import whole
+from ..dist_checkpointing.views.flat_range import whole
 from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
 from ..optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer

@@ -37,14 +37,13 @@ from core.training.arguments import parse_arguments
 from core.training.checkpointing import find_checkpoint, is_checkpoint, load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple
 from core.training.data import RunData, load_data
-from core.training.frozen_parameters import freeze_parameters
 from core.training.initialize import check_model_fits, check_output_folders, initialize, run_folder_held
 from core.training.launch.entry import run_command
 from core.training.launch.environment import RUN_STARTED, environment_restart_count
 from core.training.loop import Outcome, train
 from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
-from core.transformer.lora import add_lora
+from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module
 
 DEFAULTS = {

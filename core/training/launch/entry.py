@@ -19,7 +19,7 @@ from ... import parallel_state
 from ...device import barrier
 from ...errors import MemoryLimitError, OutOfStepError, ShardstackError
 from ...rendezvous import slurm
-from .statuses import CRASH_STATUS, INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
+from .environment import CRASH_STATUS, INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
 
 _FIRST = "shardstack/first_failure"
 

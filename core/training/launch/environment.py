@@ -6,6 +6,12 @@ import os
 
 from ...errors import ConfigError
 
+CRASH_STATUS = 1
+USER_ERROR_STATUS = 2
+RUN_ERROR_STATUS = 3
+INTERRUPTED_STATUS = 130
+
+
 RUN_STARTED = "SHARDSTACK_RUN_STARTED"
 """Environment variable: when the launcher started; unchanged when it restarts the ranks."""
 
