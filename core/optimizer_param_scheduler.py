@@ -6,6 +6,7 @@ import math
 from typing import Any, Protocol
 
 from .errors import CheckpointError, ConfigError
+from .ranges import out_of_choices
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -172,8 +173,8 @@ class OptimizerParamScheduler:
         return 1.0 - done if style == "linear" else _half_cosine(done)
 
     def _check(self) -> None:
-        for name, choices in (("lr_decay_style", LR_DECAY_STYLES), ("wd_incr_style", WD_INCR_STYLES)):
-            _require(getattr(self, name) in choices, name, getattr(self, name), f"it takes one of {list(choices)}")
+        for problem in out_of_choices(self, lr_decay_style=LR_DECAY_STYLES, wd_incr_style=WD_INCR_STYLES):
+            raise ConfigError(problem)
         _require(self.min_lr >= 0.0, "min_lr", self.min_lr, "it takes zero or a positive number")
         _require(self.max_lr >= self.min_lr, "max_lr", self.max_lr, f"it has to reach min_lr {self.min_lr}")
         _require(

@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .absent_names import absent_names
 from .process_groups import current
-from .process_groups.initialize import destroy_model_parallel as destroy_model_parallel
-from .process_groups.initialize import initialize_model_parallel as initialize_model_parallel
-from .process_groups.make_getters import (
+from .process_groups.current import (
     data_parallel_kind,
     group_getter,
     name_functions,
     rank_getter,
     size_getter,
 )
+from .process_groups.initialize import destroy_model_parallel as destroy_model_parallel
+from .process_groups.initialize import initialize_model_parallel as initialize_model_parallel
 from .process_groups.rank_generator import RankGenerator as RankGenerator  # re-exported: Megatron-LM keeps it here
 
 

@@ -6,7 +6,7 @@
     train_step          one optimizer step, and one validation
     state               everything that changes with a step
     checkpointing/      saves and loads the state of a run; pretrained: weights only
-    loop                the steps of a run, with stop_request (signals)
+    loop                the steps of a run, with StopRequest (launch.signals)
     log/                writes the log of a run
     memory_profile      measures memory over one step by category; memory_timeline draws it
     launch/             starts ranks on one machine, and reports failures of several ranks

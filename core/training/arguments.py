@@ -1,7 +1,7 @@
 """Makes command-line flags from the fields of `PretrainConfig`'s sections.
 
 A field gives its flag the name (``num_layers`` -> ``--num-layers``), type, default and, by the docstring under it, the
-help. A field of several sections is one flag that sets them all. The exceptions are in the tables of `flag_names`.
+help. A field of several sections is one flag that sets them all. The exceptions are in the tables of `config.build`.
 cyclopts parses flags and prints help.
 """
 
@@ -18,8 +18,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import torch
 
 from ..errors import ConfigError, MissingExtraError
-from .config.build import build_config, is_required
-from .config.flag_names import (
+from .config.build import (
     ALTERNATIVES,
     DERIVED,
     NEGATED,
@@ -27,7 +26,9 @@ from .config.flag_names import (
     OTHER_NAMES,
     SHORTHANDS,
     TITLES,
+    build_config,
     hint_for_foreign_flag,
+    is_required,
 )
 from .config.pretrain_config import PretrainConfig, section_types
 from .launch.environment import environment_rank

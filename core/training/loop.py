@@ -19,12 +19,12 @@ from .checkpointing.writer import CheckpointWriter
 from .config import PretrainConfig
 from .data import RunData, training_batches, validation_batches
 from .device_batches import Batch
+from .launch.signals import StopRequest
 from .log import RunLog, Stopwatch
 from .memory_profile import measure_step
 from .memory_timeline import PICTURE_FILE, write_timeline
 from .running_step import RunningStep
 from .state import TrainingState
-from .stop_request import StopRequest
 from .train_step import evaluate, train_step
 
 PROFILED_ITERATION = 3

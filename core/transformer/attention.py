@@ -1,4 +1,4 @@
-"""Self-attention: fused projection, rotation, core, projection back."""
+"""Self-attention: fused projection, rotation by positions (Su et al., 2021), core, projection back."""
 
 from __future__ import annotations
 

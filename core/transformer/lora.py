@@ -8,6 +8,8 @@ without.
 
 Each matrix is split like its layer. For a column-parallel layer every rank has the whole `A` and its rows of `B`; for
 a row-parallel one its columns of `A` and the whole `B`. Only activations of `rank` features cross ranks.
+
+`freeze_parameters` excludes parameters from training by patterns of their names, without adapters.
 """
 
 from __future__ import annotations

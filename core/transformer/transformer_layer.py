@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer."""
+"""One pre-norm transformer layer, and dropout of the residual stream."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from corpus_writer import IndexedDatasetBuilder
 from numpy.typing import NDArray
 from text_sources import (
     Format,
@@ -31,7 +32,7 @@ from text_sources import (
     resolve_format,
 )
 
-from core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
+from core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
 from core.datasets.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,

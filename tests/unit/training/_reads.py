@@ -26,7 +26,7 @@ from core.comm import gloo, host_read
 from core.optimizer import clip_grads, exact_sums
 from core.tensor_parallel import cross_entropy, linear_cross_entropy, vocab
 from core.transformer import document_masks, piecewise_attention
-from core.transformer.attention_operation import NAMESPACE
+from core.transformer.document_attention import NAMESPACE
 
 READS = (
     "_local_scalar_dense",

@@ -187,7 +187,7 @@ def test_defaults_that_follow_from_a_given_flag_are_dropped():
 
 
 def test_hints_are_for_flags_that_do_not_exist():
-    from core.training.config.flag_names import _HINTS
+    from core.training.config.build import _HINTS
 
     assert not {name.replace("-", "_") for name in _HINTS} & {
         entry.name for kind in section_types(True).values() for entry in fields(kind)
