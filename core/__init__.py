@@ -30,6 +30,7 @@ __getattr__ = absent_names(
         "rerun_state_machine": "core.training resumes from its last checkpoint",
         "full_cuda_graph": "no step is captured in a graph",
         "nccl_allocator": "torch allocates buffers",
+        "hyper_comm_grid": "use torch.distributed.device_mesh.init_device_mesh, or core.parallel_state",
         "msc_utils": "checkpoints and corpora are local files",
     },
 )

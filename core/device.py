@@ -16,8 +16,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined] 
 
 from . import host_memory
 from .errors import ConfigError
-from .rendezvous import slurm
-from .rendezvous.rounds import store_of_round
+from .rendezvous import set_launcher_variables, store_of_round
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -66,7 +65,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
                 "backend='cpu:gloo,cuda:nccl' (under Ray Train TorchConfig(backend=...)), or drop cpu_offload"
             )
         return
-    slurm.set_launcher_variables()
+    set_launcher_variables()
     kind = device_type()
     if kind == "cuda":
         torch.cuda.set_device(_local_rank())

@@ -19,6 +19,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Dtypes that a file may have, by torch's names."""
 
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+"""Dtypes that need fp32 masters."""
+
 SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """Dtypes that a config may name, with their short names."""
 

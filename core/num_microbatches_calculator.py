@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from .absent_names import absent_names
 from .errors import ConfigError, ParallelConfigError
 from .foreign_arguments import refuse
 from .ranges import check_positive
 
-
-@dataclass(frozen=True)
-class _Batch:
-    global_batch_size: int
-    running_global_batch_size: int
-    micro_batch_size: int
-    num_microbatches: int
-
-
-_batch: _Batch | None = None
-"""The batch of this process; None until `init_num_microbatches_calculator` sets it.
+_num_microbatches: int | None = None
+"""Micro-batches of a step of this process; None until `init_num_microbatches_calculator` sets it.
 `unset_num_microbatches_calculator` clears it."""
 
 
@@ -46,30 +36,9 @@ def init_num_microbatches_calculator(
         ConfigError: sizes are set already, or below one.
         ParallelConfigError: the global batch does not divide, or a schedule is given.
     """
-    if _batch is not None:
+    global _num_microbatches
+    if _num_microbatches is not None:
         raise ConfigError("the number of micro-batches is set already; call unset_num_microbatches_calculator() first")
-    reconfigure_num_microbatches_calculator(
-        rank,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
-        step_batch_size_schedule,
-        seq_length,
-    )
-
-
-def reconfigure_num_microbatches_calculator(
-    rank: int,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int,
-    decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-) -> None:
-    """Sets other sizes; arguments as in :func:`init_num_microbatches_calculator`."""
-    global _batch
     caller = "init_num_microbatches_calculator"
     refuse(caller, step_batch_size_schedule=(step_batch_size_schedule, None, "the batch has one size"))
     sizes = {
@@ -87,43 +56,32 @@ def reconfigure_num_microbatches_calculator(
         )
     if running == 0:
         raise ParallelConfigError(f"{caller}: global_batch_size {global_batch_size} is below {together}, one of each")
-    _batch = _Batch(global_batch_size, running, micro_batch_size, running // together)
+    _num_microbatches = running // together
 
 
 def unset_num_microbatches_calculator() -> None:
     """Clears the sizes."""
-    global _batch
-    _batch = None
-
-
-destroy_num_microbatches_calculator = unset_num_microbatches_calculator
-
-
-def _sizes() -> _Batch:
-    if _batch is None:
-        raise ConfigError("the number of micro-batches is not set; call init_num_microbatches_calculator() first")
-    return _batch
+    global _num_microbatches
+    _num_microbatches = None
 
 
 def get_num_microbatches() -> int:
     """Returns the number of micro-batches of a step."""
-    return _sizes().num_microbatches
+    if _num_microbatches is None:
+        raise ConfigError("the number of micro-batches is not set; call init_num_microbatches_calculator() first")
+    return _num_microbatches
 
 
-def get_micro_batch_size() -> int:
-    """Returns the samples of a micro-batch of one rank."""
-    return _sizes().micro_batch_size
+_CONSTANT = "the batch has one size, which init_num_microbatches_calculator was given"
 
-
-def get_current_global_batch_size() -> int:
-    """Returns the samples of a step, as given."""
-    return _sizes().global_batch_size
-
-
-def get_current_running_global_batch_size() -> int:
-    """Returns the samples of a step, rounded down if that was allowed."""
-    return _sizes().running_global_batch_size
-
-
-def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-    """Does nothing: the batch has one size."""
+__getattr__ = absent_names(
+    __name__,
+    {
+        "reconfigure_num_microbatches_calculator": "unset_num_microbatches_calculator(), and initialise it again",
+        "destroy_num_microbatches_calculator": "use unset_num_microbatches_calculator",
+        "get_micro_batch_size": _CONSTANT,
+        "get_current_global_batch_size": _CONSTANT,
+        "get_current_running_global_batch_size": _CONSTANT,
+        "update_num_microbatches": _CONSTANT,
+    },
+)

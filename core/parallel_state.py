@@ -4,7 +4,7 @@
 state, so that no getter communicates. Names, arguments and rank order are those of Megatron-LM's
 ``megatron/core/parallel_state.py``. Before initialisation a rank is alone: tensor, pipeline, context and expert sizes
 are 1, and there are no groups. `core.process_groups` makes the groups, and the getters that differ only in the kind
-of group; those of experts are there too.
+of group.
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .absent_names import absent_names
-from .errors import ParallelConfigError
 from .process_groups import current
-from .process_groups.expert_getters import *  # noqa: F403  (Megatron-LM keeps them here)
-from .process_groups.initialize import destroy_model_parallel as destroy_model_parallel
-from .process_groups.initialize import initialize_model_parallel as initialize_model_parallel
-from .process_groups.make_getters import (
-    carries_host_tensors,
+from .process_groups.current import (
     data_parallel_kind,
     group_getter,
     name_functions,
     rank_getter,
-    rank_setter,
     size_getter,
-    size_setter,
 )
+from .process_groups.initialize import destroy_model_parallel as destroy_model_parallel
+from .process_groups.initialize import initialize_model_parallel as initialize_model_parallel
 from .process_groups.rank_generator import RankGenerator as RankGenerator  # re-exported: Megatron-LM keeps it here
 
 
@@ -63,8 +58,6 @@ def get_data_parallel_mesh() -> DeviceMesh:
 get_tensor_model_parallel_group = group_getter("tp", "The ranks that share the matrices of this rank's layers.")
 get_tensor_model_parallel_world_size = size_getter("tp", "tensor-parallel group", alone=1)
 get_tensor_model_parallel_rank = rank_getter("tp", "tensor-parallel group", alone=0)
-set_tensor_model_parallel_world_size = size_setter("tp")
-set_tensor_model_parallel_rank = rank_setter("tp")
 
 get_context_parallel_group = group_getter("cp", "The ranks that share each sequence.")
 get_context_parallel_world_size = size_getter("cp", "context-parallel group", alone=1)
@@ -73,14 +66,10 @@ get_context_parallel_rank = rank_getter("cp", "context-parallel group", alone=0)
 get_pipeline_model_parallel_group = group_getter("pp", "The stages of this rank's pipeline.")
 get_pipeline_model_parallel_world_size = size_getter("pp", "pipeline in stages", alone=1)
 get_pipeline_model_parallel_rank = rank_getter("pp", "pipeline, the stage", alone=0)
-set_pipeline_model_parallel_world_size = size_setter("pp")
-set_pipeline_model_parallel_rank = rank_setter("pp")
 
 get_model_parallel_group = group_getter("tp_pp", "The ranks that hold one copy of the model: tensor x pipeline.")
 
 get_tensor_and_context_parallel_group = group_getter("tp_cp", "Tensor x context.")
-get_tensor_and_context_parallel_world_size = size_getter("tp_cp", "tensor x context group")
-get_tensor_and_context_parallel_rank = rank_getter("tp_cp", "tensor x context group")
 
 get_embedding_group = group_getter(
     "embedding", "First and last stage of this rank's pipeline, which hold tied embeddings; a middle stage has none."
@@ -93,16 +82,6 @@ get_position_embedding_group = group_getter(
 def get_tensor_model_parallel_src_rank() -> int:
     """Returns the global rank of the first member of the tensor-parallel group."""
     return current.member("tp").ranks[0]
-
-
-def get_model_parallel_src_rank() -> int:
-    """Returns the global rank of the first member of the model-parallel group."""
-    return current.member("tp_pp").ranks[0]
-
-
-def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Returns the global ranks of the context-parallel group."""
-    return list(current.member("cp").ranks) if check_initialized or is_initialized() else None
 
 
 # ---- pipeline stages
@@ -124,41 +103,8 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Returns the global rank of the first stage of this rank's pipeline."""
-    return current.member("pp").ranks[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Returns the global rank of the last stage of this rank's pipeline."""
-    return current.member("pp").ranks[-1]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """Returns the global rank of the next stage; that of the last stage is the first."""
-    group = current.member("pp")
-    return group.ranks[(group.rank + 1) % len(group.ranks)]
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """Returns the global rank of the previous stage; that of the first stage is the last."""
-    group = current.member("pp")
-    return group.ranks[group.rank - 1]
-
-
-def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether `get_embedding_group` has a group for this rank; arguments as for `is_pipeline_first_stage`."""
-    return current.has("embedding")
-
-
-def is_rank_in_position_embedding_group() -> bool:
-    """Returns whether `get_position_embedding_group` has a group for this rank."""
-    return current.has("position_embedding")
-
-
 # ---- data parallelism
 
-set_data_parallel_rank = rank_setter("dp")  # of the group without context parallelism
 get_intra_distributed_optimizer_instance_group = group_getter(
     "optimizer_instance", "Every rank of this rank's optimizer instance, over all kinds of parallelism."
 )
@@ -204,19 +150,6 @@ def get_data_parallel_global_ranks(with_context_parallel: bool = False) -> list[
     return list(current.member(data_parallel_kind(with_context_parallel, False)).ranks)
 
 
-def get_data_parallel_group_gloo(
-    with_context_parallel: bool = False, partial_data_parallel: bool = False
-) -> ProcessGroup:
-    """Returns `get_data_parallel_group` with the same arguments, if it carries host tensors by gloo.
-
-    Raises:
-        ParallelStateError: it does not; there is no second set of groups.
-    """
-    return carries_host_tensors(
-        get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
-    )
-
-
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup | None:
@@ -224,51 +157,36 @@ def get_tensor_and_data_parallel_group(
     return current.process_group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
-def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> ProcessGroup:
-    """Returns the ranks over which scales of fp8 would be agreed on: tensor x data (x context), or tensor (x
-    context)."""
-    kind = "tp" if tp_only_amax_red else "tp_dp"
-    if with_context_parallel:
-        kind += "_cp"
-    return current.member(kind).process_group
+# ---- experts
+
+get_expert_model_parallel_group = group_getter("ep", "The ranks that share the experts of a layer.")
+get_expert_model_parallel_world_size = size_getter("ep", "expert-parallel group", alone=1)
+get_expert_tensor_parallel_group = group_getter("expert_tp", "The ranks that share the matrices of one expert.")
+get_expert_tensor_parallel_world_size = size_getter("expert_tp", "experts' tensor-parallel group")
+get_expert_tensor_and_model_parallel_group = group_getter("expert_tp_ep", "Experts' tensor x expert.")
 
 
-def get_all_ranks() -> str:
-    """Returns this rank's places, tensor, 0, data, context, pipeline and expert parallel, as "1_0_0_0_0_0"."""
-    tensor, *others = (current.rank(kind, alone=0) for kind in ("tp", "dp", "cp", "pp", "ep"))
-    rematerialised = 0  # no ranks rematerialise weights
-    return "_".join(map(str, (tensor, rematerialised, *others)))
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
+) -> ProcessGroup | None:
+    """Returns the experts' tensor x expert x pipeline group: one copy of the model's experts."""
+    return current.process_group("expert_tp_ep_pp", check_initialized)
 
 
-# ---- stages that are interleaved on a rank: there are none
-
-set_virtual_pipeline_model_parallel_rank = rank_setter("virtual_pp")
-
-
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns what was set, which nothing else reads; None by default."""
-    return current.assumed_ranks.get("virtual_pp")
-
-
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Takes None alone: a rank holds one pipeline stage, and stages are not interleaved.
-
-    Raises:
-        ParallelConfigError: a number.
-    """
-    if world_size is not None:
-        raise ParallelConfigError(
-            f"set_virtual_pipeline_model_parallel_world_size was given {world_size}, but a rank holds one pipeline "
-            "stage; give None"
-        )
-
-
-def get_virtual_pipeline_model_parallel_world_size() -> None:
-    """Returns None: pipeline stages are not interleaved."""
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> ProcessGroup | None:
+    """Returns the replicas of this rank's experts; `partial_expert_data_parallel`: those within one optimizer
+    instance."""
+    return current.process_group("expert_dp_shard" if partial_expert_data_parallel else "expert_dp", check_initialized)
 
 
 name_functions(globals())
 
+_GROUP = "ask torch.distributed for the size, this rank and the ranks of the group, from the getter of that group"
+_NO_SETTERS = "layers and converters here take their sizes and ranks as arguments; drop the call"
+_ONE_STAGE = "a rank holds one pipeline stage; drop the call"
+_EMBEDDINGS = ("embedding", "position_embedding")
 _NO_HIERARCHY = "context parallelism here has one level; use get_context_parallel_group"
 _NO_REMATERIALISATION = (
     "no group rematerialises weights; TorchFullyShardedDataParallel shards them by data parallelism"
@@ -277,6 +195,38 @@ _NO_REMATERIALISATION = (
 __getattr__ = absent_names(
     __name__,
     {
+        **dict.fromkeys(
+            [
+                "get_context_parallel_global_ranks",
+                "get_model_parallel_src_rank",
+                *(f"get_tensor_and_context_parallel_{what}" for what in ("world_size", "rank")),
+                *(f"get_pipeline_model_parallel_{which}_rank" for which in ("first", "last", "next", "prev")),
+                *("get_expert_model_parallel_rank", "get_expert_model_parallel_src_rank"),
+                "get_expert_tensor_parallel_rank",
+                *(f"get_expert_tensor_and_model_parallel_{what}" for what in ("world_size", "rank")),
+                *(f"get_expert_data_parallel_{what}" for what in ("world_size", "rank", "global_ranks")),
+            ],
+            _GROUP,
+        ),
+        **{
+            f"set_{kind}_parallel_{what}": _NO_SETTERS
+            for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+            for what in ("world_size", "rank")
+        },
+        "set_data_parallel_rank": _NO_SETTERS,
+        **{
+            f"{verb}_virtual_pipeline_model_parallel_{what}": _ONE_STAGE
+            for verb in ("get", "set")
+            for what in ("world_size", "rank")
+        },
+        **{f"is_rank_in_{kind}_group": f"get_{kind}_group(False) is None elsewhere" for kind in _EMBEDDINGS},
+        **{
+            f"get_{expert}data_parallel_group_gloo": "core.device.init_process_group(carries_host_tensors=True) makes "
+            f"groups that carry host tensors; use get_{expert}data_parallel_group"
+            for expert in ("", "expert_")
+        },
+        "get_amax_reduction_group": "nothing here is fp8; use get_tensor_and_data_parallel_group",
+        "get_all_ranks": "ask each getter for its rank",
         "get_hierarchical_context_parallel_groups": _NO_HIERARCHY,
         "get_hybrid_data_context_parallel_groups": _NO_HIERARCHY,
         **{

@@ -1,9 +1,9 @@
-"""Checks numbers of a configuration against their ranges, with one wording of the error."""
+"""Checks numbers and choices of a configuration, with one wording of the error each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from .errors import ConfigError, ShardstackError
 
@@ -38,6 +38,15 @@ def check_range(
     """Raises `error` for the first attribute of `settings` that is out of range: see :func:`out_of_range`."""
     for problem in out_of_range(settings, *names, takes=takes, **bounds):
         raise error(problem)
+
+
+def out_of_choices(settings: object, optional: bool = False, /, **choices: Sequence[str]) -> Iterator[str]:
+    """Yields a message for each named attribute of `settings` that is none of its choices; `optional` adds None."""
+    for name, taken in choices.items():
+        value = getattr(settings, name)
+        if value not in taken and not (optional and value is None):
+            shown = ", ".join(f'"{choice}"' for choice in taken)
+            yield f"{name} is {value!r}; it takes {'None or ' * optional}one of {shown}"
 
 
 def check_positive(sizes: Mapping[str, int], error: type[ShardstackError] = ConfigError, caller: str = "") -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
+from typing import TypeVar
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NUM_LISTED = 8
 _NUM_CHOICES = 20
+
+T = TypeVar("T")
 
 
 def readable_bytes(num_bytes: float) -> str:
@@ -39,3 +43,32 @@ def choices(value: str, known: Iterable[str]) -> str:
     shown = ", ".join(names[:_NUM_CHOICES])
     more = f" and {len(names) - _NUM_CHOICES} more" if len(names) > _NUM_CHOICES else ""
     return f"{nearest}it takes one of {shown}{more}" if names else "there is none to choose from"
+
+
+def fold_numbered(items: Iterable[T], name: Callable[[T], str], equal: Callable[[T, T], bool]) -> list[list[T]]:
+    """Groups items, in order: equal ones whose dotted names count up in one part, such as layers, form a run."""
+    runs: list[list[T]] = []
+    for item in items:
+        names = [name(other) for other in (runs[-1][-2:] if runs else [])] + [name(item)]
+        places = {_counted_part(a, b) for a, b in pairwise(names)}
+        if runs and len(places) == 1 and None not in places and equal(runs[-1][-1], item):
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs
+
+
+def _counted_part(name: str, following: str) -> int | None:
+    """Returns which part of the names is a number that goes up by one; None if the names differ in another way."""
+    a, b = name.split("."), following.split(".")
+    differing = [index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    if len(a) != len(b) or len(differing) != 1:
+        return None
+    index = differing[0]
+    is_next = a[index].isdecimal() and b[index].isdecimal() and int(b[index]) == int(a[index]) + 1
+    return index if is_next else None
+
+
+def numbered_name(first: str, last: str) -> str:
+    """Formats a run of `fold_numbered` by its names: ``decoder.layers.0-31``."""
+    return ".".join(a if a == b else f"{a}-{b}" for a, b in zip(first.split("."), last.split("."), strict=True))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -17,10 +14,7 @@ from .distributed.data_parallel_base import _BaseDataParallel
 from .errors import ConfigError, ParallelConfigError
 from .foreign_arguments import refuse
 from .process_groups_config import ProcessGroupCollection, check_same_groups
-from .tensor_parallel.groups import group_rank, group_size
 from .transformer.context_parallel import own_chunks
-from .transformer.initializers import init_method_normal as init_method_normal
-from .transformer.initializers import scaled_init_method_normal as scaled_init_method_normal
 from .transformer.module import Float16Module
 
 Modules = nn.Module | Sequence[nn.Module]
@@ -65,71 +59,6 @@ def get_model_config(model: Any) -> Any:
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
-def get_model_type(model: Any) -> Any:
-    """Returns the `core.enums.ModelType` that a script gave its model, through wrappers."""
-    return get_attr_wrapped_model(model, "model_type")
-
-
-def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Raises ParallelConfigError unless `denominator` divides `numerator`."""
-    if numerator % denominator:
-        raise ParallelConfigError(f"{numerator} is not divisible by {denominator}")
-
-
-def divide(numerator: int, denominator: int) -> int:
-    """Returns the quotient; raises ParallelConfigError for a remainder."""
-    ensure_divisibility(numerator, denominator)
-    return numerator // denominator
-
-
-def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
-    """Returns the smallest multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple
-
-
-def get_tensor_model_parallel_group_if_none(
-    tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
-) -> ProcessGroup | None:
-    """Returns `tp_group`, else the tensor-parallel group of `core.parallel_state`, else None before initialisation."""
-    if tp_group is not None or not parallel_state.is_initialized():
-        return tp_group
-    if is_expert:
-        return parallel_state.get_expert_tensor_parallel_group(check_initialized)
-    return parallel_state.get_tensor_model_parallel_group(check_initialized)
-
-
-def get_pg_size(group: ProcessGroup | None = None) -> int:
-    """Returns the number of ranks in `group`; 1 for None."""
-    return group_size(group)
-
-
-def get_pg_rank(group: ProcessGroup | None = None) -> int:
-    """Returns this rank's number in `group`; 0 for None."""
-    return group_rank(group)
-
-
-def get_pg_src_rank(group: ProcessGroup | None = None) -> int:
-    """Returns the global rank of the first member of `group`; 0 for None."""
-    return 0 if group is None else dist.get_process_group_ranks(group)[0]
-
-
-def get_torch_version() -> tuple[int, ...]:
-    """Returns the version of torch, such as (2, 13, 0)."""
-    return _version(torch.__version__)
-
-
-def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Returns whether torch has that version or a newer one; without `check_equality`, a newer one."""
-    found, asked = get_torch_version(), _version(version)
-    return found > asked or (check_equality and found == asked)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """Returns the numbers of a version: "2.13.0a0+git" is (2, 13, 0)."""
-    found = [re.match(r"\d*", part) for part in (*text.split("+")[0].split("."), "0", "0")[:3]]
-    return tuple(int(match.group() or 0) for match in found if match)
-
-
 def get_batch_on_this_cp_rank(
     batch: dict[str, Any],
     is_hybrid_cp: bool = False,
@@ -169,6 +98,14 @@ def get_batch_on_this_cp_rank(
 __getattr__ = absent_names(
     __name__,
     {
+        **dict.fromkeys(
+            ["get_pg_size", "get_pg_rank", "get_pg_src_rank"], "ask the group: size(), rank(), get_process_group_ranks"
+        ),
+        **dict.fromkeys(["get_torch_version", "is_torch_min_version"], "compare torch.__version__"),
+        **dict.fromkeys(["divide", "ensure_divisibility", "round_up_to_nearest_multiple"], "use % and //"),
+        **dict.fromkeys(["init_method_normal", "scaled_init_method_normal"], "use core.transformer.initializers"),
+        "get_tensor_model_parallel_group_if_none": "core.parallel_state.get_tensor_model_parallel_group(False)",
+        "get_model_type": "get_attr_wrapped_model(model, 'model_type')",
         "StragglerDetector": "core.training's log has the time of each step",
         "GlobalMemoryBuffer": "no memory is kept between calls; allocate a tensor",
         "make_viewless_tensor": "pipeline stages keep their outputs; use the tensor itself",

@@ -23,7 +23,6 @@ import core.distributed
 import core.models.gpt.hugging_face
 import core.optimizer
 import core.training.arguments
-import core.training.frozen_parameters
 import core.training.initialize
 import core.training.launch.entry
 import core.training.loop

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from .._torch_compat import all_gather_single, reduce_scatter_single
+from ..dtypes import LOW_PRECISION
 from . import gloo
 from .call import Collective
 from .record import recorded
@@ -22,7 +23,6 @@ from .sums import SumOrder, add_in_fp32, add_in_tree, store
 What = str | Collective
 """A collective's payload as messages name it ("the gradients of bucket a to b"), or the record of a call begun."""
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 SKIPS_GROUPS_OF_ONE = True
 """Whether a rank that is alone in its group calls no backend. Tests set it to False, so that what several ranks would
@@ -100,7 +100,7 @@ def all_reduce(
     in_two_steps = (
         _exchanges_directly(group, tensor)
         or order is not None
-        or (fp32_accumulation and tensor.dtype in _LOW_PRECISION)
+        or (fp32_accumulation and tensor.dtype in LOW_PRECISION)
     )
     with _recorded("all-reduce", what, tensor, group):
         if is_alone(group) or not in_two_steps:
@@ -152,7 +152,7 @@ def _add_on_every_rank(
     """All-reduces a few elements: gathers them and adds them on every rank."""
     addends = tensor.new_empty(group.size() * len(tensor))
     _all_gather(addends, tensor, group)
-    if fp32_accumulation and tensor.dtype in _LOW_PRECISION:
+    if fp32_accumulation and tensor.dtype in LOW_PRECISION:
         total = add_in_fp32(addends.chunk(group.size()), torch.empty_like(tensor, dtype=torch.float32))
     else:
         total = add_in_tree(addends.chunk(group.size()), None, order)
@@ -170,7 +170,7 @@ def _reduce_scatter(
     order: SumOrder | None,
 ) -> None:
     size = group.size()
-    in_fp32 = fp32_accumulation and input_.dtype in _LOW_PRECISION
+    in_fp32 = fp32_accumulation and input_.dtype in LOW_PRECISION
     if not len(input_):
         return
     if is_alone(group):

@@ -1,4 +1,4 @@
-"""Reads and writes Megatron-LM's corpus format: token ids in ``<prefix>.bin``, an index in ``<prefix>.idx``.
+"""Reads Megatron-LM's corpus format: token ids in ``<prefix>.bin``, an index in ``<prefix>.idx``.
 
     .idx   9 bytes   b"MMIDIDX\\x00\\x00"
            uint64    version, 1
@@ -11,34 +11,159 @@
            int8[S]   mode of each sequence, in multimodal corpora only; not read here
     .bin   the tokens of all sequences, end to end
 
-Everything is little-endian. Files written here are byte for byte those that Megatron-LM writes for the same tokens.
+Everything is little-endian. `examples/gpt/corpus_writer.py` writes it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import os
-import shutil
-import uuid
-from array import array
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, overload
+from typing import Any, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from ..absent_names import absent_names
 from ..errors import DataError
-from ..files.durable import sync_folder
-from .index_file import DType as DType  # re-exported: Megatron-LM keeps it here
-from .index_file import IndexFile, write_index
 
-try:
-    import fcntl
-except ImportError:  # no POSIX system
-    fcntl = None  # type: ignore[assignment]
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+_CHECKED_AT_ONCE = 1 << 20
+"""Entries of an index that are checked at a time, to bound memory."""
+
+
+class DType(Enum):
+    """Megatron-LM's codes of token dtypes in an index file."""
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
+
+    @classmethod
+    def code_from_dtype(cls, value: DTypeLike) -> int:
+        """Returns the code of a numpy dtype; raises `DataError` if the format has none."""
+        name = np.dtype(value).name
+        if name not in cls.__members__:
+            raise DataError(f"dtype {name} cannot be stored in an index; it has {', '.join(cls.__members__)}")
+        return int(cls[name].value)
+
+    @classmethod
+    def dtype_from_code(cls, value: int) -> np.dtype[Any]:
+        """Returns the numpy dtype of a code; raises `DataError` for an unknown code."""
+        if value not in {member.value for member in cls}:
+            raise DataError(f"dtype code {value} is unknown; codes run from 1 to {len(cls)}")
+        dtype: np.dtype[Any] = np.dtype(cls(value).name).newbyteorder("<")
+        return dtype
+
+    @staticmethod
+    def optimal_dtype(cardinality: int | None) -> np.dtype[Any]:
+        """Returns Megatron-LM's dtype for a vocabulary: uint16 below 65,500 entries, else int32."""
+        return np.dtype("<u2" if cardinality is not None and cardinality < 65500 else "<i4")
+
+
+class IndexFile:
+    """The content of an .idx file, memory-mapped and checked against itself.
+
+    Attributes:
+        dtype: dtype of the tokens.
+        lengths: `[S]`, tokens of each sequence.
+        pointers: `[S]`, start of each sequence in the .bin, in bytes.
+        document_indices: `[D]`.
+
+    Raises:
+        DataError: the file is missing, truncated, of another format or version, or contradicts itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                header = file.read(HEADER.size)
+        except OSError as error:
+            raise DataError(_cannot_open(path, error)) from None
+        if header[: len(MAGIC)] != MAGIC[: len(header)]:
+            raise DataError(
+                f"{path}: starts with {header[: len(MAGIC)]!r} and not {MAGIC!r}, so it is no index of this format; "
+                "make one with prepare_data.py"
+            )
+        if len(header) < HEADER.size:
+            raise DataError(f"{path}: truncated, {len(header)} bytes of a {HEADER.size}-byte header; prepare it again")
+        _, version, code, num_sequences, num_indices = HEADER.unpack(header)
+        if version != VERSION:
+            raise DataError(f"{path}: index version {version}, only {VERSION} is read; prepare the corpus again")
+        try:
+            self.dtype = DType.dtype_from_code(code)
+        except DataError as error:
+            raise DataError(f"{path}: {error}; the index is damaged, prepare the corpus again") from None
+        expected = HEADER.size + 12 * num_sequences + 8 * num_indices
+        if size not in (expected, expected + num_sequences):  # with modes: one byte more for each sequence
+            state = "truncated" if size < expected else "too long"
+            raise DataError(
+                f"{path}: {state}, {size} bytes where {num_sequences} sequences and {num_indices} document indices "
+                f"take {expected}; prepare the corpus again"
+            )
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+        self.lengths = np.frombuffer(content, "<i4", num_sequences, HEADER.size)
+        self.pointers = np.frombuffer(content, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
+        self.document_indices = np.frombuffer(content, "<i8", num_indices, HEADER.size + 12 * num_sequences)
+        if num_indices == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != num_sequences:
+            ends = [int(value) for value in self.document_indices[[0, -1]]] if num_indices else []
+            raise DataError(
+                f"{path}: documents must span sequences 0 to {num_sequences}, found {ends}; the index is damaged, "
+                "prepare the corpus again"
+            )
+        self._check_order(path)
+
+    def check_tokens(self, bin_path: Path) -> None:
+        """Raises `DataError` unless the token file has the size that the index says."""
+        try:
+            found = bin_path.stat().st_size
+        except OSError as error:
+            raise DataError(_cannot_open(bin_path, error)) from None
+        expected = 0
+        if len(self.lengths):
+            expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        if found != expected:
+            state = "truncated" if found < expected else "longer than its index says"
+            raise DataError(
+                f"{bin_path}: {state}, {found} bytes where the index says {expected}; prepare the corpus again"
+            )
+
+    def _check_order(self, path: Path) -> None:
+        """Refuses invalid lengths, starts that do not follow from the lengths, and documents out of order."""
+        end = 0
+        for start in range(0, len(self.lengths), _CHECKED_AT_ONCE):
+            lengths = self.lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
+            ends = end + np.cumsum(lengths) * self.dtype.itemsize
+            places = self.pointers[start : start + _CHECKED_AT_ONCE]
+            wrong = (lengths < 0) | (places != np.concatenate(([end], ends[:-1])))
+            if wrong.any():
+                index = start + int(wrong.argmax())
+                raise DataError(
+                    f"{path}: sequence {index} has the length {int(self.lengths[index])} and starts at byte "
+                    f"{int(self.pointers[index])}, where the one before it does not end; the index is damaged, "
+                    "prepare the corpus again"
+                )
+            end = int(ends[-1])
+        for start in range(0, len(self.document_indices), _CHECKED_AT_ONCE):
+            if (np.diff(self.document_indices[start : start + _CHECKED_AT_ONCE + 1]) < 0).any():
+                raise DataError(f"{path}: documents go back; the index is damaged, prepare the corpus again")
+
+
+def _cannot_open(path: Path, error: OSError) -> str:
+    hint = "check the prefix, or make the corpus with prepare_data.py"
+    if path.stem.endswith((".bin", ".idx")):
+        hint = "the prefix is the path without .bin or .idx"
+    return f"{path}: cannot be read ({error.strerror}); {hint}"
 
 
 def get_idx_path(path_prefix: str | os.PathLike[str]) -> Path:
@@ -136,124 +261,7 @@ class IndexedDataset:
             yield tokens[start : start + chunk_tokens]
 
 
-class IndexedDatasetBuilder:
-    """Writes a corpus under temporary names; :meth:`finalize` renames the complete files.
-
-    Use it in a `with` statement, which removes unfinished files after an exception or an interrupt. An existing corpus
-    of the same name stays readable until it is replaced.
-    """
-
-    def __init__(self, bin_path: str | os.PathLike[str], dtype: DTypeLike = np.int32) -> None:
-        self.dtype = DType.dtype_from_code(DType.code_from_dtype(dtype))
-        self._bin_path = Path(bin_path)
-        # `add_document` and `add_index` append to these and to the draft of the .bin; `finalize` writes them.
-        self._lengths = array("i")
-        self._document_indices = array("q", [0])
-        self._temporary, self._file = _open_temporary(self._bin_path)
-
-    def __enter__(self) -> IndexedDatasetBuilder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.discard()
-
-    def discard(self) -> None:
-        """Removes the unfinished files; does nothing after :meth:`finalize`."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
-
-    def add_document(self, tensor: ArrayLike, lengths: Sequence[int]) -> None:
-        """Appends one document.
-
-        Args:
-            tensor: any array; the document's sequences, concatenated.
-            lengths: tokens in each sequence.
-
-        Raises:
-            DataError: the lengths do not add up, or a token does not fit the dtype.
-        """
-        values = np.asarray(tensor)
-        if sum(lengths) != values.size or min(lengths, default=0) < 0:
-            raise DataError(f"a document of {values.size} tokens was given sequence lengths {list(lengths)}")
-        if max(lengths, default=0) > np.iinfo(np.int32).max:
-            raise DataError(f"a sequence of {max(lengths)} tokens; the format holds lengths below 2^31, split it")
-        self._file.write(_cast(values, self.dtype).tobytes())
-        self._lengths.extend(lengths)
-        self._document_indices.append(len(self._lengths))
-
-    def add_index(self, path_prefix: str | os.PathLike[str]) -> None:
-        """Appends all documents of another corpus, which must have the same dtype."""
-        index = IndexFile(get_idx_path(path_prefix))
-        bin_path = get_bin_path(path_prefix)
-        if index.dtype != self.dtype:
-            raise DataError(
-                f"{get_idx_path(path_prefix)} holds {index.dtype.name} tokens and is to be merged into a corpus of "
-                f"{self.dtype.name}; prepare both with the same tokenizer"
-            )
-        index.check_tokens(bin_path)
-        first = len(self._lengths)
-        self._lengths.frombytes(index.lengths.astype(np.int32).tobytes())
-        self._document_indices.frombytes((index.document_indices[1:] + first).astype(np.int64).tobytes())
-        with bin_path.open("rb") as source:
-            shutil.copyfileobj(source, self._file, 1 << 22)
-
-    def finalize(self, idx_path: str | os.PathLike[str]) -> None:
-        """Writes the index, then renames both files, the index last."""
-        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
-        documents = np.frombuffer(self._document_indices, np.int64)
-        temporary, file = _open_temporary(Path(idx_path))
-        try:
-            with file:
-                write_index(file, self.dtype, lengths, documents)
-                file.flush()
-                os.fsync(file.fileno())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            Path(idx_path).unlink(missing_ok=True)  # an old index must never be read with the new tokens
-            self._temporary.replace(self._bin_path)
-            temporary.replace(idx_path)
-            sync_folder(self._bin_path.parent)
-            sync_folder(Path(idx_path).parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Returns `values` in `dtype`; raises if a token does not fit, where numpy would wrap it around to another one."""
-    if values.size and dtype.kind in "iu" and values.dtype != dtype:
-        limits = np.iinfo(dtype)
-        low, high = values.min(), values.max()
-        if values.dtype.kind not in "iu" or low < limits.min or high > limits.max:
-            raise DataError(
-                f"tokens from {low} to {high} ({values.dtype.name}) do not fit {dtype.name}; "
-                "build with DType.optimal_dtype(vocab_size)"
-            )
-    return values.astype(dtype, copy=False)
-
-
-def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        _sweep(path)
-        file = temporary.open("wb")
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # marks the draft as in use, for `_sweep`
-        return temporary, file
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written ({error.strerror}); create the folder, make it writable, or choose another"
-        ) from None
-
-
-def _sweep(path: Path) -> None:
-    """Removes drafts of this file that killed programs left; a draft in use is locked."""
-    if fcntl is None:
-        return
-    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp"):
-        with contextlib.suppress(OSError), left.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left.unlink()
+__getattr__ = absent_names(
+    __name__,
+    {"IndexedDatasetBuilder": "examples/gpt/prepare_data.py makes corpora; its corpus_writer.py has it"},
+)

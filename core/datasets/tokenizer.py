@@ -11,14 +11,14 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, DataError, MissingExtraError, ShardstackError
+from ..errors import DataError, MissingExtraError, ShardstackError
 from ..files.bounds import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json
 from ..files.durable import write_durably
 
@@ -113,31 +113,6 @@ def build_byte_tokenizer() -> Tokenizer:
     return Tokenizer(_byte_backend(), END_OF_DOCUMENT)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE on `texts`, reading them once; every text round-trips.
-
-    The vocabulary is smaller than `vocab_size` if the texts have too few pairs to merge.
-
-    Raises:
-        ConfigError: `vocab_size` has no room for the 256 bytes and the end-of-document token.
-    """
-    if vocab_size < 257:
-        raise ConfigError(f"vocab_size is {vocab_size}; a byte-level BPE has 256 bytes and {END_OF_DOCUMENT}: 257")
-    library = _library()
-    backend = library.Tokenizer(library.models.BPE())
-    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=2,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend, END_OF_DOCUMENT)
-
-
 def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
     """Loads a Hugging Face ``tokenizer.json``.
 
@@ -159,7 +134,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
 
 def tokenizer_from_json(content: str, eod_token: str | None = None, name: str = "tokenizer.json") -> Tokenizer:
     """Builds the tokenizer whose `to_json` is `content`; errors call it `name`."""
-    library = _library()
+    library = tokenizers_library()
     with _failures_as_errors(f"{name}: no Hugging Face tokenizer.json"):
         backend = library.Tokenizer.from_str(content)
     try:
@@ -207,7 +182,7 @@ def _byte_symbols() -> list[str]:
 
 
 def _byte_backend() -> Any:
-    library = _library()
+    library = tokenizers_library()
     vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     backend = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -216,7 +191,8 @@ def _byte_backend() -> Any:
     return backend
 
 
-def _library() -> Any:
+def tokenizers_library() -> Any:
+    """Returns the package `tokenizers`, or raises MissingExtraError."""
     try:
         import tokenizers
         import tokenizers.decoders

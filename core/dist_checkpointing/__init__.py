@@ -1,5 +1,6 @@
 """Checkpoints and global views of sharded tensors. Knows tensors and meshes, never models."""
 
+from ..absent_names import absent_names
 from .async_save import AsyncSaver
 from .format.folders import Retention, checkpoint_directory, latest_checkpoint
 from .model_state import load_model_state_dict, model_state_dict
@@ -25,3 +26,8 @@ __all__ = [
     "save",
     "verify",
 ]
+
+__getattr__ = absent_names(
+    __name__,
+    {"mapping": "state dicts hold tensors and DTensors of the whole model; core.dist_checkpointing.model_state_dict"},
+)

@@ -4,7 +4,7 @@ Squares are summed in double, on each rank over its own shards, then over the ra
 In double, the effect of the order of summation is far below fp32's resolution, so a replicated and a sharded run clip
 by the same number. (torch's fp32 norm is off by up to 3e-3 on large tensors, by an amount that depends on the shard's
 shape.) Where the same bits are promised on any number of ranks, that is not enough: the sum is then exact
-(`exact_squares`).
+(`exact_sums`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .. import parallel_state
 from ..comm.by_backend import all_reduce_by_backend
 from ..comm.host_read import known_on_host
 from ..device import current_device
-from .exact_squares import (
+from .exact_sums import (
     CHUNK_ELEMENTS,
     exponent_of_unit,
     largest_magnitude,

@@ -19,9 +19,8 @@ from ..diagnostics.stale_optimizers import reject_replaced
 from ..dist_checkpointing.views.global_view import global_view
 from ..distributed.parameter_owner import read_gradient
 from ..dtensors import local_part
+from ..dtypes import LOW_PRECISION
 from ..errors import OptimizerError
-
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(eq=False)
@@ -75,7 +74,7 @@ class MainParam:
     @property
     def is_low_precision(self) -> bool:
         """Whether the parameter is in fp16 or bf16, so that its update takes an fp32 master."""
-        return self.local().dtype in _LOW_PRECISION
+        return self.local().dtype in LOW_PRECISION
 
     def local(self) -> Tensor:
         """Returns this rank's part of the parameter, sharing its storage."""

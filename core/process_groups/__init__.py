@@ -2,8 +2,6 @@
 
 rank_generator  computes which ranks form a group, in numbers alone
 make_groups     divides the world: sizes, grids, and the groups and meshes along them
-current         keeps the groups of this process, for every getter
+current         keeps the groups of this process, and makes the getters that differ only in the kind of group
 initialize      makes all groups at once, and destroys them
-make_getters    makes the getters that differ only in the kind of group
-expert_getters  the getters of experts
 """

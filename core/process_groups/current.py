@@ -1,35 +1,28 @@
-"""Stores the process groups of this process, and sizes and ranks that a script sets instead, for all getters.
+"""Stores the process groups of this process, and makes the getters that differ only in the kind of group.
 
 Before initialisation a rank is alone: some getters then return a value without a group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Protocol
+
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..errors import ParallelStateError
+from ..errors import ParallelConfigError, ParallelStateError
 from .make_groups import ParallelGroups, RankGroup
 
 _groups: ParallelGroups | None = None
 """The groups of this process; None while there is no parallel state. `set_groups` sets and clears it;
 `parallel_state` calls that on initialisation and on destruction."""
 
-assumed_sizes: dict[str, int] = {}
-"""Sizes by kind of group, set by the setters of `make_getters`; valid until that setter gets None, or the groups are
-destroyed."""
-
-assumed_ranks: dict[str, int] = {}
-"""This rank's index in each kind of group. Set, and valid, as `assumed_sizes`."""
-
 
 def set_groups(groups: ParallelGroups | None) -> None:
-    """Stores the groups. None removes them, and clears assumed sizes and ranks."""
+    """Stores the groups; None removes them."""
     global _groups
     _groups = groups
-    if groups is None:
-        assumed_sizes.clear()
-        assumed_ranks.clear()
 
 
 def groups_or_none() -> ParallelGroups | None:
@@ -55,8 +48,8 @@ def member(kind: str) -> RankGroup:
     by_kind = groups(f"the {kind!r} group").by_kind
     if kind not in by_kind:
         raise ParallelStateError(
-            f"rank {dist.get_rank()} is at a pipeline stage without {kind!r} group; ask is_rank_in_{kind}_group() "
-            "first"
+            f"rank {dist.get_rank()} is at a pipeline stage without {kind!r} group; get_{kind}_group(False) returns "
+            "None there"
         )
     return by_kind[kind]
 
@@ -71,22 +64,67 @@ def process_group(kind: str, check_initialized: bool) -> ProcessGroup | None:
     return member(kind).process_group if check_initialized or has(kind) else None
 
 
-def assume(assumed: dict[str, int], kind: str, value: int | None) -> None:
-    """Sets the value for a kind of group in `assumed_sizes` or `assumed_ranks`; None removes it."""
-    assumed.pop(kind, None)
-    if value is not None:
-        assumed[kind] = value
-
-
 def size(kind: str, alone: int | None = None) -> int:
     """Returns the number of ranks of the group; before initialisation `alone`, if given."""
-    if kind in assumed_sizes:
-        return assumed_sizes[kind]
     return alone if _groups is None and alone is not None else len(member(kind).ranks)
 
 
 def rank(kind: str, alone: int | None = None) -> int:
     """Returns this rank's place in the group; before initialisation `alone`, if given."""
-    if kind in assumed_ranks:
-        return assumed_ranks[kind]
     return alone if _groups is None and alone is not None else member(kind).rank
+
+
+class GroupGetter(Protocol):
+    """Returns this rank's process group; None if it has none and `check_initialized` is False."""
+
+    def __call__(self, check_initialized: bool = True) -> ProcessGroup | None: ...
+
+
+def group_getter(kind: str, text: str) -> GroupGetter:
+    """Makes a getter of this rank's process group; `text` is its docstring."""
+
+    def getter(check_initialized: bool = True) -> ProcessGroup | None:
+        return process_group(kind, check_initialized)
+
+    getter.__doc__ = text
+    return getter
+
+
+def size_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
+    """Makes a getter of the number of ranks, which returns `alone`, if given, before initialisation."""
+
+    def getter() -> int:
+        return size(kind, alone)
+
+    getter.__doc__ = f"Returns the size of the {what}{'' if alone is None else f'; {alone} before initialisation'}."
+    return getter
+
+
+def rank_getter(kind: str, what: str, alone: int | None = None) -> Callable[[], int]:
+    """Makes a getter of this rank's place, which returns `alone`, if given, before initialisation."""
+
+    def getter() -> int:
+        return rank(kind, alone)
+
+    getter.__doc__ = (
+        f"Returns this rank's place in the {what}{'' if alone is None else f'; {alone} before initialisation'}."
+    )
+    return getter
+
+
+def data_parallel_kind(with_context_parallel: bool, partial_data_parallel: bool) -> str:
+    """Returns the kind of data-parallel group that these arguments of Megatron-LM's getters ask for."""
+    if partial_data_parallel and not with_context_parallel:
+        raise ParallelConfigError(
+            "partial_data_parallel=True was asked for without with_context_parallel=True; an optimizer instance "
+            "shards over both, so pass both"
+        )
+    return "dp_shard_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
+
+
+def name_functions(module: dict[str, Any]) -> None:
+    """Names the functions made here after their variables in a module, for tracebacks and `help`."""
+    for name, made in module.items():
+        if getattr(made, "__qualname__", "").endswith("<locals>.getter"):
+            made.__name__ = made.__qualname__ = name
+            made.__module__ = module["__name__"]

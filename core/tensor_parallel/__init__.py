@@ -2,12 +2,6 @@
 values."""
 
 from ..absent_names import absent_names
-from .attributes import (
-    copy_tensor_model_parallel_attributes,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
-)
 from .cross_entropy import vocab_parallel_cross_entropy
 from .data import broadcast_data
 from .initialization import (
@@ -35,7 +29,6 @@ from .random import (
     model_parallel_cuda_manual_seed,
     model_parallel_manual_seed,
 )
-from .utils import gather_split_1d_tensor, split_tensor_along_last_dim, split_tensor_into_1d_equal_chunks
 from .vocab import pad_vocab_size
 
 __all__ = [
@@ -46,13 +39,11 @@ __all__ = [
     "VocabParallelEmbedding",
     "broadcast_data",
     "checkpoint",
-    "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "deferred_initialization",
     "draw_init_seed",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
-    "gather_split_1d_tensor",
     "get_cuda_rng_tracker",
     "get_rng_tracker",
     "initialize_parameters",
@@ -60,21 +51,28 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
     "model_parallel_manual_seed",
     "pad_vocab_size",
-    "param_is_not_tensor_parallel_duplicate",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-    "split_tensor_along_last_dim",
-    "split_tensor_into_1d_equal_chunks",
     "vocab_parallel_cross_entropy",
 ]
 
 __getattr__ = absent_names(
     __name__,
     {
+        **dict.fromkeys(
+            [
+                *("set_tensor_model_parallel_attributes", "copy_tensor_model_parallel_attributes"),
+                "set_defaults_if_not_set_tensor_model_parallel_attributes",
+            ],
+            "set tensor_model_parallel, partition_dim and partition_stride on the parameter",
+        ),
+        "param_is_not_tensor_parallel_duplicate": "core.optimizer computes the norm, and counts each element once",
+        "split_tensor_along_last_dim": "use torch.split",
+        "split_tensor_into_1d_equal_chunks": "models here have one pipeline stage; use torch.chunk",
+        "gather_split_1d_tensor": "models here have one pipeline stage; use torch.distributed.all_gather_single",
+        "utils": "use torch.split, and core.tensor_parallel.vocab for the ids of a rank",
         "linear_with_grad_accumulation_and_async_allreduce": "use ColumnParallelLinear, whose backward overlaps both",
         "CheckpointWithoutOutput": "use checkpoint",
         "convert_cuda_rng_state": "use get_rng_tracker().get_states()",

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..comm.by_backend import all_reduce_by_backend
-from .first_dim import gather_first_dim, reduce_scatter_first_dim
 from .groups import Group, group_size
+from .partition import gather_first_dim, reduce_scatter_first_dim
 from .weight_gradients import borrow_gradient_memory, lender_of, linear
 
 _INPUT, _GRADIENT = "the input of a column-parallel layer", "the input gradient of a column-parallel layer"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .first_dim import gather_first_dim
 from .groups import Group, group_rank, group_size, resolve_group
+from .partition import gather_first_dim
 from .vocab import check_ids
 
 IGNORE_INDEX = -100

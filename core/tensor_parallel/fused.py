@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..compiler_errors import missing_compiler
+from .._torch_compat import missing_compiler
 from ..warn import warn_once
 
 _COMPILED_ON = ["cuda"]

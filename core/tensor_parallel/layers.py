@@ -17,8 +17,7 @@ from ..errors import ConfigError, ParallelConfigError
 from ..foreign_arguments import ignore, refuse
 from ..model_parallel_config import ModelParallelConfig
 from .column_linear import column_parallel_linear
-from .degrees import check_degree, per_rank
-from .groups import Group, group_size
+from .groups import Group, check_degree, group_size, per_rank
 from .initialization import Initializer, ParameterOwner, initialize_unless_deferred
 from .mappings import (
     gather_from_tensor_model_parallel_region,
@@ -26,7 +25,7 @@ from .mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from .vocab_embedding import VocabParallelEmbedding as VocabParallelEmbedding  # re-exported: Megatron-LM keeps it here
+from .vocab import VocabParallelEmbedding as VocabParallelEmbedding  # re-exported: Megatron-LM keeps it here
 from .weight_gradients import linear
 
 Output = tuple[torch.Tensor, torch.Tensor | None]

@@ -20,9 +20,9 @@ import torch
 
 from ..comm.by_backend import all_reduce_by_backend
 from .cross_entropy import IGNORE_INDEX, gather_sums_over_vocabulary
-from .first_dim import gather_first_dim, reduce_scatter_first_dim
 from .fused import Fused
 from .groups import Group, group_rank, group_size, resolve_group
+from .partition import gather_first_dim, reduce_scatter_first_dim
 from .vocab import check_ids
 from .weight_gradients import borrow_gradient_memory, lender_of
 

@@ -19,6 +19,7 @@ mapping returns its input.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,21 +27,18 @@ import torch.distributed as dist
 
 from ..comm.by_backend import all_reduce_by_backend
 from ..foreign_arguments import ignore, refuse
-from .first_dim import gather_first_dim, reduce_scatter_first_dim
 from .groups import Group, group_size, resolve_group
-from .partition import rank_slice
+from .partition import gather_first_dim, rank_slice, reduce_scatter_first_dim
 
 
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: identity. Backward: all-reduce. Enters a region whose ranks each compute a part from the whole."""
-    group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _CopyToModelParallelRegion.apply(input_, group)
+    return _copy(input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: all-reduce of partial sums. Backward: identity."""
-    group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _ReduceFromModelParallelRegion.apply(input_, group)
+    return _reduce(input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -49,14 +47,12 @@ def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group =
     Raises:
         ParallelConfigError: tp does not divide the last dim.
     """
-    group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _ScatterToModelParallelRegion.apply(input_, group)
+    return _scatter(input_, group)
 
 
 def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Forward: `[..., n / tp]` to `[..., n]`. Backward: this rank's part of the gradient, which is the same on all."""
-    group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _GatherFromModelParallelRegion.apply(input_, group)
+    return _gather(input_, group)
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -65,8 +61,7 @@ def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = Non
     Raises:
         ParallelConfigError: tp does not divide the sequence.
     """
-    group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _ScatterToSequenceParallelRegion.apply(input_, group)
+    return _scatter_sequence(input_, group)
 
 
 def gather_from_sequence_parallel_region(
@@ -88,11 +83,7 @@ def gather_from_sequence_parallel_region(
         ParallelConfigError: parts of different lengths are requested.
     """
     _check_foreign("gather_from_sequence_parallel_region", use_global_buffer, output_split_sizes=output_split_sizes)
-    group = resolve_group(group)
-    if group_size(group) == 1:
-        return input_
-    output: torch.Tensor = _GatherFromSequenceParallelRegion.apply(input_, group, tensor_parallel_output_grad)
-    return output
+    return (_gather_sequence if tensor_parallel_output_grad else _gather_same_sequence)(input_, group)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -111,8 +102,7 @@ def reduce_scatter_to_sequence_parallel_region(
     _check_foreign(
         "reduce_scatter_to_sequence_parallel_region", use_global_buffer, input_split_sizes=input_split_sizes
     )
-    group = resolve_group(group)
-    return input_ if group_size(group) == 1 else _ReduceScatterToSequenceParallelRegion.apply(input_, group)
+    return _reduce_scatter_sequence(input_, group)
 
 
 def _check_foreign(caller: str, use_global_buffer: bool, **split_sizes: list[int] | None) -> None:
@@ -120,115 +110,61 @@ def _check_foreign(caller: str, use_global_buffer: bool, **split_sizes: list[int
     ignore(caller, "no memory is kept between calls", use_global_buffer=(use_global_buffer, False))
 
 
-class _CopyToModelParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-        return copy_to_tensor_model_parallel_region(input_, group)
+def _mapping(
+    forward_: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
+    conjugate: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
+) -> Callable[[torch.Tensor, Group], torch.Tensor]:
+    """Returns a mapping: `forward_` over the ranks of a group, whose backward is the mapping `conjugate`."""
 
-    @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return input_.view_as(input_)
+    class Region(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+            ctx.group = group
+            return forward_(input_, group)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce_from_tensor_model_parallel_region(grad, ctx.group), None
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return conjugate(grad, ctx.group), None
 
+    def apply(input_: torch.Tensor, group: Group) -> torch.Tensor:
+        group = resolve_group(group)
+        return input_ if group_size(group) == 1 else Region.apply(input_, group)
 
-class _ReduceFromModelParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-        return reduce_from_tensor_model_parallel_region(input_, group)
-
-    @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        output = input_.clone(memory_format=torch.contiguous_format)
-        all_reduce_by_backend(output, group, what="partial sums of activations")
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return copy_to_tensor_model_parallel_region(grad, ctx.group), None
+    return apply
 
 
-class _ScatterToModelParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-        return scatter_to_tensor_model_parallel_region(input_, group)
-
-    @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return rank_slice(input_, -1, group).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gather_from_tensor_model_parallel_region(grad, ctx.group), None
+def _sum(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    output = input_.clone(memory_format=torch.contiguous_format)
+    all_reduce_by_backend(output, group, what="partial sums of activations")
+    return output
 
 
-class _GatherFromModelParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-        return gather_from_tensor_model_parallel_region(input_, group)
-
-    @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        parts, _ = gather_first_dim(
-            input_.unsqueeze(0), group, what="activations cut by their last dimension"
-        )  # [tp, ..., n / tp]
-        return torch.cat(parts.unbind(), dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return scatter_to_tensor_model_parallel_region(grad, ctx.group), None
+def _own_part(dim: int) -> Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]:
+    return lambda input_, group: rank_slice(input_, dim, group).clone(memory_format=torch.contiguous_format)
 
 
-class _ScatterToSequenceParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-        return scatter_to_sequence_parallel_region(input_, group)
-
-    @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return rank_slice(input_, 0, group).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gather_from_sequence_parallel_region(grad, False, ctx.group), None
+def _join_last_dim(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    parts, _ = gather_first_dim(input_.unsqueeze(0), group, what="activations cut by their last dimension")
+    return torch.cat(parts.unbind(), dim=-1)  # [tp, ..., n / tp] -> [..., n]
 
 
-class _GatherFromSequenceParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-        return gather_from_sequence_parallel_region(input_, group=group)
-
-    @staticmethod
-    def forward(
-        ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup, tensor_parallel_output_grad: bool
-    ) -> torch.Tensor:
-        ctx.group, ctx.tensor_parallel_output_grad = group, tensor_parallel_output_grad
-        return gather_first_dim(input_, group, what="activations cut by the sequence")[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.tensor_parallel_output_grad:
-            return reduce_scatter_to_sequence_parallel_region(grad, ctx.group), None, None
-        return scatter_to_sequence_parallel_region(grad, ctx.group), None, None
+def _join_sequence(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return gather_first_dim(input_, group, what="activations cut by the sequence")[0]
 
 
-class _ReduceScatterToSequenceParallelRegion(torch.autograd.Function):
-    @staticmethod
-    def symbolic(graph: Any, input_: torch.Tensor, group: Group = None) -> torch.Tensor:
-        return reduce_scatter_to_sequence_parallel_region(input_, group)
+def _sum_and_cut(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return reduce_scatter_first_dim(input_, group, what="partial sums of activations")[0]
 
-    @staticmethod
-    def forward(ctx: Any, input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return reduce_scatter_first_dim(input_, group, what="partial sums of activations")[0]
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gather_from_sequence_parallel_region(grad, True, ctx.group), None
+_copy = _mapping(lambda input_, group: input_.view_as(input_), reduce_from_tensor_model_parallel_region)
+_reduce = _mapping(_sum, copy_to_tensor_model_parallel_region)
+_scatter = _mapping(_own_part(-1), gather_from_tensor_model_parallel_region)
+_gather = _mapping(_join_last_dim, scatter_to_tensor_model_parallel_region)
+_scatter_sequence = _mapping(
+    _own_part(0), lambda grad, group: gather_from_sequence_parallel_region(grad, False, group)
+)
+_gather_sequence = _mapping(_join_sequence, reduce_scatter_to_sequence_parallel_region)
+_gather_same_sequence = _mapping(_join_sequence, scatter_to_sequence_parallel_region)
+_reduce_scatter_sequence = _mapping(
+    _sum_and_cut, lambda grad, group: gather_from_sequence_parallel_region(grad, True, group)
+)

@@ -1,19 +1,22 @@
-"""Packs all random streams of a rank into one row of bytes, and unpacks them.
+"""Seeds all random streams of a rank, packs their states into one row of bytes, and unpacks them.
 
-Streams belong to ranks: they continue only on the same number of ranks.
+Streams belong to ranks: they continue only on the same number of ranks. Those of a micro-batch depend on its index in
+the run, and not on the rank that runs it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from .. import device
-from .random import get_rng_tracker
+from ..dist_checkpointing.format.content_hash import splitmix64
+from .random import get_rng_tracker, model_parallel_manual_seed
 
 
 def rng_state() -> dict[str, torch.Tensor]:
@@ -61,3 +64,27 @@ def unpack(packed: torch.Tensor, layout: list[list[Any]]) -> dict[str, torch.Ten
     """Splits a row of bytes into the streams that :func:`pack` joined."""
     pieces = packed.split([size for _, size in layout])
     return {name: piece.clone() for (name, _), piece in zip(layout, pieces, strict=True)}
+
+
+_NUMPY_SEEDS = 1 << 32
+
+
+@dataclass(frozen=True)
+class MicroBatchSeeds:
+    """The seeds of one step."""
+
+    seed: int
+    """Of the run."""
+    first: int
+    """Index, in the run, of the step's first micro-batch."""
+
+    def enter(self, index: int) -> None:
+        """Seeds every stream of this rank for the step's micro-batch `index`, as `seed_everything` does for a run."""
+        seed_everything(splitmix64(self.first + index + 1, self.seed) >> 16)  # 48 bits
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch, the tensor-parallel streams, numpy and Python; the ranks of one model pass the same seed."""
+    random.seed(seed)
+    np.random.seed(seed % _NUMPY_SEEDS)
+    model_parallel_manual_seed(seed)

@@ -1,13 +1,12 @@
 """A pretraining run: its settings, the order of a step, the loop around it, and how it starts, stops and fails.
 
-    config/             all settings, the checks on them, and the command-line flags made from them (`arguments`)
+    config/             all settings, and the checks on them; arguments: the command-line flags made from them
     initialize          process group, parallel groups and seeds
     data                corpus, tokenizer and loaders
-    frozen_parameters   parameters that are not trained (adapters: core.transformer.lora)
     train_step          one optimizer step, and one validation
     state               everything that changes with a step
     checkpointing/      saves and loads the state of a run; pretrained: weights only
-    loop                the steps of a run, with skipped_steps and stop_request (signals)
+    loop                the steps of a run, with StopRequest (launch.signals)
     log/                writes the log of a run
     memory_profile      measures memory over one step by category; memory_timeline draws it
     launch/             starts ranks on one machine, and reports failures of several ranks

@@ -20,7 +20,7 @@ from ..micro_batch_tree import MicroBatchTree
 from ..tensor_parallel.vocab import pad_vocab_size
 from .config import PretrainConfig
 from .device_batches import Batch, DeviceBatches
-from .stop_request import ignore_stop_signals
+from .launch.signals import ignore_stop_signals
 
 
 @dataclass(frozen=True, kw_only=True)

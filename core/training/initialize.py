@@ -15,10 +15,10 @@ from .. import device, parallel_state
 from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
 from ..errors import ConfigError
-from ..rendezvous import slurm
+from ..rendezvous import set_launcher_variables
+from ..tensor_parallel.random_streams import seed_everything
 from .config import PretrainConfig, validate
 from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
-from .micro_batch_seeds import seed_everything
 
 _SEEDS_OF_A_REPLICA = 10
 """Difference of the seeds of data-parallel replicas under ``data_parallel_random_init``; Megatron-LM's."""
@@ -34,7 +34,7 @@ def initialize(config: PretrainConfig) -> None:
         ConfigError: settings contradict each other, the number of ranks, or the environment; raised before anything is
             created.
     """
-    slurm.set_launcher_variables()
+    set_launcher_variables()
     validate(config, dist.get_world_size() if dist.is_initialized() else environment_world_size())
     if not dist.is_initialized():
         check_launcher()

@@ -14,11 +14,11 @@ from ..comm.host_read import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
+from ..optimizer.exact_sums import exact_totals
+from ..tensor_parallel.random_streams import MicroBatchSeeds
 from ..transformer.context_parallel import own_chunks
 from ..transformer.document_masks import PackedDocuments
 from .device_batches import Batch, to_device
-from .exact_totals import exact_totals
-from .micro_batch_seeds import MicroBatchSeeds
 from .running_step import RunningStep
 
 

@@ -26,9 +26,9 @@ from torch.backends.cuda import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch_compat import called_while_compiled, set_attention_order
-from ..dtypes import dtype_name
+from ..dtypes import LOW_PRECISION, dtype_name
 from ..warn import warn_once
-from .attention_kernels import LOW_PRECISION, MOST_CHANNELS
+from .attention_kernels import MOST_CHANNELS
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 """Megatron-LM's names: torch's choice; its flash kernel; cuDNN's; products and softmax one after the other; the

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from .._torch_compat import called_while_compiled
+from ..dtypes import LOW_PRECISION
 
 _ALIGNED_CHANNELS = 8
 """CUDA's kernels take heads whose width is a multiple of this."""
@@ -27,8 +28,6 @@ _ALIGNED_LOGSUMEXP = 32
 
 MOST_CHANNELS = 256
 """The widest heads that CUDA's kernels take."""
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from .. import parallel_state
 from ..errors import DataError
-from ..tensor_parallel.first_dim import gather_first_dim, reduce_scatter_first_dim
 from ..tensor_parallel.groups import Group, group_size
+from ..tensor_parallel.partition import gather_first_dim, reduce_scatter_first_dim
 from .document_masks import chunk_places, chunks_of_rank
 
 

@@ -8,12 +8,15 @@ without.
 
 Each matrix is split like its layer. For a column-parallel layer every rank has the whole `A` and its rows of `B`; for
 a row-parallel one its columns of `A` and the whole `B`. Only activations of `rank` features cross ranks.
+
+`freeze_parameters` excludes parameters from training by patterns of their names, without adapters.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
@@ -194,3 +197,24 @@ def _uniform_by_inputs(tensor: torch.Tensor, generator: torch.Generator) -> None
     """Draws from U(-1 / sqrt(k), 1 / sqrt(k)) for a `[rank, k]` matrix, as the paper's code and peft do."""
     bound = 1.0 / math.sqrt(tensor.shape[1])
     tensor.uniform_(-bound, bound, generator=generator)
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Excludes parameters from training, before the model is wrapped; returns their names.
+
+    Args:
+        patterns: shell patterns of parameter names, such as ``decoder.layers.0.*``.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"freeze {pattern!r} matches no parameter; names are as {names[0]} and {names[-1]}")
+    frozen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if len(frozen) == len(names):
+        raise ConfigError(f"freeze {' '.join(patterns)} matches all {len(names)} parameters; leave some to train")
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return frozen

@@ -10,10 +10,9 @@ from ..errors import ConfigError
 from ..foreign_arguments import refuse
 from ..tensor_parallel.groups import Group
 from ..tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from .activations import activation_function
 from .module import MegatronModule
 from .spec_utils import Builder, ModuleSpec, build_module
-from .transformer_config import TransformerConfig
+from .transformer_config import TransformerConfig, activation_function
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..device import current_device
+from ..dtypes import LOW_PRECISION
 from ..errors import ConfigError
 from ..tensor_parallel.allocation import allocate_meta_tensors
 from ..tensor_parallel.initialization import draw_init_seed, initialize_parameters
@@ -80,7 +81,7 @@ class Float16Module(MegatronModule):
         """
         inputs, kwargs = _cast((inputs, kwargs), (torch.float32,), self.config.compute_dtype)
         outputs = self.module(*inputs, **kwargs)
-        return _cast(outputs, (torch.float16, torch.bfloat16), torch.float32) if fp32_output else outputs
+        return _cast(outputs, LOW_PRECISION, torch.float32) if fp32_output else outputs
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Calls the module's `set_input_tensor`."""

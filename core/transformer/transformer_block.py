@@ -12,11 +12,10 @@ from ..errors import ConfigError
 from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
 from ..tensor_parallel.random import recompute
-from .attention import packing
+from .attention import Rotation, packing
 from .document_masks import PackedDocuments
 from .module import MegatronModule
 from .norms import build_norm
-from .rotary import Rotation
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 from .transformer_layer import TransformerLayer

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
 
 from ..errors import ConfigError, ParallelConfigError
 from ..foreign_arguments import takes_foreign_fields
 from ..model_parallel_config import ModelParallelConfig
-from ..ranges import out_of_range
+from ..ranges import out_of_choices, out_of_range
 from ..tensor_parallel.initialization import Initializer
-from .activations import Activation, ActivationFunction, name_of_activation
 from .attention_backend import AttentionBackend, backend_name
 from .foreign_config_fields import FOREIGN_FIELDS
 from .initializers import Normal, scaled_init_method_normal
+
+Activation = Literal["gelu", "gelu_tanh", "silu"]
+ActivationFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gelu_tanh(input_: torch.Tensor) -> torch.Tensor:
+    return F.gelu(input_, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, ActivationFunction] = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu}
+
+
+def name_of_activation(function: ActivationFunction) -> Activation | ActivationFunction:
+    """Returns the name of a known function, which configs and checkpoints can store; else the function."""
+    return next((name for name, known in ACTIVATIONS.items() if known is function), function)
+
+
+def activation_function(activation: Activation | ActivationFunction) -> ActivationFunction:
+    """Returns the function of a name; returns a function as it is."""
+    return activation if callable(activation) else ACTIVATIONS[activation]
+
 
 Normalization = Literal["LayerNorm", "RMSNorm"]
 RecomputeGranularity = Literal["selective", "full"]
@@ -186,14 +209,9 @@ class TransformerConfig(ModelParallelConfig):
             *out_of_range(self, "layernorm_epsilon", "rotary_base", over=0),
             *out_of_range(self, "init_method_std", least=0),
         ]
-        yield from map(ConfigError, problems)
-        for name, choices in (
-            ("normalization", Normalization),
-            ("activation_func", Activation),
-            ("attention_backend", AttentionBackend),
-        ):
-            if not callable(getattr(self, name)) and getattr(self, name) not in get_args(choices):
-                yield ConfigError(f"{name} is {getattr(self, name)!r}; it takes one of {_listed(get_args(choices))}")
+        named = {} if callable(self.activation_func) else {"activation_func": get_args(Activation)}
+        choices = {"normalization": get_args(Normalization), **named, "attention_backend": get_args(AttentionBackend)}
+        yield from map(ConfigError, [*problems, *out_of_choices(self, **choices)])
         if self.context_parallel_size > 1 and self.attention_backend in ("fused", "unfused", "local"):
             yield ConfigError(
                 f"attention_backend is {self.attention_backend!r} with context_parallel_size "
@@ -230,12 +248,11 @@ class TransformerConfig(ModelParallelConfig):
 
     def _recompute_violations(self) -> Iterator[ConfigError]:
         granularity, method, number = self.recompute_granularity, self.recompute_method, self.recompute_num_layers
-        for name, value, choices in (
-            ("recompute_granularity", granularity, get_args(RecomputeGranularity)),
-            ("recompute_method", method, get_args(RecomputeMethod)),
-        ):
-            if value is not None and value not in choices:
-                yield ConfigError(f"{name} is {value!r}; it takes None or one of {_listed(choices)}")
+        choices = {
+            "recompute_granularity": get_args(RecomputeGranularity),
+            "recompute_method": get_args(RecomputeMethod),
+        }
+        yield from map(ConfigError, out_of_choices(self, True, **choices))
         if granularity == "full":
             if method is None:
                 yield ConfigError('recompute_granularity "full" needs recompute_method: "uniform" or "block"')
@@ -265,7 +282,3 @@ def nearest_multiples(size: int, divisor: int) -> str:
     """Returns the nearest multiples of `divisor` below and above `size`, as text."""
     below = size // divisor * divisor
     return f"{below} or {below + divisor}" if below else str(divisor)
-
-
-def _listed(choices: tuple[str, ...]) -> str:
-    return ", ".join(f'"{choice}"' for choice in choices)

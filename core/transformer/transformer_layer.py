@@ -1,21 +1,22 @@
-"""One pre-norm transformer layer."""
+"""One pre-norm transformer layer, and dropout of the residual stream."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
+from .. import parallel_state
 from ..foreign_arguments import refuse
 from ..process_groups_config import ProcessGroupCollection, check_same_groups
-from .attention import SelfAttention, packing
+from ..tensor_parallel.random import CONTEXT_PARALLEL_RNG, MODEL_PARALLEL_RNG, get_rng_tracker
+from .attention import Rotation, SelfAttention, packing
 from .document_masks import PackedDocuments
-from .dropout import hidden_dropout
 from .identity_op import IdentityOp
 from .mlp import MLP
 from .module import MegatronModule
 from .norms import build_norm
-from .rotary import Rotation
 from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 
@@ -126,3 +127,17 @@ def _check_submodules(submodules: TransformerLayerSubmodules) -> None:
         pre_cross_attn_layernorm=(submodules.pre_cross_attn_layernorm, IdentityOp, _NO_CROSS_ATTENTION),
         cross_attn_bda=(submodules.cross_attn_bda, None, _NO_CROSS_ATTENTION),
     )
+
+
+def hidden_dropout(input_: torch.Tensor, p: float, *, training: bool, sequence_parallel: bool) -> torch.Tensor:
+    """Applies dropout to a residual stream `[s, b, h]`, or to this rank's part of the sequence `[s / tp, b, h]`.
+
+    Tensor-parallel ranks with the same activations drop the same elements; ranks with parts of the sequence, by
+    sequence or context parallelism, draw from their own streams.
+    """
+    if p == 0.0 or not training:
+        return input_
+    if not sequence_parallel and parallel_state.get_context_parallel_world_size() == 1:
+        return F.dropout(input_, p)
+    with get_rng_tracker().fork(MODEL_PARALLEL_RNG if sequence_parallel else CONTEXT_PARALLEL_RNG):
+        return F.dropout(input_, p)

@@ -4,8 +4,7 @@ Trains a model under every wrapper in turn, in lockstep with plain replicas, whi
 process that runs the micro-batches of all ranks. Names the first difference: the step, and the parameter whose
 gradient or weight differs.
 
-    model_under_test    imports, calls and checks the user's function
-    trainings           a training that stops between backward and update, and returns whole tensors
+    model_under_test    imports, calls and checks the user's function; trains its model, stopping before each update
     lockstep            compares two trainings step by step, up to the first difference
     __main__            the command
 """

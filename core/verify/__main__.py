@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import device
-from ..rendezvous import slurm
+from ..rendezvous import set_launcher_variables
 from ..training.launch.entry import run_command
 from ..training.launch.environment import environment_threads
 from ..training.launch.ranks import run_ranks
@@ -28,7 +28,7 @@ NOT_EQUAL_STATUS = 1
 def main(arguments: Sequence[str]) -> int:
     """Runs the command, and returns the exit status."""
     options = _parse(arguments)
-    slurm.set_launcher_variables()
+    set_launcher_variables()
     if "RANK" not in os.environ:
         ranks = options.nproc_per_node or (torch.cuda.device_count() if device.device_type() == "cuda" else 2)
         return run_ranks(ranks, ["-m", "core.verify", *arguments])

@@ -20,8 +20,7 @@ from ..distributed import (
 from ..errors import ConfigError, ShardstackError, WrapError
 from ..optimizer import OptimizerConfig
 from ..ranges import check_range
-from .model_under_test import ModelUnderTest
-from .trainings import SerialTraining, Training, WrappedTraining
+from .model_under_test import ModelUnderTest, SerialTraining, Training, WrappedTraining
 
 REPLICAS = "ddp"
 """The reference of every other wrapper; it is itself compared with one process."""

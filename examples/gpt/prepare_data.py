@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from core.datasets.prepare import prepare
+from corpus import prepare
+
 from core.errors import ConfigError, MissingExtraError
 from core.training.arguments import parse_call
 from core.training.launch.entry import run_command

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bigram import bigram_validation_loss
+from corpus import prepare
 from sampling import SamplingConfig, generate_tokens, stream_text
+from text_sources import standard_library_sources
 
 from core import parallel_state
 from core.datasets.indexed_dataset import IndexedDataset
-from core.datasets.prepare import prepare, standard_library_sources
 from core.datasets.tokenizer import Tokenizer
 from core.device import barrier, current_device
 from core.dist_checkpointing import latest_checkpoint
@@ -36,14 +37,13 @@ from core.training.arguments import parse_arguments
 from core.training.checkpointing import find_checkpoint, is_checkpoint, load_checkpoint
 from core.training.config import PretrainConfig, sequence_multiple
 from core.training.data import RunData, load_data
-from core.training.frozen_parameters import freeze_parameters
 from core.training.initialize import check_model_fits, check_output_folders, initialize, run_folder_held
 from core.training.launch.entry import run_command
 from core.training.launch.environment import RUN_STARTED, environment_restart_count
 from core.training.loop import Outcome, train
 from core.training.pretrained import load_pretrained
 from core.training.state import TrainingState, build_scheduler
-from core.transformer.lora import add_lora
+from core.transformer.lora import add_lora, freeze_parameters
 from core.transformer.module import Float16Module
 
 DEFAULTS = {

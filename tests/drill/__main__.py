@@ -19,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from core.datasets.prepare import prepare
+from corpus import prepare
+
 from tests.drill.corrupted import corrupt_files
 from tests.drill.faults import FINAL, SINGLE, Drill, kills, planted
 from tests.drill.report import Report

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from corpus import prepare
 
-from core.datasets.prepare import prepare
 from core.training.log import read_log
 from tests.functional._cases import Case, Leg, merged_flags
 from tests.functional._golden import METRICS, Golden, rounded

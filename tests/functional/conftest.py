@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from core.datasets.prepare import prepare
+from corpus import prepare
 
 pytest.register_assert_rewrite("tests.functional._equality")  # whose comparisons shall say what differs
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from corpus import prepare, train_bpe
 
 from core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from core.datasets.index_cache import load_or_build
 from core.datasets.indexed_dataset import IndexedDataset
-from core.datasets.prepare import prepare
-from core.datasets.tokenizer import load_tokenizer, train_bpe
+from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import latest_checkpoint, load, save
-from core.dist_checkpointing.description import describe, open_checkpoint
 from core.dist_checkpointing.format.folder_lock import hold_folder
 from core.dist_checkpointing.format.safe_metadata import seal
+from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.training.log import read_log

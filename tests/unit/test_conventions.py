@@ -11,8 +11,8 @@ import core
 CORE = Path(core.__file__).parent
 TESTS = Path(__file__).parents[1]
 LONGEST_NAME = 60
-TESTED_WITH_OTHERS = {"models/common/language_module", "pipeline_parallel"}
-"""By `models/gpt/test_gpt_model.py`, and by `test_megatron_names.py`."""
+TESTED_WITH_OTHERS = {"pipeline_parallel"}
+"""By `test_megatron_names.py`."""
 NOT_OF_CORE = {
     "examples": "tests the parts of `examples/gpt`",
     "distributed/outside_the_loop": "has the scenarios of `distributed/test_outside_the_loop.py`, and no tests",

@@ -16,7 +16,8 @@ from tests import gpu_first, gpu_machine
 from tests.gpu_machine import ROOT, SUITE, gpu_files, reason_against
 from tests.unit.test_import import NEED_EXTRAS
 
-KNOWN = {*sys.stdlib_module_names, "torch", "numpy", *SUITE}
+EXAMPLES = {file.stem for file in (ROOT / "examples" / "gpt").glob("*.py")}
+KNOWN = {*sys.stdlib_module_names, "torch", "numpy", *SUITE, *EXAMPLES}
 
 
 def test_every_test_with_the_mark_is_in_a_file_that_is_run(files_with_gpu_tests: set[Path]) -> None:
@@ -26,7 +27,7 @@ def test_every_test_with_the_mark_is_in_a_file_that_is_run(files_with_gpu_tests:
 def test_the_files_are_those_with_the_mark() -> None:
     files = gpu_files()
     assert {"tests/functional/test_cases.py", "tests/unit/training/test_host_reads.py"} <= set(files)
-    assert len(files) < 30 and "tests/unit/datasets/test_text_sources.py" not in files  # which imports zstandard
+    assert len(files) < 30 and "tests/unit/examples/test_text_sources.py" not in files  # which imports zstandard
 
 
 def _at_the_top(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -87,7 +88,7 @@ def test_they_import_only_what_the_machine_is_asked_for() -> None:
 def test_an_import_of_another_package_would_show(tmp_path: Path) -> None:
     file = tmp_path / "test_planted.py"
     file.write_text(
-        "try:\n    import tests.unit.datasets.test_text_sources\nexcept ImportError:\n    import hypothesis\n"
+        "try:\n    import tests.unit.examples.test_text_sources\nexcept ImportError:\n    import hypothesis\n"
         "pytest.importorskip('peft')\n"
     )
     assert _foreign([file]) == {"zstandard", "hypothesis", "peft"}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.errors import ConfigError, ParallelConfigError
-from core.ranges import check_range, out_of_range
+from core.ranges import check_range, out_of_choices, out_of_range
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,10 @@ def test_the_message_says_what_was_found_and_what_is_taken():
         check_range(settings, "a", "b", least=1)
     with pytest.raises(ParallelConfigError, match=r"^c is 3; it takes 0 to 2$"):
         check_range(settings, "c", least=0, most=2, takes="0 to 2", error=ParallelConfigError)
+
+
+def test_a_value_that_is_no_choice_is_named_with_the_choices():
+    settings = SimpleNamespace(a="x", b=None, c="y")
+    assert list(out_of_choices(settings, a=("y", "z"), c=("y",))) == ['a is \'x\'; it takes one of "y", "z"']
+    assert list(out_of_choices(settings, True, a=("y",), b=("y",))) == ["a is 'x'; it takes None or one of \"y\""]
+    assert list(out_of_choices(settings, b=("y",))) == ['b is None; it takes one of "y"']

@@ -25,13 +25,13 @@ WITH_ABSENT_NAMES = (
         "core.utils",
     ),
     *("core.models.gpt.gpt_layer_specs", "core.pipeline_parallel.schedules", "core.transformer"),
-    "core.dist_checkpointing.mapping",
+    *("core.dist_checkpointing", "core.num_microbatches_calculator", "core.datasets.indexed_dataset"),
 )
 
 
 def test_the_table_is_read():
-    assert len(ROWS) > 130 and len({row.name for row in ROWS}) == len(ROWS)
-    assert sum(row.difference == "same" for row in ROWS) > 100
+    assert len(ROWS) > 80 and len({row.name for row in ROWS}) == len(ROWS)
+    assert sum(row.difference == "same" for row in ROWS) > 60
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -21,6 +21,7 @@ from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from ...distributed.wrap import wrap_model
+from ...dtypes import LOW_PRECISION
 from ...errors import ParallelConfigError
 from ...text import choices
 from ...warn import warn_once
@@ -40,7 +41,6 @@ HAVE_NVFSDP = any(map(_is_installed, ("megatron_fsdp", "nvfsdp")))
 """Whether NVIDIA's own package can be imported; nothing here needs it."""
 
 _RUN_AS_FULLY_SHARDED = ("grads_params", "params")
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def nvfsdp_strategy_parallelize(
@@ -217,7 +217,7 @@ def _with_fp32_shards(model: nn.Module) -> torch.dtype | None:
     Returns None, after a warning, for a model of another dtype or of several. The fp32 values take new memory.
     """
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if len(dtypes) == 1 and (dtype := next(iter(dtypes))) in _LOW_PRECISION:
+    if len(dtypes) == 1 and (dtype := next(iter(dtypes))) in LOW_PRECISION:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()

@@ -4,5 +4,5 @@ folders, folder_lock            name and publish folders, point to the latest; a
 index, safe_metadata            check the description of a checkpoint; read and write it without running a file
 reader, writer, staging         read and write pieces; copy them to the host so that training goes on
 content_hash, verification      compare loaded or stored tensors with what was saved
-inert_pickle, tensor_archive    read the files of torch's own writer without unpickling them
+torch_files                     reads the files of torch's own writer without running them
 """

@@ -18,6 +18,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ _BLOCK_BYTES = _WORD_BYTES * _BLOCK_WORDS
 _SLAB_BYTES = 1 << 26  # copied at a time from a tensor on a device or with gaps in memory
 _HOLE_BYTES = 1 << 15  # gaps between rows up to this size are hashed as zeros, which is faster than skipping them
 _GOLDEN = 0x9E3779B97F4A7C15
+_MASK = MODULUS - 1
 
 
 def box_hash(values: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> int:
@@ -118,19 +120,20 @@ def _run_hash(data: np.ndarray, start: int) -> int:
 
 @cache
 def _position_keys() -> np.ndarray:
-    """Returns the keys of positions in a block: SplitMix64 (Steele, Lea and Flood, 2014)."""
-    with np.errstate(over="ignore"):
-        x = (np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64)) * np.uint64(_GOLDEN)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-        keys: np.ndarray = (x ^ (x >> np.uint64(31))) | np.uint64(1)
+    """Returns the keys of positions in a block."""
+    keys: np.ndarray = splitmix64(np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64)) | np.uint64(1)
     return keys
 
 
 def _block_key(block: int) -> int:
     """Returns the key of a block, from another stream; odd, so that a change of a block's sum changes the whole
     sum."""
-    x = ~block * _GOLDEN % MODULUS
+    return int(splitmix64(~block % MODULUS)) | 1
+
+
+def splitmix64(index: Any, seed: int = 0) -> Any:
+    """Returns number `index` of SplitMix64 (Steele, Lea and Flood, 2014): of an int below 2^64, or of uint64s each."""
+    x = (index * _GOLDEN + seed) & _MASK
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> shift)) * factor % MODULUS
-    return (x ^ (x >> 31)) | 1
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    return x ^ (x >> 31)

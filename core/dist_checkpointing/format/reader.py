@@ -18,8 +18,8 @@ from torch.futures import Future
 from ...errors import CheckpointError
 from ...files.bounds import JSON_BYTES, BoundsError, read_file
 from .index import CheckpointIndex, Piece
-from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE, decode_index, read_torch_index
-from .tensor_archive import read_tensor_archive
+from .safe_metadata import INDEX_FILE, TORCH_INDEX_FILE, decode_index
+from .torch_files import read_tensor_archive, read_torch_index
 
 
 class IndexedReader(StorageReader):

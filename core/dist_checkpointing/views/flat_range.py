@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from ...comm.by_backend import all_reduce_by_backend
 from ...errors import CheckpointError
 from ...kept_ranges import kept_range
 from .global_view import global_shape, global_view, local_slices, local_tensor
@@ -162,3 +164,19 @@ class FlatRange(Tensor):
             if index.offset is None or tuple(index.offset) == offsets:
                 return piece
         raise CheckpointError(f"{index.fqn} has no box at {index.offset} on this rank; its boxes are {self.boxes}")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a tensor whose shards or flat ranges ranks hold, bit by bit, detached. All ranks call it."""
+    if isinstance(tensor, DTensor):
+        full: Tensor = tensor.full_tensor()
+        return full.detach()
+    if not isinstance(tensor, FlatRange):
+        return tensor.detach()
+    found = torch.zeros(tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
+    for offsets, piece in tensor.pieces():
+        place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
+        found[place] = piece
+    # Replicas of a hybrid hold the same range, and a sum of theirs would round: the largest of equal bytes and zeros.
+    all_reduce_by_backend(found.view(-1).view(torch.uint8), what="a whole tensor", op=dist.ReduceOp.MAX)
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._functorch import config as functorch_config
 
-from ...compiler_errors import compiler_cause, missing_compiler
+from ..._torch_compat import compiler_cause, missing_compiler
 from ...errors import ParallelConfigError, ShardstackError
 
 COMPILER = "inductor"

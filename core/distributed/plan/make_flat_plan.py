@@ -14,7 +14,7 @@ from ... import device
 from ...dtypes import Dtype, as_dtype
 from ...errors import ParallelConfigError, WrapError
 from ...model_parallel_config import ModelParallelConfig
-from ...tensor_parallel.attributes import has_tensor_parallel_attributes
+from ...tensor_parallel.initialization import has_tensor_parallel_attributes
 from ..distributed_data_parallel_config import DistributedDataParallelConfig, shards_parameters
 from ..groups import DataParallelGroups
 from .common import common_plan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...dtypes import as_dtype
+from ...dtypes import LOW_PRECISION, as_dtype
 from ...errors import ParallelConfigError
 from ..fully_sharded_data_parallel_config import FullyShardedDataParallelConfig
 
@@ -41,7 +41,7 @@ def mixed_precision_policy(
     output_dtype = as_dtype(settings.output_dtype)
     if not is_cast:
         return MixedPrecisionPolicy(None, reduce_dtype, output_dtype, cast_forward_inputs=False)
-    if output_dtype is None and param_dtype in (torch.float16, torch.bfloat16):
+    if output_dtype is None and param_dtype in LOW_PRECISION:
         output_dtype = torch.float32
     return MixedPrecisionPolicy(param_dtype, reduce_dtype or param_dtype, output_dtype, settings.cast_forward_inputs)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
 from ...dtypes import SHORT_NAMES, dtype_name
+from ...text import fold_numbered, numbered_name
 from .facts import RANGE, Held, ModelFacts, UnitFacts
 from .wire import Kind, Traffic
 
@@ -33,35 +35,12 @@ class Run:
         first, last = self.units[0].name, self.units[-1].name
         if len(self.units) == 1:
             return first or "(the rest)"
-        parts = [a if a == b else f"{a}-{b}" for a, b in zip(first.split("."), last.split("."), strict=True)]
-        return f"{'.'.join(parts)} ({len(self.units)} x)"
+        return f"{numbered_name(first, last)} ({len(self.units)} x)"
 
 
 def fold(units: Iterable[UnitFacts]) -> list[Run]:
     """Groups units, in order: equal ones with consecutive numbers form a run."""
-    runs: list[list[UnitFacts]] = []
-    for unit in units:
-        if runs and unit.like(runs[-1][-1]) and _continues(runs[-1], unit):
-            runs[-1].append(unit)
-        else:
-            runs.append([unit])
-    return [Run(tuple(run)) for run in runs]
-
-
-def _continues(run: list[UnitFacts], unit: UnitFacts) -> bool:
-    place = _counted(run[-1].name, unit.name)
-    return place is not None and (len(run) == 1 or place == _counted(run[-2].name, run[-1].name))
-
-
-def _counted(name: str, following: str) -> int | None:
-    """Returns which part of the names is a number that goes up by one; None if the names differ in another way."""
-    a, b = name.split("."), following.split(".")
-    differing = [index for index, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
-    if len(a) != len(b) or len(differing) != 1:
-        return None
-    index = differing[0]
-    is_next = a[index].isdecimal() and b[index].isdecimal() and int(b[index]) == int(a[index]) + 1
-    return index if is_next else None
+    return [Run(tuple(run)) for run in fold_numbered(units, attrgetter("name"), UnitFacts.like)]
 
 
 def cells(run: Run) -> tuple[str, ...]:

@@ -22,8 +22,7 @@ from ...transformer.transformer_block import TransformerBlock, TransformerBlockS
 from ...transformer.transformer_config import TransformerConfig
 from ..common.embeddings.language_model_embedding import LanguageModelEmbedding, PositionEmbeddingType
 from ..common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from ..common.language_module import LanguageModule
-from ..common.language_module.language_module import transposed
+from ..common.language_module import LanguageModule, transposed
 from .checks import check_batch, check_degrees, check_fused_loss
 
 

@@ -1,8 +1,8 @@
-"""All settings of a run, the checks on them, and the command-line flags made from them.
+"""All settings of a run, and the checks on them.
 
 pretrain_config             one dataclass, a section per concern, and the checks across sections
 sections                    the sections that belong to no other part of `core`
-arguments, foreign_flags    the flags; hints for Megatron-LM's flags that do not exist here
+build                       builds settings from a flat mapping; tables of flags whose names differ from fields
 """
 
 from .pretrain_config import PretrainConfig, division_violations, section_types, sequence_multiple, validate

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ... import parallel_state
 from ...device import barrier
 from ...errors import MemoryLimitError, OutOfStepError, ShardstackError
-from ...rendezvous import slurm
-from .statuses import CRASH_STATUS, INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
+from ...rendezvous import set_launcher_variables
+from .environment import CRASH_STATUS, INTERRUPTED_STATUS, RUN_ERROR_STATUS, USER_ERROR_STATUS
 
 _FIRST = "shardstack/first_failure"
 
@@ -32,7 +32,7 @@ def run_command(main: Callable[[Sequence[str]], Any], arguments: Sequence[str] |
     step and failed allocations count as such, because their place and table matter. 130: an interrupt.
     """
     try:
-        slurm.set_launcher_variables()
+        set_launcher_variables()
         main(sys.argv[1:] if arguments is None else arguments)
         _shut_down()
     except (OutOfStepError, MemoryLimitError) as error:

@@ -1,10 +1,18 @@
-"""Reads and checks the environment variables that a launcher (ours, ``torchrun`` or Slurm) sets for a rank."""
+"""Reads and checks the environment variables that a launcher (ours, ``torchrun`` or Slurm) sets for a rank.
+
+Also has the exit statuses of a program of several ranks, which the launcher reads without importing what a rank needs.
+"""
 
 from __future__ import annotations
 
 import os
 
 from ...errors import ConfigError
+
+CRASH_STATUS = 1
+USER_ERROR_STATUS = 2
+RUN_ERROR_STATUS = 3
+INTERRUPTED_STATUS = 130
 
 RUN_STARTED = "SHARDSTACK_RUN_STARTED"
 """Environment variable: when the launcher started; unchanged when it restarts the ranks."""

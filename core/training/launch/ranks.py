@@ -28,9 +28,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SubprocessContext, start_processes
 
 from . import parent_death
-from .environment import RUN_STARTED
+from .environment import RUN_STARTED, USER_ERROR_STATUS
 from .signals import SignalCount
-from .statuses import USER_ERROR_STATUS
 
 GRACE_S = 5.0
 """Time for the other ranks to end by themselves after one has failed."""

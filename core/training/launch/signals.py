@@ -1,26 +1,55 @@
-"""Counts signals to a launcher, so that it can pass them on to the ranks that it waits for."""
+"""Handles signals: a launcher counts them, to pass them on to its ranks; a run takes them as a request to stop."""
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 ECHO_S = 0.5
-"""Signals within this time count as one: some programs send a signal to a process and to its group."""
+"""Signals within this time count as one: some programs send a signal to a process and to its group, and a launcher may
+pass on a Ctrl-C that the terminal has already sent. A run that waited longer would take the launcher's second signal
+for an echo."""
+
+Self = TypeVar("Self", bound="_SignalHandler")
 
 
-class SignalCount:
-    """Counts SIGTERM, SIGINT and SIGHUP while it is entered; the launcher passes them on to the ranks."""
+class _SignalHandler:
+    """Calls `_note` for signals while it is entered, and restores their handlers on leaving."""
+
+    numbers: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
+        self._before: dict[signal.Signals, Any] = {}  # handlers to restore; set on entering, used on leaving
+
+    def __enter__(self: Self) -> Self:
+        for number in self.numbers:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # keep nohup's setting
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class SignalCount(_SignalHandler):
+    """Counts SIGTERM, SIGINT and SIGHUP while it is entered; the launcher passes them on to the ranks."""
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        super().__init__()
         self.count = 0
         """Signals so far, without echoes. `_note` counts them, in the signal handler."""
         self.number = 0
         """Number of the last signal; 0 before the first. `_note` sets it."""
         self._at = -ECHO_S  # time of the last signal, echoes included; `_note` sets it
-        self._before: dict[signal.Signals, Any] = {}  # handlers to restore; set on entering, used on leaving
 
     @property
     def name(self) -> str:
@@ -35,18 +64,36 @@ class SignalCount:
         """Returns whether an exit code means that the signal passed on ended a rank, which had no handler."""
         return self.count > 0 and code == -self.sent
 
-    def __enter__(self) -> SignalCount:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # keep nohup's setting
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
     def _note(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._at > ECHO_S:
             self.count, self.number = self.count + 1, number
         self._at = now
+
+
+class StopRequest(_SignalHandler):
+    """Records SIGTERM and SIGINT while it is entered; a run reads it between two steps, when it can save. A second
+    signal, no echo of the first, interrupts at once.
+
+    `requested` is known on this rank only: ranks must agree on it before one of them acts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requested = False  # the first signal sets it, in its handler; never cleared
+        self.signal_name = ""  # name of the first signal; valid once `requested`
+        self._first_at = 0.0  # time of the first signal; valid once `requested`
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.requested and now - self._first_at > ECHO_S:
+            raise KeyboardInterrupt
+        if not self.requested:
+            self.requested, self._first_at = True, now
+            self.signal_name = signal.Signals(number).name
+
+
+def ignore_stop_signals(_: int = 0) -> None:
+    """Ignores stop signals in data workers, which end with their rank, not with the signal that makes it save."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Reads ``log.jsonl``, and truncates it where a resumed run continues.
+"""Reads ``log.jsonl``, and truncates it where a resumed run continues; measures what is logged of a rank.
 
 A line of ``log.jsonl`` has ``step``, and either figures of training since the line before (``loss`` is the mean, in
 nats per token; ``memory_bytes`` this rank's peak) or ``validation_loss``. A resumed run removes the lines after its
@@ -8,10 +8,16 @@ checkpoint and continues the file, so that it has every step once.
 from __future__ import annotations
 
 import os
+import resource
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ... import device
 from ...errors import CheckpointError
 from ...files.bounds import BoundsError, parse_json
 
@@ -64,3 +70,24 @@ def drop_lines_after(path: Path, iteration: int) -> int:
         raise CheckpointError(_NO_LOG.format(path)) from None
     os.truncate(path, kept)
     return kept
+
+
+def peak_memory_bytes() -> int:
+    """Returns this rank's peak memory in bytes: of the GPU if there is one, else of the process."""
+    if device.device_type() == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Stopwatch:
+    """Seconds since it was made or last read."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()  # time of the construction or of the last `read`, which sets it
+
+    def read(self) -> float:
+        """Returns the seconds, never zero, and restarts."""
+        now = time.perf_counter()
+        seconds, self._start = max(now - self._start, 1e-9), now
+        return seconds

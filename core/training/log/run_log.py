@@ -19,10 +19,8 @@ from ...errors import CheckpointError, MissingExtraError
 from ...files.durable import make_folders, write_durably
 from ..config import PretrainConfig
 from ..running_step import StepResult
-from .log_file import LOG_FILE, drop_lines_after
-from .loss_curve import draw_loss_curve, figure_class
-from .measures import peak_memory_bytes
-from .optional_files import OptionalFiles
+from .log_file import LOG_FILE, drop_lines_after, peak_memory_bytes
+from .optional_files import OptionalFiles, draw_loss_curve, figure_class
 
 CURVE_FILE = "loss.png"
 MODEL_FILE = "model.html"

@@ -9,7 +9,6 @@ _OPTIMIZER = "tests/unit/optimizer/test_optimizer.py"
 _NORM = "tests/unit/optimizer/test_clip_grads.py"
 _RULES = "tests/unit/optimizer/test_update_rules.py"
 _SCALER = "tests/unit/optimizer/test_grad_scaler.py"
-_SCHEDULE = "tests/unit/optimizer/test_optimizer_param_scheduler.py"
 
 MUTATIONS = (
     Mutation(
@@ -95,13 +94,6 @@ MUTATIONS = (
         r"== self\.growth_interval",
         "== self.growth_interval + 1",
         (_SCALER,),
-    ),
-    Mutation(
-        "warm-up is one step ahead",
-        "core.optimizer.optimizer_param_scheduler.OptimizerParamScheduler.get_lr",
-        r"\* self\.num_steps / self\.lr_warmup_steps",
-        "* (self.num_steps + 1) / self.lr_warmup_steps",
-        (_SCHEDULE,),
     ),
     Mutation(
         "a rank's range of optimizer state begins one element early",

@@ -17,9 +17,9 @@ MUTATIONS = (
     ),
     Mutation(
         "the backward of entering a parallel region adds nothing",
-        "core.tensor_parallel.mappings._CopyToModelParallelRegion.backward",
-        r"reduce_from_tensor_model_parallel_region\((\w+), ctx\.group\)",
-        r"\1",
+        "core.tensor_parallel.mappings._mapping",
+        r"conjugate\(grad, ctx\.group\)",
+        "grad",
         ("tests/unit/tensor_parallel/test_mappings.py",),
     ),
     Mutation(

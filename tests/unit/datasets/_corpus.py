@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from corpus_writer import IndexedDatasetBuilder
 from numpy.typing import DTypeLike
 
-from core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from core.datasets.indexed_dataset import IndexedDataset
 
 
 def write_corpus(prefix: Path, documents: Sequence[Sequence[int]], dtype: DTypeLike = np.uint16) -> IndexedDataset:

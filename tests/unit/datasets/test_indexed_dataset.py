@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from corpus_writer import IndexedDatasetBuilder
 
-from core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from core.datasets.indexed_dataset import DType, IndexedDataset
 from core.errors import DataError
 from tests.unit.datasets._corpus import write_corpus
 

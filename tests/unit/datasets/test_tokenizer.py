@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from corpus import train_bpe
 
-from core.datasets.tokenizer import build_byte_tokenizer, load_tokenizer, tokenizer_path, train_bpe
+from core.datasets.tokenizer import build_byte_tokenizer, load_tokenizer, tokenizer_path
 from core.errors import ConfigError, DataError, MissingExtraError
 
 TEXTS = [
@@ -170,7 +171,7 @@ def test_a_library_that_panics_is_an_error_of_the_file(tmp_path: Path, monkeypat
         raise PanicException("index out of bounds")
 
     library = SimpleNamespace(Tokenizer=SimpleNamespace(from_str=panic))
-    monkeypatch.setattr("core.datasets.tokenizer._library", lambda: library)
+    monkeypatch.setattr("core.datasets.tokenizer.tokenizers_library", lambda: library)
     (tmp_path / "t.json").write_text("{}")
     with pytest.raises(DataError, match=r"no Hugging Face tokenizer\.json \('index out of bounds'\)"):
         load_tokenizer(tmp_path / "t.json")

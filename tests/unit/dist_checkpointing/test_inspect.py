@@ -67,11 +67,6 @@ def test_two_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     save(state, tmp_path / "b" / "iter_0000030", metadata=_metadata())
     assert main([str(run), str(tmp_path / "b")]) == 1
     assert capsys.readouterr().out == "model.layers.3.mlp.weight: other contents, by their hashes\n"
-    assert main([str(run), str(tmp_path / "b"), "--contents"]) == 1
-    found = capsys.readouterr().out
-    assert found == "model.layers.3.mlp.weight: 1 of 12 elements differ, by 0.5 at most\n"
-    assert main([str(run), str(run), "--contents"]) == 0
-    assert "tensors have the same contents\n" in capsys.readouterr().out
     assert main([str(run), str(run)]) == 0
     assert "tensors have the same contents, by their hashes\n" in capsys.readouterr().out
 

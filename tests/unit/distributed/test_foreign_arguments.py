@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from core import parallel_state
 from core.distributed import (
@@ -19,7 +20,6 @@ from core.distributed import (
     wrap_model,
 )
 from core.errors import ConfigError, ParallelConfigError
-from core.hyper_comm_grid import HyperCommGrid
 from core.model_parallel_config import ModelParallelConfig
 from core.optimizer import DistributedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from core.process_groups_config import ProcessGroupCollection
@@ -54,8 +54,8 @@ class _Normed(nn.Module):
 def _sums(setting: str, way: str) -> None:
     """Sums over two tensor-parallel ranks, each alone among its replicas, without `parallel_state`."""
     assert not parallel_state.is_initialized()
-    grid = HyperCommGrid([2, 1], ["tp", "dp"])
-    tp, dp = grid.create_pg("tp"), grid.create_pg("dp")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    tp, dp = mesh.get_group("tp"), mesh.get_group("dp")
     model = wrap_model(_Normed(tp if way == "layers" else None), CONFIG, SETTINGS[setting], process_group=dp)
     ways = {"tp_group": {"tp_group": tp}, "pg_collection": {"pg_collection": ProcessGroupCollection(tp=tp)}}
     model(torch.tensor(dist.get_rank() + 1.0)).backward()
@@ -159,24 +159,3 @@ def test_settings_of_optimizers():
     assert [param.data_ptr() for param in group["params"]] == [param.data_ptr() for param in model.parameters()]
     with pytest.raises(ImportError, match=r"ChainedOptimizer: one optimizer updates all chunks"):
         from core.optimizer import ChainedOptimizer  # noqa: F401
-
-
-def _grid() -> None:
-    with pytest.raises(ParallelConfigError, match="a grid of 4 ranks from rank 0 on does not fit 2"):
-        HyperCommGrid([2, 2], ["tp", "dp"])
-    grid = HyperCommGrid([1, 2], ["tp", "dp"])
-    assert grid.get_rank_enum("dp") == [[0, 1]] and grid.get_rank_enum(["dp", "tp"]) == [[0, 1]]
-    group = grid.create_pg("dp")
-    assert group.size() == 2 and grid.get_pg("dp") is group
-    for refused, message in (
-        (lambda: grid.create_pg("dp"), "exist already"),
-        (lambda: grid.get_pg("tp"), "no groups"),
-    ):
-        with pytest.raises(ParallelConfigError, match=message):
-            refused()
-    with pytest.raises(ParallelConfigError, match="no axis 'pp'"):
-        grid.create_pg("pp")
-
-
-def test_groups_along_the_axes_of_a_grid():
-    run_distributed(_grid, 2)

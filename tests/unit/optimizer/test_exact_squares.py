@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from core.optimizer.exact_squares import (
+from core.optimizer.exact_sums import (
     exponent_of_unit,
     largest_magnitude,
     power_of_two,

@@ -14,18 +14,16 @@ from tests.unit.process_groups._oracle import FIRST_RANKS, SIZES_AND_RANKS
 def test_before_initialisation_a_rank_is_alone() -> None:
     assert not ps.is_initialized()
     assert not ps.model_parallel_is_initialized()
-    for kind in ("tp", "pp", "cp", "ep"):
+    for kind in ("tp", "pp", "cp"):
         size, place = SIZES_AND_RANKS[kind]
         assert (size(), place()) == (1, 0), kind
+    assert ps.get_expert_model_parallel_world_size() == 1
     assert ps.is_pipeline_first_stage()
     assert ps.is_pipeline_last_stage()
-    assert not ps.is_rank_in_embedding_group()
-    assert not ps.is_rank_in_position_embedding_group()
     with_none = (
         ps.get_tensor_model_parallel_group,
         ps.get_pipeline_model_parallel_group,
         ps.get_context_parallel_group,
-        ps.get_context_parallel_global_ranks,
         ps.get_model_parallel_group,
         ps.get_tensor_and_context_parallel_group,
         ps.get_tensor_and_data_parallel_group,
@@ -43,14 +41,11 @@ def test_before_initialisation_a_rank_is_alone() -> None:
         assert getter(check_initialized=False) is None, getter
         with pytest.raises(ParallelStateError, match=r"call core\.parallel_state\.initialize_model_parallel\(\)"):
             getter()
-    strict = [pair for kind, pair in SIZES_AND_RANKS.items() if kind not in ("tp", "pp", "cp", "ep")]
+    strict = [pair for kind, pair in SIZES_AND_RANKS.items() if kind not in ("tp", "pp", "cp")]
     for strict_getter in (
         *(getter for pair in strict for getter in pair),
         *FIRST_RANKS.values(),
         ps.get_data_parallel_group,
-        ps.get_pipeline_model_parallel_last_rank,
-        ps.get_pipeline_model_parallel_next_rank,
-        ps.get_pipeline_model_parallel_prev_rank,
         ps.get_device_mesh,
         ps.get_data_parallel_mesh,
     ):
@@ -90,9 +85,9 @@ def test_groups_whose_world_has_ended_can_still_be_destroyed() -> None:
 def test_a_middle_stage_has_no_embedding_group() -> None:
     with fake_world(1, 3):
         ps.initialize_model_parallel(1, 3)
-        with pytest.raises(ParallelStateError, match=r"rank 1 .* is_rank_in_embedding_group\(\)"):
+        with pytest.raises(ParallelStateError, match=r"rank 1 .* get_embedding_group\(False\)"):
             ps.get_embedding_group()
-        with pytest.raises(ParallelStateError, match=r"rank 1 .* is_rank_in_position_embedding_group\(\)"):
+        with pytest.raises(ParallelStateError, match=r"rank 1 .* get_position_embedding_group\(False\)"):
             ps.get_position_embedding_group()
 
 

@@ -10,22 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from core import parallel_state
-from core.errors import ConfigError, DataError, ParallelConfigError
+from core.errors import DataError, ParallelConfigError
 from core.model_parallel_config import ModelParallelConfig
 from core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     broadcast_data,
-    copy_tensor_model_parallel_attributes,
-    gather_split_1d_tensor,
-    param_is_not_tensor_parallel_duplicate,
-    set_defaults_if_not_set_tensor_model_parallel_attributes,
-    set_tensor_model_parallel_attributes,
-    split_tensor_along_last_dim,
-    split_tensor_into_1d_equal_chunks,
 )
-from core.tensor_parallel.utils import VocabUtility
-from core.utils import init_method_normal
+from core.transformer.initializers import init_method_normal
 from core.warn import warn_once
 from tests.unit._spawn import run_distributed
 
@@ -55,41 +47,6 @@ def _broadcasts(tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_batch_is_that_of_the_groups_first_rank(tp):
     run_distributed(_broadcasts, 2, tp)
-
-
-def _counts_and_cuts() -> None:
-    parallel_state.initialize_model_parallel(2)
-    rank = dist.get_rank()
-    whole, part = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    set_tensor_model_parallel_attributes(part, True, 0, 1)
-    set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
-    assert (whole.tensor_model_parallel, whole.partition_dim, whole.partition_stride) == (False, -1, 1)
-    assert param_is_not_tensor_parallel_duplicate(part)
-    assert param_is_not_tensor_parallel_duplicate(whole) == (rank == 0)
-    with pytest.raises(ConfigError, match="tensor_model_parallel already"):
-        set_tensor_model_parallel_attributes(part, True, 0, 1)
-    copied = torch.ones(2)
-    copy_tensor_model_parallel_attributes(copied, part)
-    assert copied.tensor_model_parallel and copied.partition_dim == 0
-    data = torch.arange(8.0).view(2, 4)
-    mine = split_tensor_into_1d_equal_chunks(data)
-    assert torch.equal(mine, torch.arange(4.0) + 4 * rank) and mine.data_ptr() != 0
-    assert torch.equal(gather_split_1d_tensor(mine), data.view(-1))
-    with pytest.raises(ParallelConfigError, match="3 elements cannot be split over 2"):
-        split_tensor_into_1d_equal_chunks(torch.ones(3))
-
-
-def test_marks_and_chunks():
-    run_distributed(_counts_and_cuts, 2)
-
-
-def test_parts_of_the_last_dim_and_of_a_vocabulary():
-    parts = split_tensor_along_last_dim(torch.arange(6).view(1, 6), 3)
-    assert [part.tolist() for part in parts] == [[[0, 1]], [[2, 3]], [[4, 5]]]
-    assert split_tensor_along_last_dim(torch.ones(2, 4), 2, True)[1].is_contiguous()
-    with pytest.raises(ParallelConfigError, match="a last dim of 6 cannot be split into 4"):
-        split_tensor_along_last_dim(torch.ones(6), 4)
-    assert VocabUtility.vocab_range_from_global_vocab_size(8, 1, 2) == (4, 8)
 
 
 INIT_METHODS = {

@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
+from corpus import prepare
 
 from core import parallel_state
-from core.datasets.prepare import prepare
 from core.datasets.tokenizer import tokenizer_path
 from core.errors import ConfigError, DataError
 from core.training.data import load_data, training_batches, validation_batches

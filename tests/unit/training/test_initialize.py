@@ -24,7 +24,7 @@ from core.tensor_parallel.random import get_rng_tracker
 from core.training.arguments import parse_arguments
 from core.training.initialize import check_model_fits, initialize
 from core.training.launch.environment import environment_threads
-from core.transformer.dropout import hidden_dropout
+from core.transformer.transformer_layer import hidden_dropout
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import full
 from tests.unit.training._configs import SMALL, small_config

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from core.errors import OptimizerError
-from core.training.skipped_steps import LIMIT, SkippedSteps
+from core.training.loop import LIMIT, SkippedSteps
 
 
 def test_the_first_is_warned_of_and_a_row_ends_the_run():

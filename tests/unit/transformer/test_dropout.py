@@ -7,7 +7,7 @@ from core import parallel_state
 from core.tensor_parallel import get_rng_tracker, model_parallel_manual_seed
 from core.transformer import TransformerConfig
 from core.transformer.dot_product_attention import DotProductAttention
-from core.transformer.dropout import hidden_dropout
+from core.transformer.transformer_layer import hidden_dropout
 from tests.unit._spawn import run_distributed
 
 ONES = torch.ones(64)

@@ -86,7 +86,7 @@ def _a_gradient_that_is_not_finite() -> Iterator[None]:
 
 @contextmanager
 def _a_wrapper_that_refuses() -> Iterator[None]:
-    with mock.patch("core.verify.trainings.wrap_model", side_effect=WrapError("not\nthis model")):
+    with mock.patch("core.verify.model_under_test.wrap_model", side_effect=WrapError("not\nthis model")):
         yield
 
 

@@ -15,9 +15,9 @@ from ....tensor_parallel.groups import Group
 from ....tensor_parallel.initialization import ParameterOwner, initialize_unless_deferred
 from ....tensor_parallel.layers import VocabParallelEmbedding
 from ....tensor_parallel.mappings import scatter_to_sequence_parallel_region
-from ....transformer.dropout import hidden_dropout
 from ....transformer.module import MegatronModule
 from ....transformer.transformer_config import TransformerConfig
+from ....transformer.transformer_layer import hidden_dropout
 
 PositionEmbeddingType = Literal["rope", "learned_absolute"]
 

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 from ....errors import ConfigError
 from ....foreign_arguments import refuse
-from ....transformer.rotary import Rotation, apply_rotary_pos_emb
+from ....transformer.attention import Rotation, apply_rotary_pos_emb
 
 __all__ = ["RotaryEmbedding", "apply_rotary_pos_emb"]
 

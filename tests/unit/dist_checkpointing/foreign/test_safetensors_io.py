@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.dist_checkpointing.foreign.box_reader import BoxReader
+from core.dist_checkpointing.foreign.layout import BoxReader
 from core.dist_checkpointing.foreign.safetensors_io import (
     begin_new_folder,
     publish_new_folder,

@@ -24,7 +24,6 @@ from core.model_parallel_config import ModelParallelConfig
 from core.models.gpt import GPTModel
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from core.tensor_parallel.attributes import set_defaults_if_not_set_tensor_model_parallel_attributes
 from core.transformer.module import Float16Module
 from core.transformer.transformer_config import TransformerConfig
 from tests.unit._quick import quick
@@ -312,7 +311,7 @@ def _lent_places(of_layers: bool) -> dict[str, bool]:
     """Returns by parameter whether its memory in the buffer is lent to the layer."""
     module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 5, bias=False), nn.Linear(5, 16, bias=False))
     for parameter in module.parameters() if of_layers else ():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        parameter.partition_dim = -1
     model = build("ddp", module)
     model.zero_grad_buffer()
     return {name: parameter.lend_gradient_memory() is not None for name, parameter in module.named_parameters()}

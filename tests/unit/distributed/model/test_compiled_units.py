@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
-from core import compiler_errors
+from core import _torch_compat
 from core.device import current_device
 from core.distributed import finalize_model_grads, wrap_model
 from core.distributed.model import compilation
@@ -185,7 +185,7 @@ def test_a_budget_that_cannot_be_kept_is_refused(wrapper: str, fields: dict[str,
 def test_a_missing_compiler_is_one_line_with_what_to_do() -> None:
     from torch._inductor import exc
 
-    assert compiler_errors._REMEDIES.keys() <= vars(exc).keys()
+    assert _torch_compat._REMEDIES.keys() <= vars(exc).keys()
 
     errors = [
         (exc.InvalidCxxCompiler(), "No working C.*CXX"),

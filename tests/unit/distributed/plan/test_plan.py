@@ -169,7 +169,7 @@ def _files_with(pattern: str) -> set[str]:
 
 def test_a_setting_is_written_only_where_it_is_planned():
     configs = ("fully_sharded_data_parallel_config.py", "torch_fully_sharded_data_parallel_config.py")
-    asked_for = {*(f"distributed/{file}" for file in configs), "training/config/flag_names.py"}
+    asked_for = {*(f"distributed/{file}" for file in configs), "training/config/build.py"}
     by_torchs_name = ("shard_model", "micro_batches", "freed_weights")
     carried_out = {f"distributed/fsdp2/{file}.py" for file in by_torchs_name}
     elsewhere = _files_with("reshard_after_forward") - asked_for - carried_out
@@ -182,7 +182,7 @@ def test_one_function_says_which_engine_a_strategy_means():
     assert _files_with(r"isinstance\(\w*(config|settings|ddp), TorchFullyShardedDataParallelConfig\)") == {
         "distributed/engine.py"
     }
-    before_a_plan = {"dist_checkpointing/description.py", "adapters/accelerate/plugin.py", "adapters/nemo/nvfsdp.py"}
+    before_a_plan = {"dist_checkpointing/inspect.py", "adapters/accelerate/plugin.py", "adapters/nemo/nvfsdp.py"}
     makers = ("make_flat_plan", "make_fully_sharded_plan", "make_fsdp2_plan")
     plans = {f"distributed/plan/{file}.py" for file in ("values", *makers)}
     assert _files_with(r'(==|!=) "no_shard"') - before_a_plan == configs | plans

@@ -1,4 +1,4 @@
-"""Archives of torch.save are read without torch's unpickler, and nothing in them is believed that they do not hold."""
+"""Archives of torch.save are checked before torch reads them: nothing is believed that they do not hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zipfile
 import pytest
 import torch
 
-from core.dist_checkpointing.format.tensor_archive import read_tensor_archive
+from core.dist_checkpointing.format.torch_files import read_tensor_archive
 from core.dtypes import DTYPES
 from core.errors import CheckpointError
 

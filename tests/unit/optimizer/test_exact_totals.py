@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from core.training.exact_totals import sum_in_any_order
+from core.optimizer.exact_sums import sum_in_any_order
 
 
 def _addends(scale: float) -> torch.Tensor:

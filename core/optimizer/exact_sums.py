@@ -1,9 +1,12 @@
-"""Sums squares exactly, so that the result depends neither on their order nor on sharding.
+"""Sums exactly, so that the result depends neither on order nor on sharding: squares, and totals of micro-batches.
 
 All ranks agree on a unit: 2^-46 of the square of the power of two above the largest magnitude. Each square, computed
 in double, is rounded to a multiple of the unit; the sum of these integers is exact in any order. Each element is
 rounded by itself, so the sum depends only on the elements; its error is at most half a unit for each element. Numbers
 stay on the device of the gradients, and the host does not wait.
+
+`exact_totals` cuts each addend into two numbers of 28 bits, multiples of units that the largest addend decides: their
+sums are exact in double, in any order.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..comm.collectives import all_gather
 
 _BITS = 46
 """Bits of a square in units; 2^16 squares sum to 62 bits."""
@@ -111,3 +117,43 @@ def _sum_on_host(grads: Sequence[Tensor], exponent: Tensor) -> Tensor:
     # Sums are modulo 2^64. Without the anchors' bits, the units' sum has at most 62 bits.
     units_of_chunks = torch.stack(sums) - torch.tensor(sizes, device="cpu") * anchor.view(torch.int64)
     return torch.stack([(units_of_chunks >> _LOW_BITS).sum(), (units_of_chunks & _LOW).sum()])
+
+
+_TOTAL_BITS = 28
+"""Of each of the two numbers: 2^24 of them add up in the 53 bits of double."""
+
+_LARGEST_ADDEND = 900
+"""Largest exponent of an addend; addends above it, or below its negative, lose bits."""
+
+
+def exact_totals(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """Sums each column over the rows of all ranks, rounded once; the result does not depend on the order of rows.
+
+    Exact for fp32 addends of at least 2^-32 of the largest one. Smaller addends lose their last bits, each by itself.
+    If an addend is not finite, the sum is not finite.
+
+    Args:
+        rows: a row `[n]` for each micro-batch of this rank; every rank has as many.
+
+    Returns:
+        `[n]` in double, on the device of the rows.
+    """
+    own = torch.stack(list(rows)).double()
+    gathered = own.new_empty(group.size() * own.numel())
+    all_gather(gathered, own.flatten(), group, what="the losses of micro-batches")
+    return sum_in_any_order(gathered.view(-1, own.shape[1]))
+
+
+def sum_in_any_order(addends: Tensor) -> Tensor:
+    """Sums `[m, n]`, in double, over m, as :func:`exact_totals` does."""
+    largest = addends.abs().amax(0)
+    finite = largest.isfinite()
+    exponent = torch.frexp(torch.where(finite, largest, 0.0)).exponent.long()
+    exponent = exponent.clamp(-_LARGEST_ADDEND, _LARGEST_ADDEND)
+    rest, total = addends, torch.zeros_like(largest)
+    for part in (1, 2):
+        anchor = 1.5 * power_of_two(exponent + 52 - part * _TOTAL_BITS)
+        high = (rest + anchor) - anchor  # the nearest multiples of the anchor's last bit
+        rest = rest - high
+        total = total + high.sum(0)
+    return torch.where(finite, total, addends.sum(0))

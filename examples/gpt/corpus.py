@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from corpus_writer import IndexedDatasetBuilder
 from numpy.typing import NDArray
-
-from ..errors import ConfigError, DataError, MissingExtraError
-from .indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
-from .text_sources import (
+from text_sources import (
     Format,
     Record,
     SplitOn,
@@ -32,23 +30,24 @@ from .text_sources import (
     parse_record,
     read_records,
     resolve_format,
-    standard_library_sources,
 )
-from .tokenizer import (
+
+from core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
+from core.datasets.tokenizer import (
+    END_OF_DOCUMENT,
     Tokenizer,
     build_byte_tokenizer,
     load_tokenizer,
     tokenizer_from_json,
     tokenizer_path,
-    train_bpe,
+    tokenizers_library,
 )
+from core.errors import ConfigError, DataError, MissingExtraError
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 _CHUNK_BYTES = 1 << 20
-
-__all__ = ["PreparedCorpus", "prepare", "standard_library_sources"]
 
 
 @dataclass(frozen=True)
@@ -157,6 +156,31 @@ def prepare(
     except OSError as error:
         raise DataError(f"{prefix}: the corpus cannot be written ({error.strerror or error})") from error
     return PreparedCorpus(prefix, len(files), num_documents, num_tokens, chosen.vocab_size)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE on `texts`, reading them once; every text round-trips.
+
+    The vocabulary is smaller than `vocab_size` if the texts have too few pairs to merge.
+
+    Raises:
+        ConfigError: `vocab_size` has no room for the 256 bytes and the end-of-document token.
+    """
+    if vocab_size < 257:
+        raise ConfigError(f"vocab_size is {vocab_size}; a byte-level BPE has 256 bytes and {END_OF_DOCUMENT}: 257")
+    library = tokenizers_library()
+    backend = library.Tokenizer(library.models.BPE())
+    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, END_OF_DOCUMENT)
 
 
 def _chunks(path: Path, file_format: Literal["text", "jsonl"], split_on: SplitOn) -> Iterator[_Chunk]:

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from core.errors import ParallelStateError
-from core.rendezvous.rounds import store_of_round
+from core.rendezvous import store_of_round
 
 LIMIT = timedelta(seconds=600)
 

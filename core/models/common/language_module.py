@@ -1,14 +1,14 @@
-"""The loss of a language model."""
+"""The base of language models: their loss."""
 
 from __future__ import annotations
 
 import torch
 
-from .... import tensor_parallel
-from ....process_groups_config import ProcessGroupCollection, check_same_groups
-from ....tensor_parallel.groups import Group, resolve_group
-from ....transformer.module import MegatronModule
-from ....transformer.transformer_config import TransformerConfig
+from ... import tensor_parallel
+from ...process_groups_config import ProcessGroupCollection, check_same_groups
+from ...tensor_parallel.groups import Group, resolve_group
+from ...transformer.module import MegatronModule
+from ...transformer.transformer_config import TransformerConfig
 
 
 class LanguageModule(MegatronModule):

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from core.training.stop_request import REPEAT_AFTER_S, StopRequest
+from core.training.launch.signals import ECHO_S, StopRequest
 
 
 def _signals_come_after(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def _signals_come_after(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_noted_and_an_echo_ignored(number, monkeypatch):
-    _signals_come_after(REPEAT_AFTER_S - 0.1, monkeypatch)
+    _signals_come_after(ECHO_S - 0.1, monkeypatch)
     before = signal.getsignal(number)
     with StopRequest() as request:
         assert not request.requested
@@ -29,7 +29,7 @@ def test_a_signal_is_noted_and_an_echo_ignored(number, monkeypatch):
 
 
 def test_a_second_signal_interrupts_at_once(monkeypatch):
-    _signals_come_after(REPEAT_AFTER_S + 0.1, monkeypatch)
+    _signals_come_after(ECHO_S + 0.1, monkeypatch)
     with StopRequest():
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):

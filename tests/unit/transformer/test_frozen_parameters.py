@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from core.errors import ConfigError
-from core.training.frozen_parameters import freeze_parameters
+from core.transformer.lora import freeze_parameters
 
 
 def model() -> nn.Module:

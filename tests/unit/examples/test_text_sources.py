@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import zstandard
-
-from core.datasets.text_sources import (
+from text_sources import (
     find_files,
     parse_record,
     read_records,
     resolve_format,
     standard_library_sources,
 )
+
 from core.errors import DataError, MissingExtraError
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from core.errors import ConfigError
+from core.training.arguments import flag_documentation, parse_arguments, parse_call
 from core.training.config import PretrainConfig, section_types
-from core.training.config.arguments import flag_documentation, parse_arguments, parse_call
 from core.training.config.build import build_config
 from tests.unit.training._configs import SMALL
 
@@ -187,7 +187,7 @@ def test_defaults_that_follow_from_a_given_flag_are_dropped():
 
 
 def test_hints_are_for_flags_that_do_not_exist():
-    from core.training.config.foreign_flags import _HINTS
+    from core.training.config.build import _HINTS
 
     assert not {name.replace("-", "_") for name in _HINTS} & {
         entry.name for kind in section_types(True).values() for entry in fields(kind)

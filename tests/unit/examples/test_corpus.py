@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import corpus
 import pytest
+from corpus import prepare
 
-from core.datasets import prepare as prepare_module
 from core.datasets.indexed_dataset import IndexedDataset
-from core.datasets.prepare import prepare
 from core.datasets.tokenizer import Tokenizer, build_byte_tokenizer, load_tokenizer, tokenizer_path
 from core.errors import ConfigError, DataError, MissingExtraError
 
@@ -25,10 +25,10 @@ def source(tmp_path: Path) -> Path:
 
 def _texts(prefix: Path) -> list[str]:
     tokenizer = load_tokenizer(tokenizer_path(prefix))
-    corpus = IndexedDataset(prefix)
-    assert {int(document[-1]) for document in corpus} == {tokenizer.eod}
-    assert corpus.document_indices.tolist() == list(range(len(corpus) + 1))
-    return [tokenizer.decode(document[:-1]) for document in corpus]
+    written = IndexedDataset(prefix)
+    assert {int(document[-1]) for document in written} == {tokenizer.eod}
+    assert written.document_indices.tolist() == list(range(len(written) + 1))
+    return [tokenizer.decode(document[:-1]) for document in written]
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
@@ -53,7 +53,7 @@ def test_a_tokenizer_file_is_used_and_kept(tmp_path: Path, source: Path):
 def test_the_number_of_workers_does_not_show(
     tmp_path: Path, source: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(prepare_module, "_CHUNK_BYTES", 30)  # many chunks, and more than are in flight at once
+    monkeypatch.setattr(corpus, "_CHUNK_BYTES", 30)  # many chunks, and more than are in flight at once
     (tmp_path / "more.txt").write_text("\n\n".join(f"paragraph {number}" * (number % 7) for number in range(40)))
     inputs = [source, tmp_path / "more.txt"]
     for workers in (1, 2):
@@ -70,7 +70,7 @@ def test_a_failure_leaves_the_old_corpus_and_nothing_else(
 ):
     prepare([source], tmp_path / "c")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr(prepare_module, "_CHUNK_BYTES", 30)
+    monkeypatch.setattr(corpus, "_CHUNK_BYTES", 30)
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n' * 20 + '{"txt": 1}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl, line 21: no key 'text'; keys there: 'txt'"):
@@ -117,7 +117,7 @@ def test_outputs_without_a_place_are_refused_before_any_work(
         prepare([tmp_path / "no such input"], source / "c")
     with pytest.raises(DataError, match=r"a folder, and the output prefix is a path in one; try .*corpus"):
         prepare([source], tmp_path)
-    monkeypatch.setattr(prepare_module.os, "access", lambda *_: False)
+    monkeypatch.setattr(corpus.os, "access", lambda *_: False)
     with pytest.raises(DataError, match="the output folder cannot be written; make it writable"):
         prepare([source], tmp_path / "c")
 
@@ -126,7 +126,7 @@ def test_a_full_disk_is_named(tmp_path: Path, source: Path, monkeypatch: pytest.
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prepare_module.IndexedDatasetBuilder, "add_document", full)
+    monkeypatch.setattr(corpus.IndexedDatasetBuilder, "add_document", full)
     with pytest.raises(DataError, match=r"c: the corpus cannot be written \(No space left on device\)"):
         prepare([source], tmp_path / "c")
     assert [path.name for path in tmp_path.iterdir()] == ["source.jsonl"]
@@ -163,7 +163,7 @@ def test_no_worker_is_refused(tmp_path: Path, source: Path):
 
 
 def test_workers_start_without_torch():
-    code = "import core.datasets.prepare, sys; sys.exit('torch' in sys.modules)"
+    code = "import sys; sys.path.append('examples/gpt'); import corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=600, cwd=Path(__file__).parents[3]).returncode == 0
 
 

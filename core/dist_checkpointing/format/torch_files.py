@@ -1,0 +1,218 @@
+"""Reads the files of `torch.distributed.checkpoint` without running code from them.
+
+Its description, ``.metadata``, is a pickle, which is a program. torch's weights-only unpickler does not know the
+protocol that it is written in. The unpickler here knows a few names and builds inert records for them: no class of
+torch and no function can be called. Each tensor is an archive of `torch.save`, which torch reads itself
+(``weights_only``), once sizes, names and checksums have been checked.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...dtypes import DTYPES
+from ...errors import CheckpointError
+from ...files.bounds import PICKLE_BYTES, BoundsError, brief, check_pickle, read_file
+from .index import CheckpointIndex, Piece, TensorEntry
+from .safe_metadata import as_sizes, expect, is_size
+
+_TORCH_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+}
+_EMPTY_CHUNKS = 1 << 16
+"""Limit of empty pieces of a tensor, in addition to the stored ones: one for each rank without rows."""
+_MEGATRON_MODULES = "megatron.core.dist_checkpointing."
+
+
+def _kind_of(module: str, name: str) -> str | None:
+    if module.startswith(_MEGATRON_MODULES) and name == "MCoreMetadata":  # torch's, with notes on optimizer state
+        return "Metadata"
+    return name if name in _TORCH_RECORDS.get(module, ()) else None
+
+
+def read_torch_index(path: Path) -> CheckpointIndex:
+    """Returns the checked index of a ``torch.distributed.checkpoint`` checkpoint, from its ``.metadata`` pickle."""
+    try:
+        root = _load_inert(read_file(path, PICKLE_BYTES))
+    except (BoundsError, OSError) as error:
+        raise CheckpointError(f"not a readable description of a checkpoint ({error})") from error
+    stored = _table(_field(root, "Metadata", "storage_data"))
+    infos: dict[tuple[str, tuple[int, ...]], _Record] = {}
+    for key, info in stored.items():
+        name, offset = _field(key, "MetadataIndex", "fqn"), _field(key, "MetadataIndex", "offset")
+        expect(isinstance(name, str), f"a piece belongs to {brief(name)}")
+        if offset is not None:
+            infos[name, _torch_size(offset)] = info
+    tensors: dict[str, TensorEntry] = {}
+    others = set()
+    num_pieces = 0
+    for name, entry in _table(_field(root, "Metadata", "state_dict_metadata")).items():
+        expect(isinstance(name, str), f"an entry has the name {brief(name)}")
+        if getattr(entry, "kind", "") == "BytesStorageMetadata":
+            others.add(name)
+        else:
+            tensors[name] = _torch_tensor(name, entry, infos)
+            num_pieces += len(tensors[name].pieces)
+            expect(num_pieces <= len(infos), f"up to tensor {brief(name)} it has more pieces than are stored")
+    file_bytes: dict[str, int] = {}
+    for piece in (piece for entry in tensors.values() for piece in entry.pieces):
+        file_bytes[piece.file] = max(file_bytes.get(piece.file, 0), piece.start + piece.num_bytes)
+    index = CheckpointIndex(tensors, file_bytes, encoding="torch.save", others=frozenset(others))
+    index.check()
+    return index
+
+
+def _torch_tensor(name: str, entry: Any, infos: dict[tuple[str, tuple[int, ...]], _Record]) -> TensorEntry:
+    properties = getattr(_field(entry, "TensorStorageMetadata", "properties"), "state", None)
+    dtype = properties[0] if isinstance(properties, tuple) and properties else None
+    expect(isinstance(dtype, torch.dtype), f"tensor {brief(name)} has the unknown dtype {brief(dtype)}")
+    chunks = _field(entry, "TensorStorageMetadata", "chunks")
+    expect(isinstance(chunks, list), f"tensor {brief(name)} has no list of pieces")
+    expect(len(chunks) <= len(infos) + _EMPTY_CHUNKS, f"tensor {brief(name)} has more pieces than are stored")
+    pieces = []
+    for chunk in chunks:
+        offsets = _torch_size(_field(chunk, "ChunkStorageMetadata", "offsets"))
+        sizes = _torch_size(_field(chunk, "ChunkStorageMetadata", "sizes"))
+        if 0 in sizes:  # a rank without rows
+            continue
+        expect((name, offsets) in infos, f"tensor {brief(name)} has a piece at {list(offsets)} that is stored nowhere")
+        info = infos[name, offsets]
+        file, start, num_bytes = (_field(info, "_StorageInfo", key) for key in ("relative_path", "offset", "length"))
+        typed = isinstance(file, str) and is_size(start) and is_size(num_bytes)
+        expect(typed, f"tensor {brief(name)} has a piece at no place in a file")
+        expect(info.get("transform_descriptors") is None, f"tensor {brief(name)} is stored through a stream transform")
+        pieces.append(Piece(offsets, sizes, file, start, num_bytes))
+    shape = _torch_size(_field(entry, "TensorStorageMetadata", "size"))
+    return TensorEntry(dtype, shape, tuple(pieces))  # type: ignore[arg-type]  # checked above
+
+
+def _field(record: Any, kind: str, name: str) -> Any:
+    expect(isinstance(record, _Record) and record.kind == kind, f"a {kind} is missing")
+    return record.get(name)
+
+
+def _table(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError("a table is missing")
+    return value
+
+
+def _torch_size(value: Any) -> tuple[int, ...]:
+    args = value.state if isinstance(value, _Record) and value.kind == "Size" else None
+    return as_sizes(args[0] if isinstance(args, tuple) and len(args) == 1 else None)
+
+
+class _Record:
+    """Replaces every class and function in ``.metadata``: stores its arguments and does nothing."""
+
+    kind = ""
+
+    def __init__(self, *args: Any) -> None:
+        # The arguments of the constructor. `__setstate__` replaces them while the pickle is read.
+        self.state: Any = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        state = getattr(self, "state", None)
+        return state.get(name) if isinstance(state, dict) else None
+
+
+def _load_inert(data: bytes) -> Any:
+    """Returns the object that a pickle describes, made of records, dtypes and plain values.
+
+    Raises:
+        CheckpointError: the pickle names something else, allocates too much, or is damaged.
+    """
+    try:
+        check_pickle(data, lambda module, name: _is_dtype(module, name) or _kind_of(module, name) is not None)
+        return _Unpickler(io.BytesIO(data)).load()
+    except CheckpointError:
+        raise
+    except BoundsError as error:
+        raise CheckpointError(str(error)) from None
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"not readable ({type(error).__name__}: {brief(str(error))})") from None
+
+
+def _is_dtype(module: str, name: str) -> bool:
+    return module == "torch" and name in DTYPES
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self._classes: dict[tuple[str, str], type[_Record]] = {}
+        """Record classes by module and name, of this pickle alone: it can set attributes on the classes that it names.
+        `find_class` adds them."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if _is_dtype(module, name):
+            return DTYPES[name]
+        kind = _kind_of(module, name)
+        if kind is None:
+            raise CheckpointError(
+                f"it names {brief(f'{module}.{name}')}, which no description of tensors needs; nothing was run"
+            )
+        if (module, name) not in self._classes:
+            self._classes[module, name] = type(kind, (_Record,), {"kind": kind})
+        return self._classes[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise CheckpointError("it refers to something outside of itself; nothing was run")
+
+
+_STORAGES = tuple(
+    f"{kind}Storage"
+    for kind in ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "Untyped"]
+)
+_ARCHIVED = {
+    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+    "torch": (*_STORAGES, *DTYPES),
+    "torch.storage": _STORAGES,
+    "collections": ("OrderedDict",),
+}
+"""Names in the archive of a tensor, by module: fewer than torch admits, whose others can allocate memory."""
+
+
+def read_tensor_archive(data: bytes) -> torch.Tensor:
+    """Returns the tensor in an archive, on the CPU.
+
+    Raises:
+        CheckpointError: `data` is no archive of one tensor, or is damaged.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = archive.infolist()
+            if any(info.compress_type != zipfile.ZIP_STORED for info in members) or (
+                sum(info.file_size for info in members) > len(data)
+            ):
+                raise CheckpointError("its members are compressed or too large; torch.save writes neither")
+            if archive.testzip() is not None:
+                raise CheckpointError("its bytes do not match their checksum")
+            for info in members:
+                if info.filename.endswith("data.pkl"):
+                    check_pickle(archive.read(info), lambda module, name: name in _ARCHIVED.get(module, ()))
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive raises almost anything
+        raise CheckpointError(f"no archive of torch.save, or a damaged one ({brief(str(error))})") from None
+    if not isinstance(tensor, torch.Tensor) or tensor.nbytes > len(data):
+        raise CheckpointError("it holds no tensor, or fewer bytes than its tensor has; nothing in it was run")
+    return tensor.detach()
