@@ -108,17 +108,23 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         if self._tree is not None:
             of_shards = plan.reduces_every_micro_batch
             self._sums = MicroBatchSums(module, self._tree, of_shards=of_shards, replicas=plan.groups.replicate)
+        # Whether the module has to show its shards after a forward too, because gradients are on them that no step has
+        # used. `_finish_grad_sync` sets it, `note_step` and `_zero_gradients` clear it.
+        self._shows_gradients = False
         self._own_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the wrapped module's forward; frees gathered parameters if no backward follows or forward raised."""
+        """Runs the wrapped module's forward; frees gathered parameters if no backward follows or forward raised.
+
+        Between `finish_grad_sync` and the step it frees them too, and a backward gathers them again.
+        """
         try:
             output = super().forward(*inputs, **kwargs)
         except BaseException:
             if current_backward() == NO_BACKWARD:  # in one, a checkpoint ends its recomputation by an exception
                 self.sharded.reshard()
             raise
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._shows_gradients:
             self.sharded.reshard()
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -165,6 +171,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             raise ParallelConfigError("force_all_reduce asks for whole gradients, which FSDP2 never holds; drop it")
         reduce_unsharded_gradients(self.module)
         self.sharded.reshard()
+        self._shows_gradients = True
         if self._sums is not None and not self.gradient_state.is_reduced:
             self._sums.finish()
         for parameter in self.module.parameters():  # of a unit that no forward has reached
@@ -188,10 +195,12 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             self._sums.clear()
         drop_unsharded_gradients(self.module)
         self.sharded.reshard()
+        self._shows_gradients = False
         for parameter in self.module.parameters():
             parameter.grad = None
 
     def note_step(self) -> None:
+        self._shows_gradients = False
         self.sharded.reshard()
 
     def settle_parameters(self) -> None:

@@ -274,7 +274,7 @@ def _has_two_units_in_one_slot(c: Composition) -> bool:
 
 
 def _shows_gradients(c: Composition) -> bool:
-    """Whether a loop may change ``param.grad`` before the update."""
+    """Whether a loop may read ``param.grad`` before the update."""
     return c.wrapper in ("ddp", "fsdp2") and c.loop == "written out" and c.policy == "default"
 
 
@@ -336,11 +336,13 @@ RULES: tuple[Rule, ...] = (
         (axis, (), lambda c: c.trained in ("all", "without embedding", "a layer at times"))
         for axis in ("tables", "hooks")
     ),
+    # A unit that torch recomputes is not gathered for a backward that reaches it by another way than its outputs.
+    ("tables", ("objects", "attributes"), lambda c: c.recompute not in ("units", "products of units")),
     ("tables", ("read by the model",), lambda c: not c.is_fsdp2 and not c.continues.startswith("fsdp2")),
     # Its masks are drawn for whole sequences, by kernels that all draw in the same order.
     ("dropout", (), lambda c: c.compiled == "no" and all(shape.tp == shape.cp == 1 for shape in _shapes(c))),
-    # What contract.md promises where gradients are whole or DTensors.
-    ("gradients", (), _shows_gradients),
+    ("gradients", (), lambda c: c.loop == "written out"),
+    ("gradients", ("halved",), _shows_gradients),
     ("optimizer", ("torch's sgd",), _may_step_by_torch),
     ("rates", (), lambda c: not c.steps_by_torch),
     ("schedule", (), lambda c: not c.steps_by_torch),

@@ -176,6 +176,17 @@ def torch_clips_the_gradients(run: Run) -> None:
         run.step()
 
 
+@scenario(raises=for_kinds(SHARDED, "a gradient was read from param.grad"), rtol=1e-5)  # the norm is added in fp32
+def torch_clips_the_gradients_after_a_loss_is_monitored(run: Run) -> None:
+    for step in range(2):
+        run.zero()
+        run.backward(step)
+        run.finish()
+        run.forward(step + 1)  # with a graph, and no backward
+        assert full(torch.nn.utils.clip_grad_norm_(run.inner.parameters(), 0.1)) > 0.1
+        run.step()
+
+
 @scenario(raises=for_kinds(KINDS, "finalize_model_grads was called twice"))
 def finalizing_twice(run: Run) -> None:
     run.zero()
