@@ -48,6 +48,6 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["core", "core.*"]),
     package_data={"core": ["py.typed"]},
-    install_requires=[TORCH, "numpy>=1.26", "filelock>=4"],  # the last is one of torch's own too
+    install_requires=[TORCH, "numpy>=1.26", "filelock>=3.12"],  # torch needs the last too
     extras_require=EXTRAS,
 )

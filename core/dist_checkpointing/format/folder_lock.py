@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -28,6 +30,12 @@ _WAIT_S = 3.0
 """How long to wait for a holder that is just ending, such as ranks whose launcher was killed."""
 _POLL_S = 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+_STRICT: dict[str, Any] = {}
+"""Keeps filelock 4 from a lock that a crash would leave behind, where the file system has no locks; earlier ones raise
+there."""
+if "fallback_to_soft" in inspect.signature(FileLock.__init__).parameters:
+    _STRICT["fallback_to_soft"] = False
 
 _locks: dict[tuple[int, str], FileLock] = {}
 """Locks by process and folder, which count their holders. `acquire_folder` adds, under `_guard`; a fork inherits the
@@ -57,15 +65,15 @@ def acquire_folder(root: Path) -> tuple[int, str]:
     key = os.getpid(), str(root.resolve())
     path = Path(key[1], LOCK_FILE)
     with _guard:
-        lock = _locks.setdefault(key, FileLock(path, thread_local=False, fallback_to_soft=False))
+        lock = _locks.setdefault(key, FileLock(path, thread_local=False, **_STRICT))
         try:
             lock.acquire(timeout=_WAIT_S, poll_interval=_POLL_S)
         except Timeout:
             raise CheckpointError(
                 f"{root} is in use by {_holder(path)}; wait until that has ended, or choose another folder to write to"
             ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
                 raise
             warnings.warn(
                 f"{root} is on a file system without locks: make sure that no other run writes there", stacklevel=3
