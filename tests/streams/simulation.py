@@ -85,7 +85,7 @@ class Stream:
 
 
 class Event:
-    """What `torch.cuda.Event` is. A point is reached as soon as the host asks for it, and no earlier."""
+    """What `torch.cuda.Event` is. A query is no wait, and its answer orders nothing: on a GPU it may be another."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -98,7 +98,6 @@ class Event:
         (stream or self._simulation.current).wait_event(self)
 
     def query(self) -> bool:
-        self._simulation.join(self._simulation.host, self.clock)
         return True
 
     def synchronize(self) -> None:

@@ -17,7 +17,7 @@ from core.dist_checkpointing.format.staging import HostStaging
 from core.distributed.buffers.reduction import BucketReduction
 from core.training.device_batches import DeviceBatches
 from tests.streams.process import assert_no_race, simulate
-from tests.streams.steps import Case, groups_of, make_step, train, wrapped
+from tests.streams.steps import Case, groups_of, inputs, make_step, train, wrapped
 
 
 @pytest.mark.parametrize("wrapper", ["zero1", "zero2", "zero3", "fsdp2"])
@@ -125,3 +125,21 @@ def test_offloaded_shards_are_copied_while_the_host_goes_on(settings: dict[str, 
     report = assert_no_race(train, Case("zero3", OFFLOADED | settings), ranks=4)
     assert any(line.startswith("host") for line in report.operations), "nothing was in the host's memory"
     assert not [wait for wait in report.waits if "reduction.py" in wait or "piece.py" in wait]
+
+
+def _reads_gradients(case: Case) -> None:
+    """Reads this rank's gradients on the host, after each of two steps."""
+    with groups_of(case):
+        model, optimizer = wrapped(case)
+        for _ in range(2):
+            make_step(case, model, optimizer)
+            model.zero_grad_buffer()
+            model(inputs(case)).float().sum().backward()
+            model.finish_grad_sync()
+            for group in model._bucket_groups:
+                group.bucket.local_grad_shard.clone()
+
+
+def test_the_host_reads_offloaded_gradients_once_they_are_there() -> None:
+    report = assert_no_race(_reads_gradients, Case("zero3", OFFLOADED))
+    assert report.operations["host"] > 10

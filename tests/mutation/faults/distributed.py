@@ -283,7 +283,7 @@ MUTATIONS = (
         "core.distributed.buffers.bucket_group.BucketGroup.wait_for_shard",
         r"streams\.current_stream\(\)\.synchronize\(\)",
         "pass",
-        (f"{PROGRAMS_ON_STREAMS}offloaded_shards_are_copied_while_the_host_goes_on",),
+        (f"{PROGRAMS_ON_STREAMS}the_host_reads_offloaded_gradients_once_they_are_there",),
     ),
     Mutation(
         "streams: offloaded gradients block the host",
