@@ -11,7 +11,6 @@ from tests.mutation.suites import (
     PROGRAMS_ON_STREAMS,
     SHARDED_STATE,
     STREAMS,
-    STREAMS_OF_LAYERS,
 )
 
 _BUCKETS = "tests/unit/distributed/buffers/test_buckets.py"
@@ -298,15 +297,5 @@ MUTATIONS = (
         r"self\._reduced = shard",
         "pass",
         (STREAMS,),
-    ),
-    Mutation(
-        "streams: a gather of FSDP2 is dropped without a wait",
-        "core.distributed.fsdp2.torch_private.iteration.drop_pending_gathers",
-        r"group\.device_handle\.current_stream\(\)\.wait_event\(result\.all_gather_event\)",
-        "pass",
-        (
-            STREAMS,
-            STREAMS_OF_LAYERS,
-        ),
     ),
 )
