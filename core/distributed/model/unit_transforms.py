@@ -16,8 +16,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from ..._torch_compat import NO_BACKWARD, current_backward
 from ...tensor_parallel.random import recompute
 from ...transformer import document_attention, piecewise_attention
 from ..plan.values import UnitTransform
@@ -58,19 +61,24 @@ def transform_units(transforms: Iterable[UnitTransform]) -> None:
     for transform in transforms:
         for module in transform.modules:
             if transform.recomputes != "none":
-                module.forward = _recomputing(module.forward, transform.recomputes == "selective")
+                module.forward = _recomputing(module, module.forward, transform.recomputes == "selective")
             if transform.is_compiled:
                 module.forward = compiled(module.forward, transform.memory_budget)
 
 
-def _recomputing(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+def _recomputing(module: nn.Module, forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
     contexts = _selective_contexts if selective else None
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and current_backward() != NO_BACKWARD and isinstance(module, FSDPModule):
+            module.unshard()  # backward may come by another path than the unit's output, which gathers it
+        return forward(*args, **kwargs)
 
     @functools.wraps(forward)
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return recompute(functools.partial(forward, **kwargs), *args, context_fn=contexts)
+        return recompute(functools.partial(gathered, **kwargs), *args, context_fn=contexts)
 
     return recomputing
 

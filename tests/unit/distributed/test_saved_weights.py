@@ -337,6 +337,12 @@ def test_settings_change_no_weight_that_is_read(settings, make):
     assert_same_as_replicas(make, kind="zero3", **settings)
 
 
+@pytest.mark.parametrize("make", [Routed, FrozenRouters], ids=name_of)
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_a_loss_in_an_attribute_of_a_recomputed_unit_is_right(kind, make):
+    assert_same_as_replicas(make, kind=kind, activation_checkpointing="full")
+
+
 class OwnParameter(nn.Parameter):
     """A class of parameters, which may depend on its class: no reader can be made to wait for it."""
 
