@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from core.adapters.lightning import ShardstackStrategy
-from core.adapters.strategies import STRATEGIES
+from core.adapters.bridge.wrapping import STRATEGIES
 from core.comm import gloo
 from core.dist_checkpointing import model_state_dict
 from core.distributed.parameter_owner import owner_of

@@ -19,8 +19,8 @@ from ..distributed.groups import whole_group
 from ..errors import ConfigError
 from ..text import choices
 from ..warn import warn_once
-from .meshes import data_parallel_mesh
-from .replicas import Replicas
+from .bridge.meshes import data_parallel_mesh
+from .bridge.wrapping import Replicas
 
 T = TypeVar("T", bound=nn.Module)
 

@@ -16,8 +16,8 @@ from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
+from ..bridge.gradients import GradientNorm, StepGradients
 from .checkpoints import checkpoint_folder, load_checkpoint, save_checkpoint, whole_state_dict
-from .gradients import StepGradients
 from .optimizer import PreparedOptimizer, prepare_optimizer
 from .plugin import ShardstackPlugin
 
@@ -143,7 +143,7 @@ class ShardstackAccelerator(Accelerator):
                 f"norm_type is {norm_type}; gradients over several ranks are clipped by their L2 norm, 2"
             )
         gradients.finish()
-        return gradients.norm.clip(max_norm)
+        return GradientNorm.of(gradients.wrapper).clip(max_norm)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | Tensor, clip_value: float) -> None:
         """Clamps the gradients of the whole model."""
@@ -153,7 +153,7 @@ class ShardstackAccelerator(Accelerator):
             super().clip_grad_value_(given, clip_value)
         else:
             gradients.finish()
-            gradients.norm.clamp(clip_value)
+            GradientNorm.of(gradients.wrapper).clamp(clip_value)
 
     def _gradients_of(self, parameters: list[nn.Parameter]) -> StepGradients | None:
         """Returns the gradients that all these parameters have in common; None if no prepared model has them."""

@@ -16,7 +16,7 @@ from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError
 from ...optimizer import MegatronOptimizer
-from .gradients import StepGradients
+from ..bridge.gradients import StepGradients
 
 FOLDER = "shardstack"
 """The folder of the first model, in that of a trainer's checkpoint; others have a number after it."""

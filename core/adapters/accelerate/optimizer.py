@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ...errors import OptimizerError
-from ...optimizer import MegatronOptimizer, get_megatron_optimizer
-from ..torch_optimizers import same_update, unlike_ours
-from .gradients import StepGradients
+from ...optimizer import MegatronOptimizer
+from ..bridge.gradients import StepGradients
+from ..bridge.optimizers import build_update, unlike_ours
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -101,41 +100,16 @@ def prepare_optimizer(
         {**group, "params": [replaced.get(param, param) for param in group["params"]]}
         for group in optimizer.param_groups
     ]
-    # fp32 masters of bf16 weights, if there are any, as the update has.
-    config = same_update(optimizer, bf16=True)
-    plan = gradients.wrapper.plan
-    if config is None and not plan.is_replicated:
-        raise OptimizerError(
-            f"{unlike_ours(optimizer)} cannot update the shards of {plan.strategy}; use AdamW, SGD or Adam without "
-            "weight decay, with torch's defaults otherwise, or ShardstackPlugin('no_shard')"
-        )
-    if config is None:
+    if unlike_ours(optimizer) and gradients.wrapper.plan.is_replicated:
         for group, taken in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = taken["params"]
         return PreparedOptimizer(optimizer, gradients)
-    if optimizer.state:
+    if optimizer.state and not unlike_ours(optimizer):
         raise OptimizerError(
             f"{type(optimizer).__name__} has stepped before its model was prepared, and its state would be lost; "
             "prepare a new one, and load the state with load_state"
         )
-    built = get_megatron_optimizer(config, [gradients.wrapper])
-    _set_groups(built, groups)
-    gradients.optimizer = built
+    # fp32 masters of bf16 weights, if there are any, as the update has.
+    advice = "ShardstackPlugin('no_shard')"
+    gradients.optimizer = build_update(optimizer, gradients.wrapper, groups, advice, bf16=True)
     return PreparedOptimizer(optimizer, gradients)
-
-
-def _set_groups(built: MegatronOptimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Replaces the groups of the update by the user's, whose parameters are the model's."""
-    mains = built.main_tensors()
-    counts = Counter(param for group in groups for param in group["params"])
-    if counts.keys() != mains.keys() or len(counts) != counts.total():
-        missing, unknown = len(mains.keys() - counts), len(counts.keys() - mains)
-        raise OptimizerError(
-            f"the optimizer's groups lack {missing} of the model's trainable parameters, have {unknown} others and "
-            f"{counts.total() - len(counts)} twice; put every trainable parameter into one group, and freeze the "
-            "others (requires_grad_(False)) before prepare"
-        )
-    built.param_groups.clear()
-    for group in groups:
-        params = [mains[param] for param in group["params"]]
-        built.optimizer.add_param_group(group | {"params": params, "lr": float(group["lr"])})

@@ -22,9 +22,9 @@ from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.plan.units import UnitChoice
 from ...errors import ConfigError
 from ...text import choices
-from ..meshes import data_parallel_mesh
-from ..strategies import STRATEGIES, config_class, config_of
-from ..units import units_by_class
+from ..bridge.meshes import data_parallel_mesh
+from ..bridge.units import units_by_class
+from ..bridge.wrapping import STRATEGIES, config_class, config_of
 
 _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
 

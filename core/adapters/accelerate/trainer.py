@@ -14,9 +14,9 @@ from transformers.trainer import SCHEDULER_NAME
 from ...dist_checkpointing.foreign.safetensors_io import open_safetensors
 from ...distributed import _BaseDataParallel
 from ...errors import CheckpointError
+from ..bridge.gradients import StepGradients
 from .accelerator import ShardstackAccelerator
 from .checkpoints import checkpoint_folder, load_checkpoint, load_whole_state_dict, save_checkpoint
-from .gradients import StepGradients
 
 
 class ShardstackTrainer(Trainer):

@@ -1,18 +1,20 @@
-"""`use_shardstack`: the one line of a script."""
+"""`use_shardstack`, the one line of a script, and the settings that it refuses."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import parse_flag_from_env
 
 from ...distributed import _BaseDataParallel
 from ...distributed.model.rewrapping import reject_wrapped
 from ...errors import ConfigError
-from ..versions import check_version
+from ..bridge.versions import check_version
 from .accelerator import ShardstackAccelerator
 from .plugin import ShardstackPlugin
-from .unsupported import reject_arguments, reject_settings
 
 Target = TypeVar("Target")
 
@@ -63,3 +65,72 @@ def _mix_in(target: Any, kind: type) -> None:
         target.__class__ = kind
     elif not isinstance(target, kind):
         target.__class__ = type(f"Shardstack{own.__name__}", (kind, own), {"__module__": own.__module__})
+
+
+def reject_settings(accelerator: Accelerator) -> None:
+    """Raises on settings of accelerate that have no counterpart here.
+
+    Raises:
+        ConfigError: names the setting, and what to do instead.
+    """
+    state = accelerator.state
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    sync_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    compiles = str(getattr(getattr(state.dynamo_plugin, "backend", None), "value", "NO")).upper() != "NO"
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for is_set, what, remedy in (
+        (
+            accelerator._models or accelerator._optimizers,
+            "a model or optimizer that is prepared already",
+            "call use_shardstack before prepare",
+        ),
+        (
+            # Of ranks on CPU accelerate drops the plugin in silence.
+            getattr(state, "fsdp_plugin", None) is not None or parse_flag_from_env("ACCELERATE_USE_FSDP"),
+            "an fsdp_plugin (fsdp=..., or FSDP_* variables)",
+            "drop it, and give its settings to ShardstackPlugin (docs/trainer-and-accelerate.md)",
+        ),
+        (getattr(state, "deepspeed_plugin", None) is not None, "a deepspeed_plugin", "drop it"),
+        (getattr(state, "megatron_lm_plugin", None) is not None, "a megatron_lm_plugin", "drop it"),
+        (
+            parallelism is not None and parallelism.total_size > 1,
+            "a parallelism_config",
+            "drop it: all ranks are data parallel",
+        ),
+        (
+            accelerator.mixed_precision in ("fp16", "fp8"),
+            f"mixed_precision={accelerator.mixed_precision!r}",
+            "use 'bf16'",
+        ),
+        (compiles, "torch.compile (dynamo_plugin)", "drop it, and give ShardstackPlugin compile_units=True"),
+        (sync_each, "sync_each_batch", "drop it, and give ShardstackPlugin reduce_every_micro_batch=True"),
+        (
+            world > 1 and accelerator.num_processes == 1,
+            f"one process where WORLD_SIZE is {world}",
+            "without a GPU give Accelerator(cpu=True), or TrainingArguments(use_cpu=True)",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(f"use_shardstack: the accelerator has {what}; {remedy}")
+
+
+def reject_arguments(trainer: Any) -> None:
+    """Raises on arguments of a trainer that have no counterpart here.
+
+    Raises:
+        ConfigError: names the argument, and what to do instead.
+    """
+    for name, is_set, remedy in (
+        ("fsdp", bool(trainer.args.fsdp), "drop it, and give its settings to ShardstackPlugin"),
+        ("auto_find_batch_size", trainer.args.auto_find_batch_size, "it would wrap a model twice; give a batch size"),
+        (
+            "optimizer",
+            isinstance(trainer.optimizer, AcceleratedOptimizer),
+            "it has trained already; build a new Trainer",
+        ),
+        ("n_gpu", trainer.args.n_gpu > 1, "one process has several GPUs; start one for each with torchrun"),
+        ("model", trainer.is_distributed_loading_by_transformers, "it was loaded sharded; load it whole"),
+        ("model", trainer.is_model_parallel, "its layers are on several devices; load it without device_map"),
+    ):
+        if is_set:
+            raise ConfigError(f"use_shardstack: {name} of the trainer has no counterpart here: {remedy}")

@@ -18,14 +18,13 @@ from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, fin
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
-from ..gradient_norm import GradientNorm
-from ..strategies import FSDP2
-from .backward_sync import NoSync, wrapper_of
+from ..bridge.gradients import GradientNorm
+from ..bridge.wrapping import FSDP2
 from .checkpoint import Trained, load_folder, save_folder
 from .optimizers import ShardstackOptimizer, Updates, updates_of, zero_through_wrapper
 from .precision import unsupported
 from .processes import Processes
-from .sharding import wrap
+from .sharding import NoSync, wrap, wrapper_of
 
 
 class ShardstackFabricStrategy(Processes, ParallelStrategy):
@@ -47,8 +46,6 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
         super().__init__(sharding, **arguments)
         self._backward_sync_control = self._no_sync = NoSync()
-        # Norms by wrapper. The first clip of a wrapper adds its norm; never cleared.
-        self._norms: dict[nn.Module, GradientNorm] = {}
         # For each optimizer of the user, its wrapper and the optimizer that updates the wrapper's parameters. Added
         # when an optimizer is set up; never cleared.
         self._updates: dict[Optimizer, tuple[_BaseDataParallel, Updates]] = {}
@@ -170,7 +167,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         """
         if float(norm_type) != 2.0:
             raise ConfigError(f"norm_type is {norm_type}; gradients are clipped by their L2 norm, 2.0")
-        norm = self._norm_of(module).clip(float(max_norm))
+        norm = GradientNorm.of(wrapper_of(module)).clip(float(max_norm))
         if error_if_nonfinite and not torch.isfinite(norm):
             raise OptimizerError(
                 f"the norm of the gradient is {norm.item()}, so that it cannot be clipped; look for the cause, or "
@@ -180,7 +177,7 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Clamps each element of the gradient."""
-        self._norm_of(module).clamp(float(clip_val))
+        GradientNorm.of(wrapper_of(module)).clamp(float(clip_val))
 
     # ---- checkpoints
 
@@ -266,12 +263,6 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         updates = self._updates[optimizer][1] if optimizer is not None else None
         others = {name: value for name, value in state.items() if not isinstance(value, (nn.Module, Optimizer))}
         return Trained(wrapper, optimizer, updates), others
-
-    def _norm_of(self, module: nn.Module) -> GradientNorm:
-        wrapper = wrapper_of(module)
-        if wrapper not in self._norms:
-            self._norms[wrapper] = GradientNorm(wrapper)
-        return self._norms[wrapper]
 
 
 def _state_of(value: Any) -> Any:

@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...dist_checkpointing import global_view
 from ...distributed import _BaseDataParallel
 from ...distributed.flat_data_parallel import shards_buffers
 from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
-from ...errors import OptimizerError
+from ...errors import CheckpointError, OptimizerError
 from ...optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from ..torch_optimizers import same_update, unlike_ours
-from .torch_state import TorchOptimizer
+from ...optimizer.optimizer_state import scalars_of
+from ..bridge.optimizers import build_update
 
 
 class ShardstackOptimizer(Optimizer):
@@ -76,33 +77,17 @@ class TranslatedOptimizer:
 
     def __init__(self, optimizer: Optimizer, wrapper: _BaseDataParallel) -> None:
         self._groups = optimizer.param_groups
-        self.megatron = get_megatron_optimizer(_config_of(optimizer, wrapper), [wrapper], {})
-        mains = self.megatron.main_tensors()
-        given = {param for group in self._groups for param in group["params"]}
-        if missing := len(mains.keys() - given):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} lacks {missing} of the model's trainable parameters, and sharding "
-                f"{wrapper.plan.strategy!r} updates all; freeze them (requires_grad=False) before the model is "
-                "wrapped, or use the sharding 'fsdp2' or 'no_shard'"
-            )
-        common = dict(self.megatron.param_groups[0])
-        self.megatron.param_groups[:] = [
-            common | {"params": [mains[param] for param in group["params"] if param in mains]}
-            for group in self._groups
-        ]
-        self._take_settings()
+        advice = "ShardstackOptimizer, or the sharding 'fsdp2' or 'no_shard'"
+        self.megatron = build_update(optimizer, wrapper, self._groups, advice)
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Makes a step, as `MegatronOptimizer.step`."""
-        self._take_settings()
-        return self.megatron.step()
-
-    def _take_settings(self) -> None:
         for group, updated in zip(self._groups, self.megatron.param_groups, strict=True):
             updated["lr"] = float(group["lr"])
             for name in ("weight_decay", "betas", "eps", "momentum"):
                 if name in group:
                     updated[name] = group[name]
+        return self.megatron.step()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the state as `MegatronOptimizer.state_tensors`."""
@@ -115,6 +100,74 @@ class TranslatedOptimizer:
     def load_state_scalars(self, scalars: dict[str, Any]) -> None:
         """Continues as `MegatronOptimizer.load_state_scalars`."""
         self.megatron.load_state_scalars(scalars)
+
+
+class TorchOptimizer:
+    """Steps a torch optimizer over whole parameters or DTensors, and names its state by parameter.
+
+    Moments are tensors ``<kind>.<parameter>``, as those of `MegatronOptimizer`, so that another sharding and another
+    number of ranks continue from them.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self.optimizer = optimizer
+        names = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+        # Trained parameters by name; fixed.
+        self._named = {names[p]: p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Updates the parameters; returns what `MegatronOptimizer.step` does, without a norm."""
+        self.optimizer.step()
+        return True, None, None
+
+    def create(self, kinds: Iterable[str]) -> None:
+        """Creates moments of these kinds, as zeros, where there are none yet, for a checkpoint to fill."""
+        for parameter in self._named.values():
+            for kind in kinds:
+                if kind not in self.optimizer.state[parameter]:
+                    self.optimizer.state[parameter][kind] = torch.zeros_like(parameter)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Returns the moments that exist, as tensors of the whole model, which share this rank's storage.
+
+        Raises:
+            CheckpointError: a state in another shape than its parameter's.
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._named.items():
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor) or _is_count(kind, value, parameter):
+                    continue
+                if value.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"{type(self.optimizer).__name__} keeps {kind} of parameter {name} in the shape "
+                        f"{list(value.shape)}, and checkpoints hold state in the parameter's, "
+                        f"{list(parameter.shape)}; use an optimizer that keeps it so, as AdamW does"
+                    )
+                found[f"{kind}.{name}"] = global_view(parameter, value)
+        return found
+
+    def state_scalars(self) -> dict[str, Any]:
+        """Returns the step count, and the parameters that deviate from it, as JSON."""
+        return scalars_of({name: self._count(parameter) for name, parameter in self._named.items()}, {})
+
+    def load_state_scalars(self, scalars: dict[str, Any]) -> None:
+        """Sets the step counts, once the moments are loaded."""
+        if isinstance(self.optimizer, torch.optim.SGD):  # counts nothing
+            return
+        on_device = any(group.get("capturable") or group.get("fused") for group in self.optimizer.param_groups)
+        for name, parameter in self._named.items():
+            state = self.optimizer.state.get(parameter)
+            if state:
+                count = float(scalars["step_of"].get(name, scalars["step"]))
+                state["step"] = torch.tensor(count, device=parameter.device if on_device else "cpu")
+
+    def _count(self, parameter: nn.Parameter) -> int:
+        return int(self.optimizer.state.get(parameter, {}).get("step", 0))
+
+
+def _is_count(kind: str, value: Tensor, parameter: nn.Parameter) -> bool:
+    return kind == "step" and value.numel() == 1
 
 
 Updates = MegatronOptimizer | TranslatedOptimizer | TorchOptimizer
@@ -168,14 +221,3 @@ def zero_through_wrapper(optimizer: Optimizer, wrapper: _BaseDataParallel) -> No
 def _zero(wrapper: _BaseDataParallel) -> None:
     if wrapper.gradient_state.phase is not Phase.ZEROED:  # between a forward and its backward it would gather again
         wrapper.zero_grad_buffer()
-
-
-def _config_of(optimizer: Optimizer, wrapper: _BaseDataParallel) -> OptimizerConfig:
-    config = same_update(optimizer)
-    if config is None:
-        raise OptimizerError(
-            f"{unlike_ours(optimizer)} cannot update shards of the sharding {wrapper.plan.strategy!r}; use AdamW, SGD "
-            "or Adam without weight decay, with torch's defaults otherwise, or ShardstackOptimizer, or the sharding "
-            "'fsdp2' or 'no_shard'"
-        )
-    return config

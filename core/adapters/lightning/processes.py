@@ -18,7 +18,7 @@ from torch import nn
 from ... import device
 from ...distributed import DistributedDataParallelConfig
 from ...errors import ConfigError
-from ..strategies import FSDP2
+from ..bridge.wrapping import FSDP2
 from .sharding import Units, sharding_config
 
 T = TypeVar("T")

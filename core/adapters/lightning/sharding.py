@@ -1,11 +1,13 @@
-"""Interprets a strategy's arguments: how to shard a model, over which ranks, and its units."""
+"""Wraps a strategy's model by its arguments, and finds and switches the wrapper of what Fabric passes around."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch.distributed as dist
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -16,8 +18,8 @@ from ...distributed.plan.units import UnitChoice
 from ...errors import ConfigError, ParallelConfigError, WrapError
 from ...text import choices
 from ...warn import warn_once
-from ..strategies import STRATEGIES, config_of
-from ..units import units_by_class
+from ..bridge.units import units_by_class
+from ..bridge.wrapping import STRATEGIES, config_of
 
 Units = Sequence[type[nn.Module] | str]
 """Classes, or their names, plain or dotted."""
@@ -95,3 +97,38 @@ def _units(module: nn.Module, settings: DistributedDataParallelConfig, units: Un
         if settings.shards_parameters:
             warn_once(f"{error}. Until then the whole model is one unit, gathered at once")
         return []
+
+
+class NoSync(_BackwardSyncControl):
+    """Fabric's ``no_backward_sync``: `no_sync` of the wrapper, noted so that `backward` finishes no gradients."""
+
+    def __init__(self) -> None:
+        # Wrappers whose micro-batches accumulate at the moment; set and cleared by `no_backward_sync`.
+        self.accumulating: set[nn.Module] = set()
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Lets gradients accumulate on this rank where `enabled`."""
+        return self._entered(module) if enabled else nullcontext()
+
+    @contextmanager
+    def _entered(self, module: nn.Module) -> Iterator[None]:
+        self.accumulating.add(module)
+        try:
+            with wrapper_of(module).no_sync():
+                yield
+        finally:
+            self.accumulating.discard(module)
+
+
+def wrapper_of(module: nn.Module) -> _BaseDataParallel:
+    """Returns the wrapper of a module, or the module if it is one.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    wrapper = module if isinstance(module, _BaseDataParallel) else owner_of(next(module.parameters(), None))
+    if not isinstance(wrapper, _BaseDataParallel):
+        raise ConfigError(
+            f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module first"
+        )
+    return wrapper

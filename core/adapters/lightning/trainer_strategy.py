@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ...distributed import _BaseDataParallel, finalize_model_grads
 from ...errors import CheckpointError, ConfigError
 from ...optimizer import MegatronOptimizer
-from ..gradient_norm import GradientNorm
+from ..bridge.gradients import GradientNorm
 from .checkpoint import Trained, load_folder, save_folder
 from .optimizers import Updates, updates_of
 from .precision import of_strategy
@@ -57,8 +57,6 @@ class ShardstackStrategy(Processes, ParallelStrategy):
 
     # The norm of the current step's gradient before clipping. `clip_by_norm` sets it, `make_step` clears it.
     _clipped_norm: Tensor | None = None
-    # Measures the wrapped model's gradient. Made at its first use; `setup` clears it for another model.
-    _norm: GradientNorm | None = None
     # The wrapped model and its optimizer. `setup` sets it, again for another model; None before.
     _trained: Trained | None = None
     # True inside `block_backward_sync`, which sets and clears it: backward then reduces no gradients.
@@ -109,7 +107,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
                 self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
-            self._trained, self._norm = Trained(wrap(module, self.settings, self.units)), None
+            self._trained = Trained(wrap(module, self.settings, self.units))
         self.model = self._trained.wrapper  # Lightning's attribute: the model that it runs, from here on
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -166,11 +164,11 @@ class ShardstackStrategy(Processes, ParallelStrategy):
                 "alone (clip_grad=0.0 turns the optimizer's off)"
             )
         if not own:
-            self._clipped_norm = self._gradient_norm().clip(max_norm)
+            self._clipped_norm = GradientNorm.of(self.wrapper).clip(max_norm)
 
     def clip_by_value(self, limit: float) -> None:
         """Clamps each element of the gradient."""
-        self._gradient_norm().clamp(limit)
+        GradientNorm.of(self.wrapper).clamp(limit)
 
     def make_step(self, optimizer: Optimizer) -> None:
         """Updates the parameters, and zeroes gradients, which have to be gone before the next forward."""
@@ -270,11 +268,6 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         if updates is None:
             raise ConfigError("the optimizer is set up when fit begins; step and clip after that")
         return updates
-
-    def _gradient_norm(self) -> GradientNorm:
-        if self._norm is None:
-            self._norm = GradientNorm(self.wrapper)
-        return self._norm
 
 
 def _check_is_supported(trainer: Trainer, module: LightningModule) -> None:

@@ -1,6 +1,6 @@
 """Runs any model on this library's engines, under the names of NeMo Automodel's module of this name."""
 
-from .class_paths import import_classes_from_paths
+from ..bridge.units import import_classes_from_paths
 from .fsdp2 import fsdp2_strategy_parallelize
 from .nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from .runtime import _destroy_dist_connection, to_cpu

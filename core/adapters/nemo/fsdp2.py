@@ -18,7 +18,7 @@ from ...distributed.groups import DataParallelGroups
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.plan import plan_fsdp2
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from ..mesh_axes import mesh_axes
+from ..bridge.meshes import mesh_axes
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 ITEMS_OF_CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)

@@ -25,8 +25,8 @@ from ...dtypes import LOW_PRECISION
 from ...errors import ParallelConfigError
 from ...text import choices
 from ...warn import warn_once
-from ..mesh_axes import mesh_axes
-from .class_paths import check_classes_are_in, import_classes_from_paths
+from ..bridge.meshes import mesh_axes
+from ..bridge.units import check_classes_are_in, import_classes_from_paths
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 

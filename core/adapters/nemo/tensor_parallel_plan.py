@@ -17,7 +17,7 @@ from ...distributed.model.parameter_attributes import parameter_attributes_kept
 from ...errors import ParallelConfigError, WrapError
 from ...text import choices
 from ...warn import warn_once
-from ..mesh_axes import TENSOR_AXES, MeshAxes, axis_sizes
+from ..bridge.meshes import TENSOR_AXES, MeshAxes, axis_sizes
 from .styles import translate_to_torch_parallel_style
 
 Plan = Mapping[str, ParallelStyle]

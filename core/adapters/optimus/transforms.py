@@ -21,8 +21,8 @@ from ...distributed.plan import plan_fsdp2
 from ...distributed.plan.units import UnitChoice
 from ...errors import ParallelConfigError
 from ...warn import warn_once
+from ..bridge.wrapping import Replicas
 from ..nemo.fsdp2 import ITEMS_OF_CONTAINERS
-from ..replicas import Replicas
 from .collective import Collective
 from .config import DDPTransformConfig, FullyShardTransformConfig, dtype_of
 

@@ -26,9 +26,9 @@ from ...distributed.plan.units import UnitChoice
 from ...dtypes import as_dtype
 from ...errors import CheckpointError
 from ...warn import warn_once
-from ..meshes import data_parallel_mesh, fully_replicated
-from ..replicas import Replicas
-from ..units import units_by_class, units_by_size
+from ..bridge.meshes import data_parallel_mesh, fully_replicated
+from ..bridge.units import units_by_class, units_by_size
+from ..bridge.wrapping import Replicas
 from .params import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType
 
 _ABOUT_SHARDS = ("backward_prefetch", "forward_prefetch", "auto_wrap_policy", "state_dict_type", "sync_module_states")

@@ -6,11 +6,10 @@ In a config function of your own, `with_fsdp2` does the same to any ``Trainer.Co
 ``parallelize_fn`` by `parallelize`.
 """
 
-from ..versions import check_version
+from ..bridge.versions import check_version
 
 check_version("torchtitan", __name__)
 
-from .configs import with_fsdp2  # noqa: E402
-from .parallelize import parallelize  # noqa: E402
+from .parallelize import parallelize, with_fsdp2  # noqa: E402
 
 __all__ = ["parallelize", "with_fsdp2"]

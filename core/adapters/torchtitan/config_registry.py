@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.models import _supported_models
 
-from .configs import with_fsdp2
+from .parallelize import with_fsdp2
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,18 @@ def parallelize(
     asked = training.global_batch_size
     _LastReduces(sharded, 1 if asked < 0 else asked // per_step)
     return model
+
+
+def with_fsdp2(config: Any) -> Any:
+    """Returns a ``Trainer.Config`` whose model is sharded by `parallelize`; nothing else changes.
+
+    Args:
+        config: torchtitan's, changed in place; or a ``ModelSpec``, which is copied.
+    """
+    if hasattr(config, "model_spec"):
+        config.model_spec = with_fsdp2(config.model_spec)
+        return config
+    return dataclasses.replace(config, parallelize_fn=parallelize)
 
 
 class _LastReduces:

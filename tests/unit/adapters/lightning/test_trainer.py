@@ -282,7 +282,7 @@ def _refusals(folder: str) -> None:
     with ranks_of_lightning():
         refused(ConfigError, "automatic_optimization=False", _Manual(), **one)
         refused(OptimizerError, "SGD holds parameters that the wrapped model has not", _BuiltBefore())
-        refused(OptimizerError, r"AdamW\(amsgrad=True\) cannot update shards", _Foreign(), "optim")
+        refused(OptimizerError, r"AdamW\(amsgrad=True\) cannot update the shards of optim", _Foreign(), "optim")
         refused(
             ConfigError,
             "gradient_clip_val is 1.0 in the Trainer and clip_grad 0.05",

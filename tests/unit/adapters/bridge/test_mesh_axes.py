@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from core.adapters.mesh_axes import axis_sizes, mesh_axes
+from core.adapters.bridge.meshes import axis_sizes, mesh_axes
 from core.errors import ParallelConfigError
 from tests.unit._ranks import fake_world
 

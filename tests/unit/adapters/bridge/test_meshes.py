@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from core import parallel_state
-from core.adapters.meshes import data_parallel_mesh, fully_replicated
+from core.adapters.bridge.meshes import data_parallel_mesh, fully_replicated
 from core.errors import ParallelConfigError
 from tests.unit._ranks import fake_world
 

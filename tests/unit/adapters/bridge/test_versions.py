@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 
-from core.adapters import versions
+from core.adapters.bridge import versions
 from core.errors import ConfigError, MissingExtraError
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 def _check(package: str, found: str | None) -> None:

@@ -3,8 +3,8 @@
 import pytest
 from torch import nn
 
+from core.adapters.bridge.units import check_classes_are_in
 from core.adapters.nemo import import_classes_from_paths
-from core.adapters.nemo.class_paths import check_classes_are_in
 from core.errors import WrapError
 
 

@@ -6,7 +6,7 @@ from importlib import metadata, util
 
 from torch.torch_version import TorchVersion
 
-from ..errors import ConfigError, MissingExtraError
+from ...errors import ConfigError, MissingExtraError
 
 SUPPORTED = {
     "accelerate": ("1.15", "2", "hf"),
