@@ -28,8 +28,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
-from core.adapters.lightning import ShardstackStrategy
 from core.adapters.bridge.wrapping import STRATEGIES
+from core.adapters.lightning import ShardstackStrategy
 from core.comm import gloo
 from core.dist_checkpointing import model_state_dict
 from core.distributed.parameter_owner import owner_of
