@@ -4,7 +4,7 @@
     ├── ConfigError (ValueError)               a setting that cannot be honoured
     │   ├── ParallelConfigError                degrees or sharding settings that contradict or do not divide
     │   └── GradSyncError (AssertionError)     settings or calls of gradient synchronisation that contradict
-    ├── ParallelStateError (RuntimeError)      process groups used before they exist, or made twice
+    ├── ParallelStateError (RuntimeError, AssertionError)  process groups used before they exist, or made twice
     ├── WrapError (ValueError)                 a module that a data-parallel wrapper cannot take
     ├── DataError (ValueError)                 a corpus, an index or a token that cannot be used
     ├── OptimizerError (RuntimeError)          parameters or gradients that an optimizer cannot work with
@@ -39,12 +39,12 @@ class ParallelConfigError(ConfigError):
 class GradSyncError(ConfigError, AssertionError):
     """Settings or calls of gradient synchronisation that contradict each other.
 
-    The only AssertionError here: Megatron-LM asserts in these places, and scripts and tests that catch its
-    AssertionError still work.
+    An AssertionError, as `ParallelStateError`: Megatron-LM asserts in these places, and scripts and tests that catch
+    its AssertionError still work.
     """
 
 
-class ParallelStateError(ShardstackError, RuntimeError):
+class ParallelStateError(ShardstackError, RuntimeError, AssertionError):
     """Process groups were asked for before they were built, or built twice."""
 
 

@@ -86,8 +86,8 @@ class ProcessGroupCollection:
         vars(self).update(kwargs)
 
     def __repr__(self) -> str:
-        groups = {name: group for name, group in vars(self).items() if isinstance(group, ProcessGroup)}
-        return f"ProcessGroupCollection({', '.join(f'{n}: {g.size()} ranks' for n, g in groups.items())})"
+        sizes = {name: group.size() for name, group in vars(self).items() if hasattr(group, "size")}
+        return f"ProcessGroupCollection({', '.join(f'{name}: {size} ranks' for name, size in sizes.items())})"
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:

@@ -11,7 +11,7 @@ TREE = {
     "ConfigError": (errors.ShardstackError, ValueError),
     "ParallelConfigError": (errors.ConfigError,),
     "GradSyncError": (errors.ConfigError, AssertionError),
-    "ParallelStateError": (errors.ShardstackError, RuntimeError),
+    "ParallelStateError": (errors.ShardstackError, RuntimeError, AssertionError),
     "WrapError": (errors.ShardstackError, ValueError),
     "DataError": (errors.ShardstackError, ValueError),
     "OptimizerError": (errors.ShardstackError, RuntimeError),
@@ -29,13 +29,13 @@ def test_the_tree() -> None:
 
 
 def test_the_drawing_is_the_tree() -> None:
-    drawn = re.findall(r"^ {4}([ │├└─]*)(\w+Error)(?: \((\w+)\))?", errors.__doc__ or "", re.MULTILINE)
+    drawn = re.findall(r"^ {4}([ │├└─]*)(\w+Error)(?: \(([\w, ]+)\))?", errors.__doc__ or "", re.MULTILINE)
     parents: list[str] = []
     found = {}
-    for lead, name, builtin in drawn:
+    for lead, name, builtins in drawn:
         depth = len(lead) // 4
         parents[depth:] = [name]
-        found[name] = ([parents[depth - 1]] if depth else ["Exception"]) + ([builtin] if builtin else [])
+        found[name] = ([parents[depth - 1]] if depth else ["Exception"]) + (builtins.split(", ") if builtins else [])
     assert found == {name: [base.__name__ for base in bases] for name, bases in TREE.items()}
 
 

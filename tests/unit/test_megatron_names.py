@@ -204,3 +204,13 @@ def _reduces_once() -> None:
 
 def test_a_wrapper_reduces_once_a_step_by_default():
     run_distributed(_reduces_once, 2)
+
+
+def test_a_collection_lists_stand_ins_of_groups_too():
+    groups = ProcessGroupCollection(tp=SimpleNamespace(size=lambda: 2))
+    assert repr(groups) == "ProcessGroupCollection(tp: 2 ranks)"
+
+
+def test_parallel_state_too_early_is_megatrons_assertion():
+    with pytest.raises(AssertionError, match="initialize_model_parallel"):
+        parallel_state.get_tensor_model_parallel_group()
