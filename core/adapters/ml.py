@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -14,13 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from .. import device
-from ..distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel, wrap_model
+from ..distributed import TorchFullyShardedDataParallelConfig, _BaseDataParallel
 from ..distributed.groups import whole_group
 from ..errors import ConfigError
 from ..text import choices
 from ..warn import warn_once
 from .bridge.meshes import data_parallel_mesh
-from .bridge.wrapping import Replicas
+from .bridge.wrapping import Replicas, wrap_for_trainer
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -104,7 +103,7 @@ def fsdp(model: nn.Module, cfg: ParallelConfig) -> _BaseDataParallel:
     )
     mesh = data_parallel_mesh(None, hybrid=strategy in _HYBRID)
     containers = (nn.ModuleList, nn.ModuleDict)
-    return wrap_model(model, SimpleNamespace(), settings, process_group=mesh, sub_modules_to_wrap=containers)
+    return wrap_for_trainer(model, settings, mesh, containers)
 
 
 def dp(model: T, cfg: ParallelConfig) -> T | _BaseDataParallel:

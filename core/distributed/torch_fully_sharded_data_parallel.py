@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
 from .._torch_compat import NO_BACKWARD, current_backward
@@ -73,6 +74,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             `core.parallel_state` is not touched; by default it is the data-parallel group with context parallelism,
             two-dimensional with several optimizer instances.
         pg_collection: process groups; its `dp_cp` (or `dp`) serves as `process_group`.
+        mp_policy: torch's own, in place of the dtypes of `ddp_config` and `config`.
+        initializes: as of `ShardedModel`.
 
     Attributes:
         sharded: the sharded model, which frees, reduces and recovers its units.
@@ -95,11 +98,15 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         process_group: Ranks | None = None,
         *,
         pg_collection: ProcessGroupCollection | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        initializes: bool = True,
     ) -> None:
         unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
-        plan = self._make_plan(module, module, config, ddp_config, unit_classes, process_group, pg_collection)
+        plan = self._make_plan(
+            module, module, config, ddp_config, unit_classes, process_group, pg_collection, mp_policy=mp_policy
+        )
         super().__init__(config, module, ddp_config, plan)
-        self.sharded = ShardedModel(module, plan)
+        self.sharded = ShardedModel(module, plan, initializes=initializes)
         self.units = plan.units
         self._replicas = plan.groups.replicate
         # Partial sums of a step's gradients, with ``reproducible_across_ranks``; else None. Filled when a backward
@@ -111,6 +118,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         # Whether the module has to show its shards after a forward too, because gradients are on them that no step has
         # used. `_finish_grad_sync` sets it, `note_step` and `_zero_gradients` clear it.
         self._shows_gradients = False
+        # Whether a hook of the module calls `_note_forward`. `let_module_be_called` sets it; never cleared.
+        self._is_called_by_module = False
         self._own_parameters()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -124,12 +133,36 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             if current_backward() == NO_BACKWARD:  # in one, a checkpoint ends its recomputation by an exception
                 self.sharded.reshard()
             raise
+        if not self._is_called_by_module:
+            self._note_forward(self.module, inputs, output)
+        return output
+
+    def _note_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Frees gathered parameters if no backward follows; else records the backward when it begins."""
         if not torch.is_grad_enabled() or self._shows_gradients:
             self.sharded.reshard()
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._enter_backward)
-        return output
+
+    def let_module_be_called(self) -> nn.Module:
+        """Lets the module be called in place of the wrapper, which then lives as long as it; returns the module.
+
+        Its ``set_requires_gradient_sync(False)`` acts as `no_sync`, unless called with ``recurse=False``. The module
+        is marked for Hugging Face's ``generate``, so that ranks whose text has ended go on until all have.
+        """
+        self._is_called_by_module = True
+        self.module.register_forward_hook(self._note_forward)
+        # Both are set on the user's model and never removed. Hugging Face's `generate` reads the mark in each call.
+        self.module.set_requires_gradient_sync = self._set_requires_gradient_sync  # type: ignore[assignment]
+        self.module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        return self.module
+
+    def _set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        if recurse:
+            self._set_gradient_sync(requires_gradient_sync)
+        else:
+            FSDPModule.set_requires_gradient_sync(self.sharded.fsdp_modules[0], requires_gradient_sync, recurse=False)
 
     def _enter_backward(self, gradient: torch.Tensor) -> None:
         """Records a backward. Autograd calls it with the gradient of each tensor that forward returned."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,9 +13,7 @@ from ... import device
 from ...distributed import (
     DistributedDataParallelConfig,
     FullyShardedDataParallelConfig,
-    TorchFullyShardedDataParallel,
     _BaseDataParallel,
-    wrap_model,
 )
 from ...distributed.model.rewrapping import reject_wrapped
 from ...distributed.plan.units import UnitChoice
@@ -24,7 +21,7 @@ from ...errors import ConfigError
 from ...text import choices
 from ..bridge.meshes import data_parallel_mesh
 from ..bridge.units import units_by_class
-from ..bridge.wrapping import STRATEGIES, config_class, config_of
+from ..bridge.wrapping import STRATEGIES, config_class, config_of, wrap_for_trainer
 
 _DECIDED_HERE = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "num_distributed_optimizer_instances")
 
@@ -88,16 +85,9 @@ class ShardstackPlugin:
                 forward_methods=tuple(dict.fromkeys(methods)),
                 pin_memory=config.pin_memory and device.device_type() != "cpu",
             )
-        wrapped = wrap_model(
-            model,
-            SimpleNamespace(calculate_per_token_loss=True, gradient_accumulation_fusion=False),
-            config,
-            process_group=data_parallel_mesh(None, hybrid=True) if self.hybrid else dist.group.WORLD,
-            sub_modules_to_wrap=self._units(model),
-        )
-        if isinstance(wrapped, TorchFullyShardedDataParallel):
-            wrapped.sharded.make_callable_without_wrapper()
-        elif self.shards_parameters:
+        ranks = data_parallel_mesh(None, hybrid=True) if self.hybrid else dist.group.WORLD
+        wrapped = wrap_for_trainer(model, config, ranks, self._units(model), calculate_per_token_loss=True)
+        if self.shards_parameters:
             # Hugging Face's `generate` reads it: ranks whose text has ended go on until all have.
             model._is_fsdp_managed_module = True  # type: ignore[assignment]
         return wrapped

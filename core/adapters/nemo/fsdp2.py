@@ -12,13 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ...distributed.distributed_data_parallel_config import ActivationCheckpointing
-from ...distributed.fsdp2.sharded_model import ShardedModel
 from ...distributed.fully_sharded_data_parallel_config import Reshard
-from ...distributed.groups import DataParallelGroups
 from ...distributed.model.rewrapping import reject_wrapped
-from ...distributed.plan import plan_fsdp2
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
 from ..bridge.meshes import mesh_axes
+from ..bridge.wrapping import ShardedInPlace
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 ITEMS_OF_CONTAINERS: tuple[type[nn.Module], ...] = (nn.ModuleList, nn.ModuleDict)
@@ -76,17 +74,9 @@ def fsdp2_strategy_parallelize(
         pin_memory=getattr(offload_policy, "pin_memory", False),
         sync_module_states=sync_module_states,
     )
-    plan = plan_fsdp2(
-        model,
-        None,
-        settings,
-        DataParallelGroups.of_mesh(axes.data),
-        ITEMS_OF_CONTAINERS,
-        caller="fsdp2_strategy_parallelize",
-        mp_policy=mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    )
-    ShardedModel(model, plan).make_callable_without_wrapper()
-    return model
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrapper = ShardedInPlace(None, settings, model, ITEMS_OF_CONTAINERS, process_group=axes.data, mp_policy=policy)
+    return wrapper.let_module_be_called()
 
 
 def _keep_no_cache_in_training(model: nn.Module) -> None:

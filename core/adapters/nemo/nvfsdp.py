@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,15 +17,14 @@ from ...distributed.distributed_data_parallel_config import (
     shards_parameters,
 )
 from ...distributed.model.rewrapping import reject_wrapped
-from ...distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
 from ...distributed.torch_fully_sharded_data_parallel_config import TorchFullyShardedDataParallelConfig
-from ...distributed.wrap import wrap_model
 from ...dtypes import LOW_PRECISION
 from ...errors import ParallelConfigError
 from ...text import choices
 from ...warn import warn_once
 from ..bridge.meshes import mesh_axes
 from ..bridge.units import check_classes_are_in, import_classes_from_paths
+from ..bridge.wrapping import wrap_for_trainer
 from .tensor_parallel_plan import Plan, cut_as_planned
 
 
@@ -86,8 +84,8 @@ def nvfsdp_strategy_parallelize(
         disable_bucketing: reduce each buffer in one piece.
         calculate_per_token_loss: sum gradients, for `finalize_model_grads` to divide by the number of tokens.
         keep_fp8_transpose_cache_when_using_custom_fsdp: changes no number, and has no use here.
-        nccl_ub: likewise.
-        fsdp_double_buffer: likewise.
+        nccl_ub: under ``optim_grads_params`` gather and reduce in memory that NCCL has registered; else likewise.
+        fsdp_double_buffer: changes no number, and has no use here.
 
     Raises:
         ParallelConfigError: an unknown strategy, a mesh without a data-parallel axis, or tensor-parallel ranks without
@@ -101,7 +99,7 @@ def nvfsdp_strategy_parallelize(
     check_classes_are_in(model, unit_classes, "nvfsdp_unit_modules")
     _say_what_has_no_effect(
         keep_fp8_transpose_cache_when_using_custom_fsdp=keep_fp8_transpose_cache_when_using_custom_fsdp,
-        nccl_ub=nccl_ub,
+        nccl_ub=nccl_ub and not shards_parameters(strategy),
         fsdp_double_buffer=fsdp_double_buffer,
     )
     _compare_with_meta(model, init_nvfsdp_with_meta_device)
@@ -122,6 +120,7 @@ def nvfsdp_strategy_parallelize(
         # FSDP2 takes DTensors of tensor parallelism, and fp32 shards that are cast when they are gathered.
         ddp_config: DistributedDataParallelConfig = TorchFullyShardedDataParallelConfig(
             **shared,
+            nccl_ub=nccl_ub,
             param_dtype=param_dtype,
             reduce_dtype=param_dtype if not grad_reduce_in_fp32 else None,
             forward_prefetch=int(overlap_param_gather),
@@ -136,22 +135,15 @@ def nvfsdp_strategy_parallelize(
             overlap_param_gather=overlap_param_gather and strategy != "no_shard",
         )
     cut_as_planned(model, axes, tp_shard_plan, device_mesh)
-    config = SimpleNamespace(
+    return wrap_for_trainer(
+        model,
+        ddp_config,
+        axes.data,
+        unit_classes,
+        disable_bucketing=disable_bucketing,
         calculate_per_token_loss=calculate_per_token_loss,
         fp16=param_dtype == torch.float16,
-        gradient_accumulation_fusion=False,
     )
-    wrapped = wrap_model(
-        model,
-        config,
-        ddp_config,
-        process_group=axes.data,
-        sub_modules_to_wrap=unit_classes,
-        disable_bucketing=disable_bucketing,
-    )
-    if isinstance(wrapped, TorchFullyShardedDataParallel):
-        wrapped.sharded.make_callable_without_wrapper()
-    return wrapped
 
 
 def _warn_of_fsdp2(*, overlap_grad_reduce: bool, disable_bucketing: bool) -> None:

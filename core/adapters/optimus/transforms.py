@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,14 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from ..._torch_compat import fsdp_param_groups
 from ...distributed import TorchFullyShardedDataParallelConfig
-from ...distributed.fsdp2.sharded_model import ShardedModel
 from ...distributed.fully_sharded_data_parallel_config import Reshard
-from ...distributed.groups import DataParallelGroups, whole_group
-from ...distributed.plan import plan_fsdp2
+from ...distributed.groups import whole_group
 from ...distributed.plan.units import UnitChoice
 from ...errors import ParallelConfigError
 from ...warn import warn_once
-from ..bridge.wrapping import Replicas
+from ..bridge.wrapping import Replicas, ShardedInPlace
 from ..nemo.fsdp2 import ITEMS_OF_CONTAINERS
 from .collective import Collective
 from .config import DDPTransformConfig, FullyShardTransformConfig, dtype_of
@@ -150,18 +148,11 @@ class FullyShardTransform(BaseDistributedTransform):
             cpu_offload=offload_policy is not None,
             pin_memory=offload_policy is not None and offload_policy.pin_memory,
         )
-        groups = DataParallelGroups.of_mesh(mesh)
-        plan = plan_fsdp2(model, None, settings, groups, units, caller="FullyShardTransform", mp_policy=mp_policy)
-        sharded = ShardedModel(model, plan)
-        sharded.make_callable_without_wrapper()
+        wrapper = ShardedInPlace(None, settings, model, units, process_group=mesh, mp_policy=mp_policy)
+        wrapper.let_module_be_called()
 
-        @contextmanager
-        def accumulation_context(is_last_microbatch: bool) -> Iterator[None]:
-            sharded.set_gradient_sync(is_last_microbatch)
-            try:
-                yield
-            finally:
-                sharded.set_gradient_sync(True)
+        def accumulation_context(is_last_microbatch: bool) -> AbstractContextManager[None]:
+            return nullcontext() if is_last_microbatch else wrapper.no_sync()
 
         return _with_accumulation_context(model, accumulation_context)
 

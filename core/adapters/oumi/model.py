@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -15,10 +14,8 @@ from ...dist_checkpointing import load_model_state_dict as load_whole_or_sharded
 from ...dist_checkpointing import model_state_dict as global_state_dict
 from ...dist_checkpointing.views.global_view import local_tensor
 from ...distributed import (
-    TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
-    wrap_model,
 )
 from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.groups import whole_group
@@ -28,7 +25,7 @@ from ...errors import CheckpointError
 from ...warn import warn_once
 from ..bridge.meshes import data_parallel_mesh, fully_replicated
 from ..bridge.units import units_by_class, units_by_size
-from ..bridge.wrapping import Replicas
+from ..bridge.wrapping import Replicas, wrap_for_trainer
 from .params import AutoWrapPolicy, BackwardPrefetch, FSDPParams, ShardingStrategy, StateDictType
 
 _ABOUT_SHARDS = ("backward_prefetch", "forward_prefetch", "auto_wrap_policy", "state_dict_type", "sync_module_states")
@@ -74,11 +71,7 @@ def prepare_model(model: nn.Module, params: FSDPParams, *, device_mesh: DeviceMe
         pin_memory=device.device_type() != "cpu",
         sync_module_states=params.sync_module_states,
     )
-    config = SimpleNamespace(fp16=dtype == torch.float16)
-    wrapped = wrap_model(model, config, settings, process_group=mesh, sub_modules_to_wrap=_units(model, params))
-    if isinstance(wrapped, TorchFullyShardedDataParallel):
-        wrapped.sharded.make_callable_without_wrapper()
-    return wrapped
+    return wrap_for_trainer(model, settings, mesh, _units(model, params), fp16=dtype == torch.float16)
 
 
 def model_state_dict(model: nn.Module, params: FSDPParams) -> dict[str, torch.Tensor]:

@@ -14,12 +14,11 @@ from torchtitan.distributed.compile import apply_compile
 
 from ... import device
 from ...distributed import TorchFullyShardedDataParallelConfig
-from ...distributed.fsdp2.sharded_model import ShardedModel
-from ...distributed.groups import DataParallelGroups
 from ...distributed.model.rewrapping import reject_wrapped
-from ...distributed.plan import plan_fsdp2
+from ...distributed.parameter_owner import own_parameters
 from ...distributed.plan.units import UnitChoice
 from ...errors import ParallelConfigError
+from ..bridge.wrapping import ShardedInPlace
 
 
 def parallelize(
@@ -69,25 +68,24 @@ def parallelize(
         pin_memory=device.device_type() != "cpu",
         sync_module_states=False,
     )
-    plan = plan_fsdp2(
-        model,
+    wrapper = ShardedInPlace(
         SimpleNamespace(calculate_per_token_loss=True),  # gradients are summed
         settings,
-        DataParallelGroups.of_mesh(mesh),
+        model,
         _units(model),
-        caller="core.adapters.torchtitan.parallelize",
+        process_group=mesh,
         mp_policy=MixedPrecisionPolicy(
             TORCH_DTYPE_MAP[training.mixed_precision_param],
             TORCH_DTYPE_MAP[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),
+        initializes=False,
     )
-    sharded = ShardedModel(model, plan, initializes=False)
-    sharded.make_callable_without_wrapper()
-    ranks = plan.groups.whole.size()
+    wrapper.let_module_be_called()
+    ranks = wrapper.process_group.size()
     per_step = training.local_batch_size * ranks
     asked = training.global_batch_size
-    _LastReduces(sharded, 1 if asked < 0 else asked // per_step)
+    _LastReduces(wrapper, 1 if asked < 0 else asked // per_step)
     return model
 
 
@@ -112,12 +110,13 @@ class _LastReduces:
     chunk of the last micro-batch does. The other units have no gradients yet in these backwards, and must not reduce.
 
     Args:
-        sharded: the model.
+        wrapper: the model's.
         num_micro_batches: micro-batches in a step.
     """
 
-    def __init__(self, sharded: ShardedModel, num_micro_batches: int) -> None:
-        self._sharded = sharded
+    def __init__(self, wrapper: ShardedInPlace, num_micro_batches: int) -> None:
+        self._wrapper = wrapper
+        sharded = wrapper.sharded
         self._num_micro_batches = num_micro_batches
         # Number of forwards with gradients in all steps so far. `_before_forward` counts; never reset.
         self._num_forwards = 0
@@ -136,14 +135,16 @@ class _LastReduces:
     def _is_last(self) -> bool:
         return self._num_forwards % self._num_micro_batches == 0
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: Any, args: Any) -> None:
         if torch.is_grad_enabled():
+            if self._num_forwards == 0:  # ``to_empty`` has put other tensors, without marks, into the parameters
+                own_parameters(module.parameters(), self._wrapper)
             self._num_forwards += 1
-            self._sharded.set_gradient_sync(self._is_last)
+            module.set_requires_gradient_sync(self._is_last)
 
     @property
     def _is_chunked(self) -> bool:
-        return bool(getattr(self._sharded.module, "_skip_lm_head", False))  # torchtitan's mark
+        return bool(getattr(self._wrapper.module, "_skip_lm_head", False))  # torchtitan's mark
 
     def _before_head(self, module: FSDPModule, args: Any) -> None:
         if self._is_chunked:  # gather nothing ahead in its backward: what is not used in a chunk is freed with it

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..._torch_compat import NO_BACKWARD, current_backward
 from ...comm.memory import can_register
@@ -169,25 +168,3 @@ class ShardedModel:
             for module in self.fsdp_modules:
                 module.set_requires_gradient_sync(enabled, recurse=False)
         self._kept.expect(another_micro_batch=not enabled)
-
-    def make_callable_without_wrapper(self) -> None:
-        """Lets the model be called, accumulate gradients and generate text without a wrapper around it.
-
-        Its own forward frees gathered parameters if no backward follows, as the wrapper's does.
-        ``set_requires_gradient_sync(False)`` acts as `no_sync`, unless called with ``recurse=False``. The model is
-        marked for Hugging Face's ``generate``, so that ranks whose text has ended go on until all have.
-        """
-        self.module.register_forward_hook(self._free_without_backward)
-        # Both are set on the user's model and never removed. Hugging Face's `generate` reads the mark in each call.
-        self.module.set_requires_gradient_sync = self._set_requires_gradient_sync  # type: ignore[assignment]
-        self.module._is_fsdp_managed_module = True  # type: ignore[assignment]
-
-    def _free_without_backward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            self.reshard()
-
-    def _set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        if recurse:
-            self.set_gradient_sync(requires_gradient_sync)
-        else:
-            FSDPModule.set_requires_gradient_sync(self.fsdp_modules[0], requires_gradient_sync, recurse=False)

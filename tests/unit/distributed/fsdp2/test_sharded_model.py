@@ -18,11 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.tensor import DTensor
 
 from core.comm.record import record_of
-from core.distributed import TorchFullyShardedDataParallelConfig
-from core.distributed.fsdp2.sharded_model import ShardedModel
+from core.distributed import TorchFullyShardedDataParallel, TorchFullyShardedDataParallelConfig
 from core.distributed.fsdp2.torch_private import communication_of
-from core.distributed.groups import DataParallelGroups
-from core.distributed.plan import plan_fsdp2
 from core.errors import WrapError
 from core.warn import warn_once
 from tests.unit._spawn import run_distributed
@@ -33,12 +30,9 @@ def _sharded(seed: int = 1, mp_policy: MixedPrecisionPolicy | None = None, **set
     model = toy(seed)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     asked = TorchFullyShardedDataParallelConfig(**settings)  # type: ignore[arg-type]
-    groups = DataParallelGroups.of_mesh(mesh)
-    plan = plan_fsdp2(model, None, asked, groups, UNITS, caller="a test", mp_policy=mp_policy)
-    sharded = ShardedModel(model, plan)
-    assert {"blocks.0", "blocks.1"} <= {name for unit in plan.units for name in unit.names}
-    sharded.make_callable_without_wrapper()
-    return model
+    wrapper = TorchFullyShardedDataParallel(None, asked, model, UNITS, process_group=mesh, mp_policy=mp_policy)
+    assert {"blocks.0", "blocks.1"} <= {name for unit in wrapper.units for name in unit.names}
+    return wrapper.let_module_be_called()
 
 
 def _accumulates(kept: str) -> None:
