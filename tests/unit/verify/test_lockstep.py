@@ -165,10 +165,9 @@ def test_inapplicable_settings_and_refusals_are_distinguished():
     assert not verdicts[0].is_equal and str(verdicts[0]) == "zero2                     cannot run: not this model"
 
 
-def test_a_hook_that_one_wrapper_does_not_know_is_named():
-    (verdicts, _) = run_distributed(_verified, 2, "build_with_a_hook", Options(steps=2), ["zero1", "fsdp2"])
-    assert verdicts[0].is_equal
-    assert str(verdicts[1].parting).startswith("parts at step 0: the gradient of layers.0.0.bias is off by 5.0e-01")
+def test_a_hook_of_the_user_acts_under_every_wrapper():
+    for verdicts in run_distributed(_verified, 2, "build_with_a_hook", Options(steps=2), ["zero1", "fsdp2"]):
+        assert [str(verdict) for verdict in verdicts if not verdict.is_equal] == []
 
 
 def test_running_statistics_of_a_batch_are_compared():
