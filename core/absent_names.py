@@ -41,10 +41,6 @@ def absent_method(name: str, remedy: str) -> Callable[..., NoReturn]:
     return method
 
 
-MODEL_STATE_DICT = "core.dist_checkpointing.model_state_dict(module) has tensors and DTensors of the whole model"
-"""For `absent_method` of modules that Megatron-LM describes by a ``sharded_state_dict``."""
-
-
 class _AbsentModules(MetaPathFinder):
     """The last import finder: raises the remedy of `absent_names` for modules of this project that do not exist."""
 

@@ -3,7 +3,7 @@
 from ..absent_names import absent_names
 from .async_save import AsyncSaver
 from .format.folders import Retention, checkpoint_directory, latest_checkpoint
-from .model_state import load_model_state_dict, model_state_dict
+from .model_state import ShardedStateDict, load_model_state_dict, model_state_dict
 from .serialization import load, load_metadata, save, verify
 from .views.flat_range import FlatRange, flat_range_view
 from .views.global_view import global_shape, global_view, local_slices, local_tensor
@@ -12,6 +12,7 @@ __all__ = [
     "AsyncSaver",
     "FlatRange",
     "Retention",
+    "ShardedStateDict",
     "checkpoint_directory",
     "flat_range_view",
     "global_shape",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,39 @@ def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(tensor, nn.Parameter):
             views[names[0]] = of_first_rank(views[names[0]])
     return views
+
+
+class ShardedStateDict(dict[str, torch.Tensor]):
+    """`model_state_dict` of a module, which `load` fills and returns as the module's `load_state_dict` takes it."""
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        super().__init__({prefix + name: tensor for name, tensor in model_state_dict(module).items()})
+        self._module, self._prefix = module, prefix
+
+    def as_loaded(self) -> dict[str, Any]:
+        """Returns the module's own tensors, under its names."""
+        return {self._prefix + name: value for name, value in self._module.state_dict().items()}
+
+
+def sharded_state_dict(
+    module: nn.Module, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Any = None
+) -> ShardedStateDict:
+    """Returns a module's state for `save` and `load`; Megatron-LM's name for `model_state_dict`.
+
+    Args:
+        prefix: goes before each name.
+        sharded_offsets: none: tensors know which part of the whole model they are.
+        metadata: ignored; Megatron-LM's choice of formats, of which there is one here.
+
+    Raises:
+        CheckpointError: offsets are given.
+    """
+    if sharded_offsets:
+        raise CheckpointError(
+            f"sharded_state_dict was given sharded_offsets={tuple(sharded_offsets)!r}; leave them out: a tensor knows "
+            "which part of the whole model it is"
+        )
+    return ShardedStateDict(module, prefix)
 
 
 def load_model_state_dict(

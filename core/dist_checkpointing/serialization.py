@@ -37,6 +37,7 @@ from .format.safe_metadata import json_problem
 from .format.staging import HostStaging
 from .format.verification import damage, differing_tensors, verified_line
 from .format.writer import RawWriter
+from .model_state import ShardedStateDict
 from .save_plan import SpreadPlanner
 from .views.flat_range import FlatRange
 
@@ -44,10 +45,10 @@ _PROBLEMS_SHOWN = 50
 
 
 def save(
-    state: Mapping[str, torch.Tensor],
-    directory: str | os.PathLike[str],
+    sharded_state_dict: Mapping[str, torch.Tensor],
+    checkpoint_dir: str | os.PathLike[str],
     *,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None = None,
     keep: folders.Retention | None = None,
     staging: HostStaging | None = None,
     process_group: ProcessGroup | None = None,
@@ -59,9 +60,9 @@ def save(
     depend on the layout. One process at a time writes in a folder, see `folder_lock`. Collective over `process_group`.
 
     Args:
-        state: tensors by name, on any device. A tensor that several ranks hold is written by one of them,
-            a buffer (of `model_state_dict`) by the first.
-        directory: created with its parents. All ranks must see the same file system.
+        sharded_state_dict: tensors by name, on any device. A tensor that several ranks hold is written by one of
+            them, a buffer (of `model_state_dict`) by the first.
+        checkpoint_dir: created with its parents. All ranks must see the same file system.
         metadata: text keys and JSON values; tuples become lists. The first rank's is written.
         keep: which older checkpoints ``iter_...`` in the same folder stay; None keeps all. Before one is removed, each
             rank reads back and compares what it wrote. If `metadata` says ``"finite": False``, or ``"skipped_steps"``
@@ -73,7 +74,8 @@ def save(
         CheckpointError: on all ranks if any failed, also if another process writes in the folder. Earlier checkpoints
             are unchanged.
     """
-    ranks, folder = Ranks(process_group), _folder(directory)
+    state, metadata = sharded_state_dict, {} if metadata is None else metadata
+    ranks, folder = Ranks(process_group), _folder(checkpoint_dir)
     ranks.on_all(lambda: _refuse(f"{folder} cannot be saved", _unsavable(state, metadata)))
     writer = RawWriter(folder, metadata, keep, staging)
     planner = SpreadPlanner(state)
@@ -88,8 +90,8 @@ def save(
 
 
 def load(
-    state: Mapping[str, torch.Tensor],
-    directory: str | os.PathLike[str],
+    sharded_state_dict: Mapping[str, torch.Tensor],
+    checkpoint_dir: str | os.PathLike[str],
     *,
     strict: bool = True,
     verify: bool = True,
@@ -98,33 +100,34 @@ def load(
     optional: str | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fills the tensors of `state` in place from a checkpoint that any layout and world size wrote.
+    """Fills the tensors of `sharded_state_dict` in place from a checkpoint that any layout and world size wrote.
 
     Checks names, shapes, dtypes and files on all ranks before the first value is written, and compares loaded tensors
     with the saved hashes. Also reads checkpoints of ``torch.distributed.checkpoint.save``, which have no hashes,
     unpickling nothing but tensors. Collective.
 
     Args:
-        state: plain tensors, DTensors and parameters by name.
-        strict: every name of `state` must be in the checkpoint, and every name of the checkpoint in the `state` of
-            some rank. If False, the names in common are loaded; there must be at least one.
+        sharded_state_dict: plain tensors, DTensors and parameters by name.
+        strict: every name given must be in the checkpoint, and every name of the checkpoint be given by some rank.
+            If False, the names in common are loaded; there must be at least one.
         verify: if False, compare only tensors that are assembled from other pieces than they were saved in.
         cast: also fill floating tensors of another dtype than the checkpoint's, through a tensor of that dtype; all
             such tensors are held twice until they are loaded.
-        optional: names of the checkpoint with this prefix need not be in `state`, even if `strict`.
+        optional: names of the checkpoint with this prefix need not be given, even if `strict`.
         report: called once on every rank with a line that names the tensors compared with hashes, and the time.
 
     Returns:
-        The metadata that was saved; empty for a checkpoint of torch's.
+        The metadata that was saved; empty for a checkpoint of torch's. For a module's `sharded_state_dict` its state,
+        as in Megatron-LM.
 
     Raises:
         CheckpointError: on all ranks. Names all missing, unexpected and mismatched tensors; or, after tensors were
             overwritten, all tensors that differ from the saved ones, and the damaged files.
     """
-    ranks, folder = Ranks(process_group), _folder(directory)
+    ranks, folder = Ranks(process_group), _folder(checkpoint_dir)
     found = folders.existing_folder(folder)
     index = ranks.from_first(lambda: read_index(found))
-    state = dict(state)
+    state = dict(sharded_state_dict)
     stand_ins = {name: _of_stored_dtype(t, index, name) for name, t in state.items()} if cast else {}
     casts = {name: (state[name], stand_in) for name, stand_in in stand_ins.items() if stand_in is not None}
     state |= {name: stand_in for name, (_, stand_in) in casts.items()}
@@ -153,7 +156,7 @@ def load(
         report(line)
     for tensor, stand_in in casts.values():
         tensor.detach().copy_(stand_in)
-    return index.metadata
+    return sharded_state_dict.as_loaded() if isinstance(sharded_state_dict, ShardedStateDict) else index.metadata
 
 
 def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | None = None) -> None:

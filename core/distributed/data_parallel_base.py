@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..diagnostics import raise_explained
+from ..dist_checkpointing.model_state import sharded_state_dict
 from ..errors import ConfigError, ParallelConfigError, ShardstackError
 from ..process_groups_config import ProcessGroupCollection
 from ..transformer.module import Float16Module
@@ -220,7 +220,7 @@ class _BaseDataParallel(nn.Module, ABC):
         """Returns this rank's part of the gradient that the optimizer reads; it may be empty."""
         return local_gradient(parameter)
 
-    sharded_state_dict = absent_method("sharded_state_dict", MODEL_STATE_DICT)
+    sharded_state_dict = sharded_state_dict
 
     @abstractmethod
     def _finish_grad_sync(self, force_all_reduce: bool) -> None: ...

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..absent_names import MODEL_STATE_DICT, absent_method
 from ..device import current_device
+from ..dist_checkpointing.model_state import sharded_state_dict
 from ..dtypes import LOW_PRECISION
 from ..errors import ConfigError
 from ..tensor_parallel.allocation import allocate_meta_tensors
@@ -32,7 +32,7 @@ class MegatronModule(nn.Module):
         """Returns the module's `state_dict`; Megatron-LM's name."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
-    sharded_state_dict = absent_method("sharded_state_dict", MODEL_STATE_DICT)
+    sharded_state_dict = sharded_state_dict
 
     def set_is_first_microbatch(self) -> None:
         """Tells modules of a script that cache quantised weights (``is_first_microbatch``) to compute them again.
