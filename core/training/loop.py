@@ -14,18 +14,15 @@ import torch.distributed as dist
 from ..errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
 from ..tensor_parallel.random_streams import MicroBatchSeeds
-from .checkpointing import TOKENIZER_FILE, save_tokenizer, weights_hash
-from .checkpointing.writer import CheckpointWriter
+from .checkpointing import TOKENIZER_FILE, CheckpointWriter, save_tokenizer, weights_hash
 from .config import PretrainConfig
-from .data import RunData, training_batches, validation_batches
-from .device_batches import Batch
+from .data import Batch, RunData, training_batches, validation_batches
 from .launch.signals import StopRequest
-from .log import RunLog, Stopwatch
-from .memory_profile import measure_step
-from .memory_timeline import PICTURE_FILE, write_timeline
-from .running_step import RunningStep
+from .log_file import Stopwatch
+from .memory_profile import PICTURE_FILE, measure_step, write_timeline
+from .run_log import RunLog
 from .state import TrainingState
-from .train_step import evaluate, train_step
+from .train_step import RunningStep, evaluate, train_step
 
 PROFILED_ITERATION = 3
 """The iteration whose memory is measured on request: the optimizer has its state and the wrapper its buffers by

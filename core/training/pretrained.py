@@ -32,9 +32,10 @@ from ..models.gpt.hugging_face import hf_architecture, load_hugging_face, read_h
 from ..models.gpt.megatron_layout import find_megatron, load_megatron
 from ..tensor_parallel.vocab import pad_vocab_size
 from ..transformer.lora import add_lora, is_adapter, merge_lora
-from .checkpointing import TOKENIZER_FILE, check_is_run, find_checkpoint, load_weights, save_tokenizer
+from .checkpointing import TOKENIZER_FILE, find_checkpoint, load_weights, save_tokenizer
 from .config import PretrainConfig
 from .config.build import build_config
+from .run_metadata import check_is_run
 from .state import TrainingState
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

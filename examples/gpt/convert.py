@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from core.errors import ConfigError
-from core.training.arguments import parse_call
+from core.training.config.arguments import parse_call
 from core.training.launch.entry import run_command
 from core.training.pretrained import NO_HASHES, flags_of, is_hugging_face, run_from_hugging_face, run_to_hugging_face
 

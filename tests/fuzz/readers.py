@@ -21,7 +21,7 @@ from core.dist_checkpointing.format.safe_metadata import seal
 from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
-from core.training.log import read_log
+from core.training.log_file import read_log
 from core.training.pretrained import load_run_model, save_weights
 from core.transformer.transformer_config import TransformerConfig
 
@@ -126,7 +126,7 @@ def _read_tokenizer(folder: Path) -> None:
 
 
 def _make_run(folder: Path) -> None:
-    from core.training.arguments import build_config
+    from core.training.config.arguments import build_config
 
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 12, "seq_length": 8}
     settings = {**sizes, "swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False}

@@ -17,8 +17,7 @@ from corpus import prepare
 from core import parallel_state
 from core.datasets.tokenizer import tokenizer_path
 from core.errors import ConfigError, DataError
-from core.training.data import load_data, training_batches, validation_batches
-from core.training.device_batches import DeviceBatches
+from core.training.data import DeviceBatches, load_data, training_batches, validation_batches
 from tests.unit._spawn import run_distributed
 from tests.unit.training._configs import small_config
 

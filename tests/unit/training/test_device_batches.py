@@ -13,8 +13,8 @@ import torch
 
 from core import device
 from core.errors import DataError
-from core.training import device_batches
-from core.training.device_batches import BATCHES_AHEAD, Batch, DeviceBatches, SideStream
+from core.training import data as device_batches
+from core.training.data import BATCHES_AHEAD, Batch, DeviceBatches, SideStream
 from tests.unit._on_gpu import needs_gpu, one_rank_on_a_gpu
 
 LIMIT_S = 600.0

@@ -18,8 +18,8 @@ from core.models.gpt import GPTModel
 from core.models.gpt.architecture import architecture_of
 from core.models.gpt.hugging_face import hf_architecture, save_hugging_face
 from core.optimizer import get_megatron_optimizer
-from core.training.arguments import build_config, parse_arguments
 from core.training.checkpointing import load_checkpoint
+from core.training.config.arguments import build_config, parse_arguments
 from core.training.pretrained import _settings_of, flags_of, load_pretrained, run_from_hugging_face, save_weights
 from core.training.state import TrainingState, build_scheduler
 from core.transformer.lora import add_lora, is_adapter

@@ -7,18 +7,22 @@ Frozen parameters have no masters: they are saved in the model's precision, and 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import device
-from ...comm.by_backend import all_reduce_by_backend
-from ...datasets.tokenizer import Tokenizer
-from ...dist_checkpointing import (
+from .. import device
+from ..comm.by_backend import all_reduce_by_backend
+from ..comm.record import recorded
+from ..datasets.tokenizer import Tokenizer
+from ..dist_checkpointing import (
     AsyncSaver,
     checkpoint_directory,
     latest_checkpoint,
@@ -27,20 +31,20 @@ from ...dist_checkpointing import (
     model_state_dict,
     save,
 )
-from ...dist_checkpointing.agreement import Ranks
-from ...dist_checkpointing.format.content_hash import joint_hash
-from ...dist_checkpointing.format.folders import complete_checkpoints
-from ...dist_checkpointing.format.reader import FINITE, SKIPPED
-from ...dist_checkpointing.format.safe_metadata import INDEX_FILE
-from ...dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
-from ...dist_checkpointing.views.flat_range import held_boxes
-from ...distributed.data_parallel_base import unwrap_model
-from ...errors import CheckpointError
-from ...files.bounds import brief
-from ...tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
-from ..config import PretrainConfig
-from ..state import TrainingState
+from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.format.content_hash import joint_hash
+from ..dist_checkpointing.format.folders import complete_checkpoints
+from ..dist_checkpointing.format.reader import FINITE, SKIPPED
+from ..dist_checkpointing.format.safe_metadata import INDEX_FILE
+from ..dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
+from ..dist_checkpointing.views.flat_range import held_boxes
+from ..distributed.data_parallel_base import unwrap_model
+from ..errors import CheckpointError, ShardstackError
+from ..files.bounds import brief
+from ..tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
+from .config import PretrainConfig
 from .run_metadata import check_is_run, check_same_model, rank_layout, warn_of_another_order
+from .state import TrainingState
 
 TOKENIZER_FILE = "tokenizer.json"
 _RNG_NAMES = "rng."
@@ -218,3 +222,65 @@ def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
     everywhere = torch.tensor(int(found), device=device.current_device())
     all_reduce_by_backend(everywhere, what="whether all values are finite", op=dist.ReduceOp.MIN)
     return bool(everywhere)
+
+
+_LAST_WAIT_S = 60.0
+
+
+class CheckpointWriter:
+    """Saves checkpoints of a run. Every rank enters it; leaving it waits for the checkpoint that is being written."""
+
+    def __init__(self, config: PretrainConfig, folder: Path | None) -> None:
+        self._config = config
+        self._folder = folder
+        self._saver = AsyncSaver() if config.checkpoint.async_save and folder is not None else None
+        self.written: Path | None = None
+        """Folder of the last checkpoint that was begun; it may still be written, or have failed. `save` sets it; None
+        before the first."""
+
+    def save(self, state: TrainingState) -> str:
+        """Saves a checkpoint, or begins to, and returns a line about it.
+
+        Raises:
+            CheckpointError: on all ranks: this checkpoint failed, or the previous one, written in the background.
+            OutOfStepError: another rank did not answer.
+        """
+        if self._folder is None:
+            raise CheckpointError("there is no folder to save to; add --save FOLDER")
+        started = time.perf_counter()
+        with recorded("save", "the run's checkpoint", 0):
+            self.written = save_checkpoint(state, self._config, self._folder, saver=self._saver)
+        seconds = time.perf_counter() - started
+        if self._saver is None:
+            return f"saved {self.written} in {seconds:.1f} s"
+        return f"saving {self.written} while training went on, which waited {seconds:.2f} s"
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows of a failure, which `finish` will raise on all ranks."""
+        return self._saver is not None and self._saver.failed
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is complete.
+
+        Raises:
+            CheckpointError: on all ranks: it failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits for the last checkpoint; after an error that all ranks raise, for a limited time; after a crash,
+        not."""
+        if self._saver is None or (error is not None and not isinstance(error, ShardstackError)):
+            return
+        if error is None:
+            self._saver.wait()
+            return
+        with suppress(CheckpointError):  # the error that left the block came first
+            self._saver.wait(_LAST_WAIT_S)

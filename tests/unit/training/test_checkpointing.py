@@ -1,4 +1,4 @@
-"""A rank that does not answer while a run saves is named like one that is missing in a step."""
+"""The checkpoint that a folder means, and a rank that does not answer while a run saves is named."""
 
 from __future__ import annotations
 
@@ -12,9 +12,26 @@ import torch
 import torch.distributed as dist
 
 from core.comm.record import latest_collective
-from core.errors import OutOfStepError
-from core.training.checkpointing import writer as writer_module
+from core.errors import CheckpointError, OutOfStepError
+from core.training import checkpointing as writer_module
+from core.training.checkpointing import find_checkpoint
 from tests.unit._spawn import give_up_soon, reach, run_distributed, wait_for
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        find_checkpoint(tmp_path / "x")
+
+
+def test_a_run_and_one_of_its_checkpoints_can_be_meant(tmp_path):
+    for name in ("iter_0000001", "iter_0000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.json").write_text("{}")
+    (tmp_path / "latest").write_text("iter_0000002\n")
+    assert find_checkpoint(tmp_path) == tmp_path / "iter_0000002"
+    assert find_checkpoint(tmp_path / "iter_0000001") == tmp_path / "iter_0000001"
 
 
 def _one_rank_is_paused_in_a_save(folder: str) -> int | str:

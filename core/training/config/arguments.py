@@ -17,8 +17,9 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import torch
 
-from ..errors import ConfigError, MissingExtraError
-from .config.build import (
+from ...errors import ConfigError, MissingExtraError
+from ..launch.environment import environment_rank
+from .build import (
     ALTERNATIVES,
     DERIVED,
     NEGATED,
@@ -30,8 +31,7 @@ from .config.build import (
     hint_for_foreign_flag,
     is_required,
 )
-from .config.pretrain_config import PretrainConfig, section_types
-from .launch.environment import environment_rank
+from .pretrain_config import PretrainConfig, section_types
 
 Result = TypeVar("Result")
 

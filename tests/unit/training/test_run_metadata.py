@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from core.errors import CheckpointError
-from core.training.checkpointing.run_metadata import MODEL_FIELDS, check_is_run, warn_of_another_order
+from core.training.run_metadata import MODEL_FIELDS, check_is_run, warn_of_another_order
 from core.transformer.transformer_config import TransformerConfig
 
 

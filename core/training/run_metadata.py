@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ... import parallel_state
-from ...errors import CheckpointError
-from ...models.gpt.architecture import TRANSFORMER_FIELDS
-from ..config import PretrainConfig
-from ..state import TrainingState
+from .. import parallel_state
+from ..errors import CheckpointError
+from ..models.gpt.architecture import TRANSFORMER_FIELDS
+from .config import PretrainConfig
+from .state import TrainingState
 
 _METADATA: dict[str, type] = {
     "iteration": int,

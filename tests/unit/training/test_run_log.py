@@ -8,8 +8,9 @@ import math
 import pytest
 
 from core.errors import CheckpointError
-from core.training.log import RunLog, Stopwatch, read_log
-from core.training.running_step import StepResult
+from core.training.log_file import Stopwatch, read_log
+from core.training.run_log import RunLog
+from core.training.train_step import StepResult
 from tests.unit.training._configs import small_config
 
 

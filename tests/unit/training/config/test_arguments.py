@@ -11,8 +11,8 @@ import pytest
 
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
 from core.errors import ConfigError
-from core.training.arguments import flag_documentation, parse_arguments, parse_call
 from core.training.config import PretrainConfig, section_types
+from core.training.config.arguments import flag_documentation, parse_arguments, parse_call
 from core.training.config.build import build_config
 from tests.unit.training._configs import SMALL
 

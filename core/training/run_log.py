@@ -14,13 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...distributed import _BaseDataParallel
-from ...errors import CheckpointError, MissingExtraError
-from ...files.durable import make_folders, write_durably
-from ..config import PretrainConfig
-from ..running_step import StepResult
-from .log_file import LOG_FILE, drop_lines_after, peak_memory_bytes
-from .optional_files import OptionalFiles, draw_loss_curve, figure_class
+from ..distributed import _BaseDataParallel
+from ..errors import CheckpointError, MissingExtraError
+from ..files.durable import make_folders, write_durably
+from .config import PretrainConfig
+from .log_file import LOG_FILE, OptionalFiles, draw_loss_curve, drop_lines_after, figure_class, peak_memory_bytes
+from .train_step import StepResult
 
 CURVE_FILE = "loss.png"
 MODEL_FILE = "model.html"

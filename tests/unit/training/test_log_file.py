@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from core.training.log import RunLog, read_log
-from core.training.log.optional_files import OptionalFiles
+from core.training.log_file import OptionalFiles, read_log
+from core.training.run_log import RunLog
 from tests.unit.training._configs import small_config
-from tests.unit.training.log.test_run_log import write
+from tests.unit.training.test_run_log import write
 
 
 class Disk:
@@ -89,7 +89,7 @@ def test_pages_and_plots_that_cannot_be_written_end_nothing(tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     target = {"model.html": "_write_text", "loss.png": "draw_loss_curve", "config.json": "write_durably"}[name]
-    monkeypatch.setattr(f"core.training.log.run_log.{target}", full)
+    monkeypatch.setattr(f"core.training.run_log.{target}", full)
 
     class Model:
         def describe(self, *_args, **_options) -> str:
