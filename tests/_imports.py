@@ -18,7 +18,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.debug
 import torch.utils.tensorboard
 
-import core.dist_checkpointing.foreign
+import core.dist_checkpointing.foreign_layout
 import core.distributed
 import core.models.gpt.hugging_face
 import core.optimizer

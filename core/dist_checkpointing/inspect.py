@@ -27,13 +27,12 @@ from ..dtypes import dtype_name
 from ..errors import CheckpointError, MissingExtraError
 from ..text import fold_numbered, numbered_name, readable_bytes
 from .agreement import Ranks
-from .foreign.safetensors_io import has_safetensors, read_safetensors_index
 from .format.content_hash import joint_hash
 from .format.folders import existing_folder, latest_checkpoint
-from .format.index import CheckpointIndex, TensorEntry
+from .format.index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, TensorEntry
 from .format.reader import read_index
-from .format.safe_metadata import INDEX_FILE, TORCH_INDEX_FILE
 from .format.verification import another_offered, damage, verified_line
+from .safetensors_io import has_safetensors, read_safetensors_index
 
 _WIDTH = 118
 _WEIGHTS = "model."

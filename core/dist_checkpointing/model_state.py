@@ -17,9 +17,9 @@ from ..dtypes import dtype_name
 from ..errors import CheckpointError
 from ..kept_ranges import kept_range
 from .agreement import Ranks
-from .save_plan import of_first_rank
-from .views.flat_range import FlatRange, whole_view
-from .views.global_view import global_shape, global_view, local_slices, local_tensor
+from .flat_range import FlatRange, whole_view
+from .format.writer import of_first_rank
+from .global_view import global_shape, global_view, local_slices, local_tensor
 
 
 def model_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

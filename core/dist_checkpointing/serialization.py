@@ -30,16 +30,13 @@ from .. import parallel_state
 from ..dtypes import DTYPES, dtype_name
 from ..errors import CheckpointError
 from .agreement import Ranks, joined_by_rank
+from .flat_range import FlatRange
 from .format import folders
-from .format.index import CheckpointIndex
+from .format.index import CheckpointIndex, json_problem
 from .format.reader import IndexedReader, read_index
-from .format.safe_metadata import json_problem
-from .format.staging import HostStaging
 from .format.verification import damage, differing_tensors, verified_line
-from .format.writer import RawWriter
+from .format.writer import RawWriter, SpreadPlanner, Staging
 from .model_state import ShardedStateDict
-from .save_plan import SpreadPlanner
-from .views.flat_range import FlatRange
 
 _PROBLEMS_SHOWN = 50
 
@@ -50,14 +47,14 @@ def save(
     *,
     metadata: Mapping[str, Any] | None = None,
     keep: folders.Retention | None = None,
-    staging: HostStaging | None = None,
+    staging: Staging | None = None,
     process_group: ProcessGroup | None = None,
 ) -> None:
     """Writes a checkpoint atomically: it is complete under its name, or not there at all.
 
     Replaces a checkpoint of that name, also atomically; refuses any other folder of that name. Once the checkpoint is
     complete, the file ``latest`` in the same folder names it. It stores a hash of each whole tensor, which does not
-    depend on the layout. One process at a time writes in a folder, see `folder_lock`. Collective over `process_group`.
+    depend on the layout. One process at a time writes in a folder, see `folders`. Collective over `process_group`.
 
     Args:
         sharded_state_dict: tensors by name, on any device. A tensor that several ranks hold is written by one of

@@ -17,7 +17,7 @@ from ..comm.memory import allocator
 from ..device import current_device
 from ..diagnostics.stale_optimizers import replaced_parameters_marked
 from ..dist_checkpointing import load_model_state_dict
-from ..dist_checkpointing.views.flat_range import FlatRange, whole_view
+from ..dist_checkpointing.flat_range import FlatRange, whole_view
 from ..errors import WrapError
 from ..kept_ranges import keep_range, kept_range
 from ..pending_parameters import set_pending_view

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..absent_names import absent_method
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.views.flat_range import held_boxes
+from ..dist_checkpointing.flat_range import held_boxes
 from ..errors import CheckpointError
 from .grad_scaler import GradScaler
 from .main_params import MainParam, refresh_masters

@@ -32,12 +32,12 @@ from ..dist_checkpointing import (
     save,
 )
 from ..dist_checkpointing.agreement import Ranks
+from ..dist_checkpointing.flat_range import held_boxes
 from ..dist_checkpointing.format.content_hash import joint_hash
 from ..dist_checkpointing.format.folders import complete_checkpoints
+from ..dist_checkpointing.format.index import INDEX_FILE
 from ..dist_checkpointing.format.reader import FINITE, SKIPPED
-from ..dist_checkpointing.format.safe_metadata import INDEX_FILE
 from ..dist_checkpointing.format.verification import advice, another_offered, held_hashes, newest_good
-from ..dist_checkpointing.views.flat_range import held_boxes
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError, ShardstackError
 from ..files.bounds import brief

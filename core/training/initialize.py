@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .. import device, parallel_state
 from ..dist_checkpointing.agreement import Ranks
-from ..dist_checkpointing.format.folder_lock import acquire_folder, release_folder
+from ..dist_checkpointing.format.folders import acquire_folder, release_folder
 from ..errors import ConfigError
 from ..rendezvous import set_launcher_variables
 from ..tensor_parallel.random_streams import seed_everything

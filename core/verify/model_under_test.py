@@ -21,7 +21,7 @@ from .. import parallel_state
 from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
 from ..comm.by_backend import all_reduce_by_backend, broadcast_by_backend
 from ..device import current_device
-from ..dist_checkpointing.views.flat_range import whole
+from ..dist_checkpointing.flat_range import whole
 from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import ConfigError

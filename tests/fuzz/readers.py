@@ -16,8 +16,8 @@ from core.datasets.index_cache import load_or_build
 from core.datasets.indexed_dataset import IndexedDataset
 from core.datasets.tokenizer import load_tokenizer
 from core.dist_checkpointing import latest_checkpoint, load, save
-from core.dist_checkpointing.format.folder_lock import hold_folder
-from core.dist_checkpointing.format.safe_metadata import seal
+from core.dist_checkpointing.format.folders import hold_folder
+from core.dist_checkpointing.format.index import seal
 from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from core.comm import streams
-from core.dist_checkpointing.format.staging import HostStaging
+from core.dist_checkpointing.async_save import HostStaging
 from core.distributed.buffers.reduction import BucketReduction
 from core.training.data import DeviceBatches
 from tests.streams.process import assert_no_race, simulate

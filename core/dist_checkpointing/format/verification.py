@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...text import readable_bytes
 from ..agreement import Ranks
-from ..views.flat_range import held_boxes
+from ..flat_range import held_boxes
 from .content_hash import MODULUS, box_hash
 from .folders import complete_checkpoints, iteration_of
 from .index import Box, CheckpointIndex, Piece, overlap

@@ -10,13 +10,14 @@ import copy
 import dataclasses
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -25,13 +26,50 @@ from ...errors import CheckpointError
 from ...files.durable import write_durably
 from . import folders
 from .content_hash import box_hash
-from .folder_lock import acquire_folder, release_folder
-from .index import CheckpointIndex, Piece, TensorEntry
+from .folders import acquire_folder, release_folder
+from .index import INDEX_FILE, CheckpointIndex, Piece, TensorEntry, encode_index
 from .reader import is_good
-from .safe_metadata import INDEX_FILE, encode_index
-from .staging import HostStaging
+
+_MARK = "written_by_first_rank"
+
+
+def of_first_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view whose values `SpreadPlanner` takes from the first rank that holds them."""
+    view = tensor.detach()
+    setattr(view, _MARK, True)
+    return view
+
+
+class SpreadPlanner(DefaultSavePlanner):
+    """Spreads what replicas hold over the ranks that write, all but buffers, which may differ: they are the first
+    rank's.
+
+    Args:
+        state: tensors by name; those of `of_first_rank` are buffers.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._buffers = {name for name, tensor in state.items() if getattr(tensor, _MARK, False)}
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        written: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.index not in written]
+            written |= {item.index for item in items if item.index.fqn in self._buffers}
+            plans.append(dataclasses.replace(plan, items=items))
+        return super().create_global_plan(plans)
+
 
 _ALIGNMENT_BYTES = 64
+
+
+class Staging(Protocol):
+    """Host memory for copies of tensors (`async_save.HostStaging`)."""
+
+    def take(self, indices: Sequence[MetadataIndex], resolve: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        """Returns contiguous host copies of the pieces `indices`; `resolve` returns the piece at a position."""
 
 
 class RawWriter(StorageWriter):
@@ -51,7 +89,7 @@ class RawWriter(StorageWriter):
         folder: Path,
         metadata: Mapping[str, Any],
         keep: folders.Retention | None = None,
-        staging: HostStaging | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.folder = folder
         self.metadata = copy.deepcopy(dict(metadata))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...dist_checkpointing.foreign.layout import Recipe, Run
+from ...dist_checkpointing.foreign_layout import Recipe, Run
 from .architecture import Architecture
 from .hf_config import Layout
 

@@ -25,15 +25,15 @@ from torch.distributed.tensor import DTensor
 
 from ...dist_checkpointing import model_state_dict
 from ...dist_checkpointing.agreement import Ranks
-from ...dist_checkpointing.foreign.layout import Recipe, foreign_shapes, load_foreign, make_foreign
-from ...dist_checkpointing.foreign.safetensors_io import (
+from ...dist_checkpointing.foreign_layout import Recipe, foreign_shapes, load_foreign, make_foreign
+from ...dist_checkpointing.format import folders
+from ...dist_checkpointing.safetensors_io import (
     DEFAULT_SHARD_BYTES,
     begin_new_folder,
     publish_new_folder,
     read_safetensors_index,
     write_safetensors,
 )
-from ...dist_checkpointing.format import folders
 from ...dtypes import dtype_name
 from ...errors import CheckpointError
 from ...files.bounds import BoundsError, read_json

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from core.dist_checkpointing import save
-from core.dist_checkpointing.foreign.safetensors_io import write_safetensors
 from core.dist_checkpointing.inspect import main
+from core.dist_checkpointing.safetensors_io import write_safetensors
 
 
 def _state() -> dict[str, torch.Tensor]:

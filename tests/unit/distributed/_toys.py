@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from core.comm import gloo
-from core.dist_checkpointing.views.flat_range import FlatRange, whole_view
+from core.dist_checkpointing.flat_range import FlatRange, whole_view
 from core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,

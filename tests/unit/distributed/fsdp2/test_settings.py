@@ -17,7 +17,7 @@ from torch import nn
 from core import parallel_state
 from core._torch_compat import fsdp_param_groups
 from core.comm import collectives
-from core.dist_checkpointing.views.flat_range import held_boxes
+from core.dist_checkpointing.flat_range import held_boxes
 from core.distributed import (
     TorchFullyShardedDataParallel,
     TorchFullyShardedDataParallelConfig,

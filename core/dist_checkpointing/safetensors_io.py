@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ...dtypes import DTYPES
-from ...errors import CheckpointError, MissingExtraError
-from ...files.bounds import JSON_BYTES, read_json
-from ...files.durable import sync_folder, write_durably
-from ..format import folders
-from ..format.index import CheckpointIndex, Piece, TensorEntry
+from ..dtypes import DTYPES
+from ..errors import CheckpointError, MissingExtraError
+from ..files.bounds import JSON_BYTES, read_json
+from ..files.durable import sync_folder, write_durably
+from .format import folders
+from .format.index import CheckpointIndex, Piece, TensorEntry
 
 SINGLE_FILE = "model.safetensors"
 SHARDS_INDEX_FILE = "model.safetensors.index.json"

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.dist_checkpointing.foreign.layout import BoxReader
-from core.dist_checkpointing.foreign.safetensors_io import (
+from core.dist_checkpointing.foreign_layout import BoxReader
+from core.dist_checkpointing.safetensors_io import (
     begin_new_folder,
     publish_new_folder,
     read_safetensors_index,

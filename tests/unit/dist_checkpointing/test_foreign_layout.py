@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from core.dist_checkpointing import flat_range_view
-from core.dist_checkpointing.foreign.layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
-from core.dist_checkpointing.foreign.safetensors_io import read_safetensors_index, write_safetensors
+from core.dist_checkpointing.foreign_layout import Recipe, Run, foreign_shapes, load_foreign, make_foreign
+from core.dist_checkpointing.safetensors_io import read_safetensors_index, write_safetensors
 from core.errors import CheckpointError
 
 pytest.importorskip("safetensors")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from ...dtypes import dtype_name
-from ...errors import CheckpointError
-from ..agreement import Ranks
-from ..format.index import CheckpointIndex, Piece
-from ..format.reader import IndexedReader
-from ..views.flat_range import held_boxes
+from ..dtypes import dtype_name
+from ..errors import CheckpointError
+from .agreement import Ranks
+from .flat_range import held_boxes
+from .format.index import CheckpointIndex, Piece
+from .format.reader import IndexedReader
 from .safetensors_io import open_safetensors
 
 _PROBLEMS_SHOWN = 20

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from core.dist_checkpointing import load, load_metadata, save
+from core.dist_checkpointing.format.index import seal
 from core.dist_checkpointing.format.reader import read_index
-from core.dist_checkpointing.format.safe_metadata import seal
 from core.errors import CheckpointError
 
 
