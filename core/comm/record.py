@@ -7,6 +7,9 @@
 nothing is sent until a collective fails. Its rank then asks the others through the store of the default process group:
 in every process a thread looks about once a second for a question and answers it. ``SHARDSTACK_RECORD_COLLECTIVES=0``,
 set on every rank, switches recording off.
+
+Torch's flight recorder (`positions`) has the collectives of other code too: NCCL's has every one, and gloo's lacks
+messages between two ranks, and so direct exchanges (`gloo`).
 """
 
 from __future__ import annotations
@@ -20,16 +23,54 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import group_time_limit
+from .._torch_compat import flight_recorder, group_time_limit
 from ..errors import OutOfStepError
 from . import streams
 from .call import UNRECORDED, CallRecord, Collective
-from .flight_recorder import Position, positions_of, publish_positions
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's first unfinished collective in a group, else its last one."""
+
+    name: str
+    """By torch, as ``nccl:_all_gather_base``."""
+    number: int
+    """Among the collectives of the group, from 1."""
+    is_over: bool
+    """It has ended, or, under gloo, failed."""
+
+    def __str__(self) -> str:
+        return f"{self.name}, number {self.number}{' (over)' if self.is_over else ''}"
+
+
+def positions() -> dict[str, Position]:
+    """Returns this rank's position in each group by the group's name, that of its last collective last; empty where
+    the backend or the build of torch has no recorder."""
+    found: dict[str, Position] = {}
+    try:
+        entries = flight_recorder()
+    except Exception:  # it explains failures, and must not add another
+        return found
+    for entry in entries:
+        if entry.get("is_p2p"):
+            continue
+        group = entry.get("process_group", ["?"])[0]
+        before = found.pop(group, None)
+        if before is not None and not before.is_over:
+            found[group] = before
+            continue
+        # gloo never sets the state "completed": it retires entries that have ended in any way.
+        is_over = entry.get("state") == "completed" or bool(entry.get("retired"))
+        found[group] = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)
+    return found
+
 
 NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
 """Calls that each rank keeps per group; and at most, from the first one that is still running on an accelerator."""
@@ -92,12 +133,7 @@ class CollectiveRecord:
 
     def read(self, rank: int) -> dict[str, Any] | None:
         """Returns what `rank` of the group published last; None if it never did, or if the store is gone."""
-        try:
-            key = _key(self.group_name, rank)
-            found: dict[str, Any] | None = json.loads(_store().get(key)) if _store().check([key]) else None
-        except Exception:  # the store may have gone with the rank that held it
-            return None
-        return found
+        return _read(_key(self.group_name, rank))
 
 
 def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.ProcessGroup | None = None) -> Collective:
@@ -234,12 +270,19 @@ def _publish_all() -> None:
     for record in _live_records():
         if record.num_ranks > 1:
             record.publish()
-    publish_positions(_store())
+    if own := positions():
+        values = {group: astuple(position) for group, position in own.items()}
+        _store().set(_key(_BY_TORCH, dist.get_rank()), json.dumps(values))
+
+
+_BY_TORCH = "flight_recorder"
+"""In the place of a group's name: the positions of a rank by torch's flight recorder, in all groups."""
 
 
 def flight_recorder_of(rank: int) -> dict[str, Position]:
     """Returns where torch's flight recorder had a rank of the world, in each group, when it was asked; else empty."""
-    return positions_of(rank, _store())
+    published = _read(_key(_BY_TORCH, rank)) or {}
+    return {group: Position(*values) for group, values in published.items()}
 
 
 def _listening_interval_s() -> float:
@@ -339,6 +382,15 @@ def _answers(question: int) -> str:
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
+
+
+def _read(key: str) -> dict[str, Any] | None:
+    """Returns the JSON table under a key of the store; None if there is none, or if the store is gone."""
+    try:
+        table: dict[str, Any] | None = json.loads(_store().get(key)) if _store().check([key]) else None
+    except Exception:  # the store may have gone with the rank that held it
+        return None
+    return table
 
 
 def _key(group_name: str, rank: int) -> str:

@@ -4,11 +4,11 @@
 | --- | --- | --- |
 | a model wrapped twice, a child sharded by hand before | a wrapper's constructor | `distributed.model.rewrapping` |
 | ranks that wrap different models | a wrapper's constructor | `distributed.model.same_model` |
-| an optimizer built before the model was wrapped | its step | `stale_optimizers`, `step_marks` |
-| a plain state dict for a sharded module | `module.load_state_dict` | `plain_state_dicts` |
+| an optimizer built before the model was wrapped | its step | `step_marks` |
+| a plain state dict for a sharded module | `module.load_state_dict` | `misplaced_parameters` |
 | a parameter used outside its unit | forward, `failures_explained` | `misplaced_parameters` |
 | ranks that fell out of step | a collective, forward, `failures_explained` | `out_of_step` |
-| too little memory | forward, `failures_explained` | `out_of_memory`, `memory_table` |
+| too little memory | forward, `failures_explained` | `out_of_memory` |
 
 The last three can be raised in any code that runs the model. A wrapper's forward explains them. For backward,
 `finalize_model_grads`, the optimizer's step and calls that bypass the wrapper, enter `failures_explained(model)`, as

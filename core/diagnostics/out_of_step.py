@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..comm.call import Collective, explain_failures_with
-from ..comm.flight_recorder import Position, positions
 from ..comm.record import (
     MOST_ASKING,
+    Position,
     ask_other_ranks,
     flight_recorder_of,
     is_recording,
     latest_collective,
     may_ask_other_ranks,
+    positions,
 )
 from ..errors import OutOfStepError, ShardstackError
 from ..text import listed, rank_list, readable_bytes

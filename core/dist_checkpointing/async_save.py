@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import device
 from ..comm import streams
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from ..errors import CheckpointError
 from ..host_memory import host_pages
 from .flat_range import FlatRange

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from ..errors import CheckpointError
 from ..kept_ranges import kept_range
 from .global_view import global_shape, global_view, local_slices, local_tensor

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-from ..diagnostics.stale_optimizers import reject_replaced
+from ..diagnostics.step_marks import reject_replaced
 from ..dist_checkpointing.global_view import global_view
 from ..distributed.parameter_owner import read_gradient
 from ..dtensors import local_part

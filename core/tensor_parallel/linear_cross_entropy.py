@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from .cross_entropy import IGNORE_INDEX, gather_sums_over_vocabulary
 from .fused import Fused
 from .groups import Group, group_rank, group_size, resolve_group

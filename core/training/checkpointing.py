@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import device
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from ..comm.record import recorded
 from ..datasets.tokenizer import Tokenizer
 from ..dist_checkpointing import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .. import device, parallel_state
-from ..comm.by_backend import all_reduce_by_backend
+from ..comm.collectives import all_reduce_by_backend
 from ..comm.host_read import HostRead
 from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads

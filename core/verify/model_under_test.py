@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import parallel_state
 from ..adapters.nemo.fsdp2 import ITEMS_OF_CONTAINERS
-from ..comm.by_backend import all_reduce_by_backend, broadcast_by_backend
+from ..comm.collectives import all_reduce_by_backend, broadcast_by_backend
 from ..device import current_device
 from ..dist_checkpointing.flat_range import whole
 from ..distributed import DistributedDataParallelConfig, finalize_model_grads, wrap_model
