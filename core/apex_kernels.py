@@ -10,8 +10,7 @@ import importlib
 import os
 from typing import Any
 
-from .errors import ConfigError
-from .warn import warn_once
+from .errors import ConfigError, warn_once
 
 
 def apex_module(name: str, kernels: str, *functions: str) -> Any | None:

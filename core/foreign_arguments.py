@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from .errors import ConfigError, ParallelConfigError
-from .warn import warn_once
+from .errors import ConfigError, ParallelConfigError, warn_once
 
 
 def refuse(caller: str, error: type[ConfigError] = ParallelConfigError, /, **arguments: tuple[Any, Any, str]) -> None:

@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from .._torch_compat import all_gather_single, reduce_scatter_single
 from ..dtypes import LOW_PRECISION
+from ..errors import warn_once
 from ..host_memory import transient_memory
-from ..warn import warn_once
 from . import gloo
 from .call import Collective
 from .gloo import SumOrder, add_in_fp32, add_in_tree, store

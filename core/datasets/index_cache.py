@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
-from ..files.bounds import read_json
-from ..files.durable import DISK_FULL
+from ..files import DISK_FULL, read_json
 
 _DRAFT = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}(\.old)?")
 

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, MissingExtraError, ShardstackError
-from ..files.bounds import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json
-from ..files.durable import write_durably
+from ..files import TOKENIZER_BYTES, BoundsError, brief, read_file, read_json, write_durably
 
 END_OF_DOCUMENT = "<|endoftext|>"
 

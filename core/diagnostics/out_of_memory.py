@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..dtensors import local_part
 from ..errors import MemoryLimitError, ShardstackError
+from ..local_parts import local_part
 from ..text import readable_bytes
 from .step_marks import known_optimizers
 

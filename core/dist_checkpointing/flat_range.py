@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ..comm.collectives import all_reduce_by_backend
 from ..errors import CheckpointError
-from ..kept_ranges import kept_range
+from ..local_parts import kept_range
 from .global_view import global_shape, global_view, local_slices, local_tensor
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from ..device import current_device
 from ..dtypes import dtype_name
 from ..errors import CheckpointError
-from ..kept_ranges import kept_range
+from ..local_parts import kept_range
 from .agreement import Ranks
 from .flat_range import FlatRange, whole_view
 from .format.writer import of_first_rank

@@ -18,8 +18,7 @@ import torch
 
 from ..dtypes import DTYPES
 from ..errors import CheckpointError, MissingExtraError
-from ..files.bounds import JSON_BYTES, read_json
-from ..files.durable import sync_folder, write_durably
+from ..files import JSON_BYTES, read_json, sync_folder, write_durably
 from .format import folders
 from .format.index import CheckpointIndex, Piece, TensorEntry
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor.placement_types import Partial
 from ..diagnostics.step_marks import reject_replaced
 from ..dist_checkpointing.global_view import global_view
 from ..distributed.parameter_owner import read_gradient
-from ..dtensors import local_part
 from ..dtypes import LOW_PRECISION
 from ..errors import OptimizerError
+from ..local_parts import local_part
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._torch_compat import missing_compiler
-from ..warn import warn_once
+from ..errors import warn_once
 
 _COMPILED_ON = ["cuda"]
 """Kinds of devices. On a CPU a part of a matrix stays in the cache between operations, and compiling takes seconds."""

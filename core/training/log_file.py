@@ -19,7 +19,7 @@ import torch
 
 from .. import device
 from ..errors import CheckpointError, MissingExtraError
-from ..files.bounds import BoundsError, parse_json
+from ..files import BoundsError, parse_json
 
 LOG_FILE = "log.jsonl"
 _NO_LOG = "{} is not the log of a run; move it away, or choose another --save"

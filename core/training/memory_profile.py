@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from .. import device
 from ..distributed import _BaseDataParallel
-from ..dtensors import local_part
 from ..errors import MissingExtraError
 from ..host_memory import transient_memory_seen_by_profilers
+from ..local_parts import local_part
 from ..optimizer import MegatronOptimizer
 
 PICTURE_FILE, SERIES_FILE = "memory.png", "memory.json"

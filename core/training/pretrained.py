@@ -23,8 +23,7 @@ from ..dist_checkpointing.format.reader import read_index
 from ..dist_checkpointing.format.verification import another_offered
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError, DataError
-from ..files.bounds import brief
-from ..files.durable import write_durably
+from ..files import brief, write_durably
 from ..models.gpt import GPTModel
 from ..models.gpt.architecture import TRANSFORMER_FIELDS, Architecture, base_state_dict, gpt_of
 from ..models.gpt.hf_config import Layout

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..distributed import _BaseDataParallel
 from ..errors import CheckpointError, MissingExtraError
-from ..files.durable import make_folders, write_durably
+from ..files import make_folders, write_durably
 from .config import PretrainConfig
 from .log_file import LOG_FILE, OptionalFiles, draw_loss_curve, drop_lines_after, figure_class, peak_memory_bytes
 from .train_step import StepResult

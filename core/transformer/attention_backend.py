@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch_compat import called_while_compiled, set_attention_order
 from ..dtypes import LOW_PRECISION, dtype_name
-from ..warn import warn_once
+from ..errors import warn_once
 from .attention_kernels import MOST_CHANNELS
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]

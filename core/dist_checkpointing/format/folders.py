@@ -36,8 +36,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ...errors import CheckpointError
-from ...files.bounds import BoundsError, brief, read_file
-from ...files.durable import make_folders, sync_folder, write_durably
+from ...files import BoundsError, brief, make_folders, read_file, sync_folder, write_durably
 from .index import INDEX_FILE, TORCH_INDEX_FILE
 
 LOCK_FILE = ".lock"

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...dtypes import DTYPES, dtype_name
 from ...errors import CheckpointError
-from ...files.bounds import BoundsError, brief, parse_json
+from ...files import BoundsError, brief, parse_json
 from .content_hash import MODULUS
 
 Encoding = Literal["raw", "torch.save", "safetensors"]

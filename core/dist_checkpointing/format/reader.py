@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ...errors import CheckpointError
-from ...files.bounds import JSON_BYTES, BoundsError, read_file
+from ...files import JSON_BYTES, BoundsError, read_file
 from .index import INDEX_FILE, TORCH_INDEX_FILE, CheckpointIndex, Piece, decode_index
 from .torch_files import read_tensor_archive, read_torch_index
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ...errors import CheckpointError
-from ...files.durable import write_durably
+from ...files import write_durably
 from . import folders
 from .content_hash import box_hash
 from .folders import acquire_folder, release_folder

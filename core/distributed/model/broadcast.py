@@ -11,7 +11,7 @@ from torch import nn
 
 from ... import device
 from ...comm.collectives import broadcast_by_backend
-from ...dtensors import local_part
+from ...local_parts import local_part
 from ...transformer.module import root_seed
 
 

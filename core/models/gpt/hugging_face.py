@@ -36,8 +36,7 @@ from ...dist_checkpointing.safetensors_io import (
 )
 from ...dtypes import dtype_name
 from ...errors import CheckpointError
-from ...files.bounds import BoundsError, read_json
-from ...files.durable import write_durably
+from ...files import BoundsError, read_json, write_durably
 from .architecture import Architecture, architecture_of, base_state_dict, gpt_of
 from .hf_config import (
     Layout,

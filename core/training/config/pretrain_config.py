@@ -21,7 +21,7 @@ from ...distributed import (
 from ...distributed.engine import Engine, config_class, engine_of
 from ...dtypes import DTYPES
 from ...errors import ConfigError, ParallelConfigError, ShardstackError
-from ...files.bounds import brief
+from ...files import brief
 from ...micro_batch_tree import rank_counts
 from ...optimizer import OptimizerConfig
 from ...tensor_parallel.vocab import pad_vocab_size

@@ -30,7 +30,7 @@ from core.distributed import (
 )
 from core.distributed.flat_data_parallel import _FlatDataParallel
 from core.distributed.fully_sharded.unit import POISONS
-from core.kept_ranges import kept_range
+from core.local_parts import kept_range
 
 BUFFERED = {
     "ddp": {},

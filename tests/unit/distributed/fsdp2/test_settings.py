@@ -24,10 +24,9 @@ from core.distributed import (
     finalize_model_grads,
 )
 from core.distributed.fsdp2.shard_model import fsdp_modules
-from core.errors import ParallelConfigError
+from core.errors import ParallelConfigError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.transformer.transformer_layer import TransformerLayer
-from core.warn import warn_once
 from tests.functional._runs import build_gpt
 from tests.unit._quick import quick
 from tests.unit._rounding import assert_same_sums

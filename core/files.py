@@ -1,12 +1,14 @@
-"""Bounds the memory and nesting that a file may require, before a reader allocates anything.
+"""Reads untrusted files within limits, and writes files that survive a crash.
 
-Every reader of foreign files uses it: counts must fit the file's size, nothing is nested deeper than `MAX_DEPTH`, and
-a file larger than its kind allows is not read. A reader then needs at most `MEMORY_MULTIPLE` times the file's size,
-which ``make fuzz-files`` measures.
+The memory and nesting that a file may require are bounded before a reader allocates anything. Every reader of foreign
+files does so: counts must fit the file's size, nothing is nested deeper than `MAX_DEPTH`, and a file larger than its
+kind allows is not read. A reader then needs at most `MEMORY_MULTIPLE` times the file's size, which ``make fuzz-files``
+measures.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickletools
@@ -192,3 +194,40 @@ def _follow(name: str, stack: list[int]) -> None:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors of a disk that may be temporary."""
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replaces a file atomically: after a crash it has the old text or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Forces a file's content to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Forces the names in `folder` to disk."""
+    sync_file(folder)
+
+
+def make_folders(folder: Path) -> None:
+    """Makes `folder` with its parents, and forces the name of each new one to disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)

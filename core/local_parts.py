@@ -1,9 +1,19 @@
-"""Notes which elements of a parameter this rank keeps, where a wrapper shards it in flat memory."""
+"""The part of a tensor that this rank has: of a DTensor its shard, of a parameter in flat memory a range of elements.
+
+The wrapper notes the range on the parameter.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor's local tensor, or a plain tensor itself; shares storage, and stays in the autograd graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
 
 _RANGE = "held_range"
 """An attribute of a parameter: its elements on this rank. Set by `keep_range` when the model is wrapped, to None
