@@ -1,12 +1,12 @@
-"""Describes a checkpoint and checks its files against the saved hashes, or lists the differences of two checkpoints.
+"""Describes a checkpoint, and checks its files against the saved hashes.
 
     python -m core.dist_checkpointing.inspect runs/a            # its latest checkpoint
-    python -m core.dist_checkpointing.inspect runs/a runs/b     # compared by their metadata, shapes and hashes
+    python -m core.dist_checkpointing.inspect runs/a --expand   # every tensor with its hash: `diff` compares two
 
 Reads checkpoints of this library, of `torch.distributed.checkpoint` (Megatron-LM's among them) and of Hugging Face.
 Every byte is read and compared with the hashes that were saved, unless `--no-verify-checkpoint` is given.
 
-Exit status: 0; 1 if two checkpoints differ; 2 if one cannot be read.
+Exit status: 0, or 2 if it cannot be read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ _WEIGHTS = "model."
 """How the names of a run's model begin in its checkpoints."""
 
 _LONGEST_LIST = 8
-_DIFFERENCES_SHOWN = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,40 +49,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "checkpoint", type=Path, help="a checkpoint, the folder of a run, or a model of Hugging Face's"
     )
-    parser.add_argument("other", type=Path, nargs="?", help="another, to compare with")
-    parser.add_argument("--expand", action="store_true", help="list every layer, equal ones too")
+    parser.add_argument("--expand", action="store_true", help="list every tensor, with its hash")
     parser.add_argument(
         "--no-verify-checkpoint", action="store_true", help="read only the description, not the contents of the files"
     )
-    asked = parser.parse_args(arguments)
-    if asked.other is not None and asked.expand:
-        parser.error("--expand is about the description of one checkpoint, and two are given")
+    options = parser.parse_args(arguments)
     try:
-        opened = [open_checkpoint(path) for path in (asked.checkpoint, asked.other) if path is not None]
-        checked = [] if asked.no_verify_checkpoint else [_verified(each) for each in opened]
-        if asked.other is None:
-            sys.stdout.write(describe(opened[0], expand=asked.expand))
-            sys.stderr.writelines(checked)
-            return 0
-        one, other = opened
-        check_comparable(one, other)
-        found = differences(one, other)
+        opened = open_checkpoint(options.checkpoint)
+        verified = "" if options.no_verify_checkpoint else _verified(opened)
     except (CheckpointError, MissingExtraError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    compared = "contents not compared, for want of hashes"
-    if have_hashes(one) and have_hashes(other):
-        compared = "tensors have the same contents, by their hashes"
-        compared += ", which were not compared with the files" if asked.no_verify_checkpoint else ""
-    same = f"{one.folder} and {other.folder} are described the same; {compared}"
-    sys.stdout.write("\n".join(shown(found) or [same]) + "\n")
-    sys.stderr.writelines(checked)
-    return 1 if found else 0
+    sys.stdout.write(describe(opened, expand=options.expand))
+    sys.stderr.write(verified)
+    return 0
 
 
 def _verified(opened: Opened) -> str:
     """Compares a checkpoint's files with its hashes; returns a line about it, or raises CheckpointError on damage."""
-    if not have_hashes(opened):
+    if any(entry.content_hash is None for entry in opened.index.tensors.values()):
         return f"{opened.folder} has no hashes, so that its files could not be compared with the saved tensors\n"
     alone, started = Ranks(), time.perf_counter()
     with another_offered(opened.folder, alone):
@@ -120,7 +104,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
     """Returns a page about a checkpoint: where it comes from, its metadata, and the tree of its tensors.
 
     Args:
-        expand: list every layer; else equal ones are one entry.
+        expand: list every layer, with the hash of each tensor; else equal layers are one entry.
     """
     index = opened.index
     total, count = sum(map(_num_bytes, index.tensors.values())), len(index.tensors)
@@ -141,29 +125,6 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
         lines += ["", *_metadata_lines(index.metadata)]
     lines += ["", *_tree_lines(index.tensors, expand)]
     return "\n".join(lines) + "\n"
-
-
-def differences(one: Opened, other: Opened) -> list[str]:
-    """Lists the differences of two checkpoints, one per line; empty if they are the same.
-
-    Contents are compared by their hashes, if both checkpoints have them.
-    """
-    found = [*_metadata_differences(one.index.metadata, other.index.metadata)]
-    ours, theirs = one.index.tensors, other.index.tensors
-    found += [f"{name}: only in the first, {_kind(ours[name])}" for name in sorted(ours.keys() - theirs.keys())]
-    found += [f"{name}: only in the second, {_kind(theirs[name])}" for name in sorted(theirs.keys() - ours.keys())]
-    for name in sorted(ours.keys() & theirs.keys()):
-        if _kind(ours[name]) != _kind(theirs[name]):
-            found.append(f"{name}: {_kind(ours[name])} and {_kind(theirs[name])}")
-        elif None not in (hashes := (ours[name].content_hash, theirs[name].content_hash)) and hashes[0] != hashes[1]:
-            found.append(f"{name}: other contents, by their hashes")
-    return found
-
-
-def shown(lines: Sequence[str]) -> list[str]:
-    """Returns the first lines, and the number of the rest."""
-    more = len(lines) - _DIFFERENCES_SHOWN
-    return [*lines[:_DIFFERENCES_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _provenance(metadata: Mapping[str, Any]) -> str:
@@ -249,7 +210,8 @@ def _tree_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[st
         size = readable_bytes(sum(map(_num_bytes, entries)))
         kinds = {_kind(entry) for entry in entries}
         what = kinds.pop() if len(kinds) == 1 else f"{len(entries)} tensors"
-        yield f"  {label:<{width}}  {size:>10}  {what}"
+        hashed = entries[0].content_hash if expand and len(entries) == 1 else None
+        yield f"  {label:<{width}}  {size:>10}  {what}" + ("" if hashed is None else f"  {hashed:016x}")
 
 
 def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[TensorEntry]]]:
@@ -271,39 +233,12 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
-def _metadata_differences(one: Any, other: Any, where: str = "") -> Iterator[str]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        for name in [*one, *(name for name in other if name not in one)]:
-            inner = f"{where}.{name}" if where else str(name)
-            if name not in one or name not in other:
-                side, value = ("second", other[name]) if name not in one else ("first", one[name])
-                yield f"{inner}: only in the {side}, {_value(value)}"
-            else:
-                yield from _metadata_differences(one[name], other[name], inner)
-    elif one != other:
-        yield f"{where}: {_value(one)} and {_value(other)}"
-
-
-def have_hashes(opened: Opened) -> bool:
-    """Returns whether every tensor has a hash, so that contents can be compared without reading them."""
-    return all(entry.content_hash is not None for entry in opened.index.tensors.values())
-
-
 def _kind(entry: TensorEntry) -> str:
     return f"{dtype_name(entry.dtype)} {list(entry.shape)}"
 
 
 def _num_bytes(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * entry.dtype.itemsize
-
-
-def check_comparable(one: Opened, other: Opened) -> None:
-    """Raises CheckpointError if two checkpoints have no name in common."""
-    if not one.index.tensors.keys() & other.index.tensors.keys():
-        raise CheckpointError(
-            f"{one.folder} and {other.folder} have no tensor's name in common; convert one of them to the other's "
-            "layout first (examples/gpt/convert.py)"
-        )
 
 
 if __name__ == "__main__":
