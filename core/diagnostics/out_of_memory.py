@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,14 +30,7 @@ REST = "activations and other"
 CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, WHOLE_GRADIENTS, OPTIMIZER_STATE, REST)
 
 
-class HoldsTensors(Protocol):
-    """The part of a wrapper that this file uses."""
-
-    def held_tensors(self) -> Mapping[str, Iterable[Tensor]]:
-        """Returns the wrapper's tensors by category."""
-
-
-def memory_by_category(wrapper: HoldsTensors, device_type: str) -> dict[str, int]:
+def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:
     """Returns the bytes of this rank's memory on a kind of device, for each of `CATEGORIES`.
 
     A storage counts once, in the first category that has it. The last category is everything else that the process

@@ -12,7 +12,6 @@ Exit status: 0, or 2 if it cannot be read.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import textwrap
@@ -107,7 +106,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
         expand: list every layer, with the hash of each tensor; else equal layers are one entry.
     """
     index = opened.index
-    total, count = sum(map(_num_bytes, index.tensors.values())), len(index.tensors)
+    total, count = sum(entry.num_bytes for entry in index.tensors.values()), len(index.tensors)
     kind = (
         "torch.distributed.checkpoint, no metadata" if index.encoding == "torch.save" else "tensors alone, no metadata"
     )
@@ -207,7 +206,7 @@ def _tree_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[st
     rows = [*_rows(root, 0, expand)]
     width = max((len(label) for label, _ in rows), default=0)
     for label, entries in rows:
-        size = readable_bytes(sum(map(_num_bytes, entries)))
+        size = readable_bytes(sum(entry.num_bytes for entry in entries))
         kinds = {_kind(entry) for entry in entries}
         what = kinds.pop() if len(kinds) == 1 else f"{len(entries)} tensors"
         hashed = entries[0].content_hash if expand and len(entries) == 1 else None
@@ -235,10 +234,6 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 def _kind(entry: TensorEntry) -> str:
     return f"{dtype_name(entry.dtype)} {list(entry.shape)}"
-
-
-def _num_bytes(entry: TensorEntry) -> int:
-    return math.prod(entry.shape) * entry.dtype.itemsize
 
 
 if __name__ == "__main__":

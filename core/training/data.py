@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -187,18 +187,8 @@ def to_device(batch: Batch) -> Batch:
     }
 
 
-class Copy(Protocol):
-    """A batch that is being copied to the device."""
-
-    def wait(self) -> Batch:
-        """Returns the batch, which work that is queued from here on may read."""
-
-
-class Copies(Protocol):
-    """Starts copies of batches to the device. `start` runs on a thread of its own, `Copy.wait` on the trainer's."""
-
-    def start(self, batch: Batch) -> Copy:
-        """Queues the copy of a batch."""
+Wait = Callable[[], Batch]
+"""Returns a batch that is being copied to the device, which work that is queued from here on may read."""
 
 
 class SideStream:
@@ -207,23 +197,20 @@ class SideStream:
     def __init__(self) -> None:
         self._stream = streams.Stream()  # of the GPU that is current here, which the reading thread takes over
 
-    def start(self, batch: Batch) -> Copy:
+    def start(self, batch: Batch) -> Wait:
         with streams.stream(self._stream):
-            return _SideStreamCopy(to_device(batch), streams.record_event())
+            # In the side stream's memory, which a later batch may get once all streams that use it are past it.
+            copies, copied = to_device(batch), streams.record_event()
 
+        def wait() -> Batch:
+            computing = streams.current_stream()
+            computing.wait_event(copied)
+            for name, tensor in copies.items():
+                if name not in READ_ON_HOST:
+                    streams.used_on(tensor, computing)
+            return copies
 
-class _SideStreamCopy:
-    def __init__(self, batch: Batch, copied: streams.Event) -> None:
-        # On the side stream's memory, which may be given to a later batch once all streams that use it are past it.
-        self._batch, self._copied = batch, copied
-
-    def wait(self) -> Batch:
-        computing = streams.current_stream()
-        computing.wait_event(self._copied)
-        for name, tensor in self._batch.items():
-            if name not in READ_ON_HOST:
-                streams.used_on(tensor, computing)
-        return self._batch
+        return wait
 
 
 class DeviceBatches(Iterator[Batch]):
@@ -240,29 +227,32 @@ class DeviceBatches(Iterator[Batch]):
 
     Args:
         batches: read by one thread at a time, and to its end.
-        copies: starts copies; None chooses by the device, and on CPU there are none.
+        start_copy: queues the copy of a batch, on the reading thread, and returns the function that waits for it, on
+            the trainer's; None chooses by the device, and on CPU there are no copies.
     """
 
-    def __init__(self, batches: Iterator[Batch], copies: Copies | None = None) -> None:
+    def __init__(self, batches: Iterator[Batch], start_copy: Callable[[Batch], Wait] | None = None) -> None:
         self._batches = batches
-        self._copies = SideStream() if copies is None and streams.is_asynchronous(device.current_device()) else copies
+        if start_copy is None and streams.is_asynchronous(device.current_device()):
+            start_copy = SideStream().start
+        self._start_copy = start_copy
         # Futures of the next batches, in order. `__next__` appends and takes them; the reading thread fulfils them.
-        self._ahead: deque[Future[Copy]] = deque()
+        self._ahead: deque[Future[Wait]] = deque()
         # The reading thread. Set here, and shut down by `close`; None if batches are not read ahead.
         self._reader: ThreadPoolExecutor | None = None
-        if self._copies is not None:
+        if start_copy is not None:
             self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
             for _ in range(BATCHES_AHEAD):
-                self._ahead.append(self._reader.submit(self._read, self._copies))
+                self._ahead.append(self._reader.submit(self._read, start_copy))
 
     def __next__(self) -> Batch:
-        if self._reader is None or self._copies is None:
+        if self._reader is None or self._start_copy is None:
             return to_device(next(self._batches))
-        self._ahead.append(self._reader.submit(self._read, self._copies))
-        return self._ahead.popleft().result().wait()
+        self._ahead.append(self._reader.submit(self._read, self._start_copy))
+        return self._ahead.popleft().result()()
 
-    def _read(self, copies: Copies) -> Copy:
-        return copies.start(next(self._batches))
+    def _read(self, start_copy: Callable[[Batch], Wait]) -> Wait:
+        return start_copy(next(self._batches))
 
     def close(self) -> None:
         """Stops reading ahead. May be called again."""

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, MissingExtraError
 from ..files import BoundsError, parse_json
 
 LOG_FILE = "log.jsonl"
+_CURVE = "The loss curve"
 _NO_LOG = "{} is not the log of a run; move it away, or choose another --save"
 
 
@@ -138,7 +139,7 @@ def draw_loss_curve(log: Path, picture: Path) -> None:
         MissingExtraError: matplotlib is not installed.
     """
     lines = read_log(log)
-    figure = figure_class()(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = figure_class(_CURVE)(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     for name, label, marker in (("loss", "training", ""), ("validation_loss", "validation", "o")):
         points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
@@ -151,10 +152,10 @@ def draw_loss_curve(log: Path, picture: Path) -> None:
     figure.savefig(picture)
 
 
-def figure_class() -> Any:
-    """Returns matplotlib's class of figures; raises MissingExtraError if it is not installed."""
+def figure_class(purpose: str) -> Any:
+    """Returns matplotlib's class of figures; raises MissingExtraError, which names `purpose`, if it is not there."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtraError("matplotlib", "train", "The loss curve") from None
+        raise MissingExtraError("matplotlib", "train", purpose) from None
     return Figure

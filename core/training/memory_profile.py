@@ -25,10 +25,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from .. import device
 from ..distributed import _BaseDataParallel
-from ..errors import MissingExtraError
 from ..host_memory import transient_memory_seen_by_profilers
 from ..local_parts import local_part
 from ..optimizer import MegatronOptimizer
+from .log_file import figure_class
 
 PICTURE_FILE, SERIES_FILE = "memory.png", "memory.json"
 
@@ -97,12 +97,8 @@ def write_timeline(timeline: MemoryTimeline, folder: Path, iteration: int) -> No
 
 def draw(timeline: MemoryTimeline, picture: Path, title: str) -> None:
     """Draws the categories as stacked areas over the time of the step."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "train", "The picture of memory") from None
     series = timeline.thinned()
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
+    figure = figure_class("The picture of memory")(figsize=(9, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
     layers = [[held[i] / 2**20 for held in series.held] for i in range(len(CATEGORIES))]
     axes.stackplot(series.times_s, layers, labels=CATEGORIES, colors=_COLORS, step="post", linewidth=0)

@@ -33,7 +33,7 @@ from ..tensor_parallel.vocab import pad_vocab_size
 from ..transformer.lora import add_lora, is_adapter, merge_lora
 from .checkpointing import TOKENIZER_FILE, find_checkpoint, load_weights, save_tokenizer
 from .config import PretrainConfig
-from .config.build import build_config
+from .config.build import NEGATED, OTHER_NAMES, build_config
 from .run_metadata import check_is_run
 from .state import TrainingState
 
@@ -272,13 +272,10 @@ def flags_of(architecture: Architecture) -> list[str]:
     settings = _settings_of(architecture)
     flags: list[str] = []
     for name in (*TRANSFORMER_FIELDS, "position_embedding_type", "max_position_embeddings"):
-        value, flag = settings[name], f"--{name.replace('_', '-')}"
-        if name == "layernorm_epsilon":
-            flag = "--norm-epsilon"
-        if name == "add_bias_linear":
-            flags.append(flag if value else "--disable-bias-linear")
-        elif isinstance(value, bool):
-            flags.append(flag if value else f"--no-{name.replace('_', '-')}")
+        value, dashed = settings[name], name.replace("_", "-")
+        flag = OTHER_NAMES.get(name, (f"--{dashed}",))[0]
+        if isinstance(value, bool):
+            flags.append(flag if value else NEGATED.get(name, f"--no-{dashed}"))
         else:
             flags += [flag, str(value)]
     return flags + ([] if architecture.tied else ["--untie-embeddings-and-output-weights"])

@@ -66,7 +66,7 @@ class RunLog:
             return
         settings = None
         if self._folder is not None:
-            figure_class()  # raise now if it is missing, not after the training
+            figure_class("The loss curve")  # raise now if it is missing, not after the training
             make_folders(self._folder)
             self._log_bytes = drop_lines_after(self._folder / LOG_FILE, iteration)
             settings = self._folder / "config.json"

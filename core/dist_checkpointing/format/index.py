@@ -72,6 +72,10 @@ class TensorEntry:
     pieces: tuple[Piece, ...]
 
     @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
     def content_hash(self) -> int | None:
         """The hash of the whole tensor, which does not depend on its pieces; None if a piece has no hash."""
         hashes = [piece.hash for piece in self.pieces if piece.hash is not None]
@@ -94,39 +98,37 @@ class CheckpointIndex:
     def check(self) -> None:
         """Raises CheckpointError on the first entry that contradicts another."""
         for name, size in self.file_bytes.items():
-            _require(_FILE_NAME.fullmatch(name) is not None, f"{brief(name)} is no name of a file in the folder")
-            _require(size >= 0, f"file {brief(name)} has the size {size}")
+            expect(_FILE_NAME.fullmatch(name) is not None, f"{brief(name)} is no name of a file in the folder")
+            expect(size >= 0, f"file {brief(name)} has the size {size}")
         for name, entry in self.tensors.items():
             self._check_tensor(name, entry)
 
     def _check_tensor(self, name: str, entry: TensorEntry) -> None:
         where = f"tensor {brief(name)} of shape {brief(list(entry.shape))}"
-        _require(len(entry.shape) <= _MAX_DIMS, f"{where} has more than {_MAX_DIMS} dimensions")
-        _require(all(size >= 0 for size in entry.shape), f"{where} has a negative dimension")
+        expect(len(entry.shape) <= _MAX_DIMS, f"{where} has more than {_MAX_DIMS} dimensions")
+        expect(all(size >= 0 for size in entry.shape), f"{where} has a negative dimension")
         volume = 0
         for piece in entry.pieces:
-            _require(len(piece.offsets) == len(piece.sizes) == len(entry.shape), f"{where} has a piece of other rank")
+            expect(len(piece.offsets) == len(piece.sizes) == len(entry.shape), f"{where} has a piece of other rank")
             inside = all(
                 offset >= 0 and size > 0 and offset + size <= whole
                 for offset, size, whole in zip(piece.offsets, piece.sizes, entry.shape, strict=True)
             )
-            _require(inside, f"{where} has a piece at {list(piece.offsets)} of size {list(piece.sizes)} outside of it")
-            _require(piece.file in self.file_bytes, f"{where} names the unlisted file {brief(piece.file)}")
+            expect(inside, f"{where} has a piece at {list(piece.offsets)} of size {list(piece.sizes)} outside of it")
+            expect(piece.file in self.file_bytes, f"{where} names the unlisted file {brief(piece.file)}")
             in_file = piece.start >= 0 and piece.num_bytes > 0
             in_file = in_file and piece.start + piece.num_bytes <= self.file_bytes[piece.file]
-            _require(in_file, f"{where} has a piece beyond the end of {brief(piece.file)}")
+            expect(in_file, f"{where} has a piece beyond the end of {brief(piece.file)}")
             elements = math.prod(piece.sizes)
             least = elements * entry.dtype.itemsize
-            _require(
-                piece.num_bytes >= least, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes"
-            )
+            expect(piece.num_bytes >= least, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
             if self.encoding != "torch.save":
                 fits = piece.num_bytes == least
-                _require(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
-                _require(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")
+                expect(fits, f"{where} has a piece of {elements} elements in {piece.num_bytes} bytes")
+                expect(piece.start % entry.dtype.itemsize == 0, f"{where} has a piece at the odd byte {piece.start}")
             volume += elements
         covered = volume == math.prod(entry.shape) and not overlap(entry.pieces)
-        _require(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
+        expect(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
 
     def as_torch(self) -> Metadata:
         """Returns the index for torch's load planner; ``storage_data`` maps each piece's index to its
@@ -140,11 +142,6 @@ class CheckpointIndex:
                 storage[MetadataIndex(name, piece.offsets, number)] = piece
             tensors[name] = TensorStorageMetadata(TensorProperties(entry.dtype), torch.Size(entry.shape), chunks)
         return Metadata(tensors, storage_data=storage)
-
-
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise CheckpointError(problem)
 
 
 def overlap(pieces: Sequence[Box]) -> bool:

@@ -7,7 +7,6 @@ import shutil
 import warnings
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -77,8 +76,9 @@ def _read_ahead(prefix: Path, stops: list[int]) -> list[torch.Tensor]:
     parallel_state.initialize_model_parallel()
     data = load_data(config, prefix, 2)
     found: list[torch.Tensor] = []
-    at_once = SimpleNamespace(start=lambda batch: SimpleNamespace(wait=lambda: batch))
-    with mock.patch("core.training.data.DeviceBatches", partial(DeviceBatches, copies=at_once)):
+    with mock.patch(
+        "core.training.data.DeviceBatches", partial(DeviceBatches, start_copy=lambda batch: lambda: batch)
+    ):
         for first, last in itertools.pairwise([0, *stops]):
             with training_batches(data, config, 8 * first) as batches:
                 found += [next(batches)["tokens"] for _ in range(2 * (last - first))]
