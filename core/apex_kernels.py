@@ -14,7 +14,7 @@ from .errors import ConfigError, warn_once
 
 
 def apex_module(name: str, kernels: str, *functions: str) -> Any | None:
-    """Returns a module of apex; None unless it is asked for.
+    """Returns a module of apex where it is asked for, else None.
 
     Args:
         name: of the module, for example ``apex.optimizers``.

@@ -83,7 +83,7 @@ def init_process_group(timeout_minutes: float = 30.0, *, carries_host_tensors: b
 
 
 def set_backend_defaults() -> None:
-    """Sets, for groups that connect from now on, what the environment leaves open; on CPU does nothing.
+    """Sets, for groups that connect from now on, what the environment leaves open. On CPU does nothing.
 
     NCCL starts collectives of several groups on the device in the host's order (since 2.26). Ranks whose devices start
     two of them in different orders may wait for each other.

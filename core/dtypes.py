@@ -37,7 +37,7 @@ DTYPE_NAMES = tuple(_BY_NAME)
 
 
 def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtype | None:
-    """Returns the floating-point dtype of a name such as ``"bf16"`` or ``"bfloat16"``; returns dtypes and None as they
+    """Returns the floating-point dtype of a name such as ``"bf16"`` or ``"bfloat16"``. Returns dtypes and None as they
     are.
 
     Raises:

@@ -43,7 +43,7 @@ PICKLE_BYTES = 512 << 20
 
 
 class BoundsError(ValueError):
-    """A file requires more than its size or kind allows; readers raise an error that names the file."""
+    """A file requires more than its size or kind allows. Readers raise an error that names the file."""
 
 
 def read_file(path: Path, limit_bytes: int) -> bytes:

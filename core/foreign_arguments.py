@@ -32,7 +32,7 @@ def refuse(caller: str, error: type[ConfigError] = ParallelConfigError, /, **arg
 
 
 def ignore(caller: str, reason: str, /, **arguments: tuple[Any, Any]) -> None:
-    """Warns once about arguments that were given and are not used; names them.
+    """Warns once about arguments that were given and are not used. Names them.
 
     Args:
         caller: the function that was called.

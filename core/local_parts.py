@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a DTensor's local tensor, or a plain tensor itself; shares storage, and stays in the autograd graph."""
+    """Returns a DTensor's local tensor, or a plain tensor itself. Shares storage, and stays in the autograd graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -16,7 +16,7 @@ Group = ProcessGroup | None
 
 @dataclass(init=False, repr=False)
 class ProcessGroupCollection:
-    """Process groups by Megatron-LM's names; one that was not set is None.
+    """Process groups by Megatron-LM's names. One that was not set is None.
 
         groups = ProcessGroupCollection(tp=tp_group)
         groups.dp_cp = replicas
@@ -91,7 +91,7 @@ class ProcessGroupCollection:
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """Returns the groups of `core.parallel_state`, all or only those named; None for groups that it does not have.
+        """Returns the groups of `core.parallel_state`, all or only those named. Those that it lacks are None.
 
         Raises:
             ParallelConfigError: a name does not exist.

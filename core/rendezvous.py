@@ -32,7 +32,7 @@ _STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 
 def set_launcher_variables(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in a
-    task of ``srun``; those that are set already stay.
+    task of ``srun``. Those that are set already stay.
 
     Does nothing elsewhere, and where another launcher has set ``RANK``: ``torchrun`` in a task of ``srun``.
 

@@ -37,7 +37,7 @@ def all_reduce_by_backend(
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """All-reduces `tensor` in place; `op` defaults to the sum.
+    """All-reduces `tensor` in place. `op` defaults to the sum.
 
     Args:
         group: None means all ranks.
@@ -52,14 +52,14 @@ def all_reduce_by_backend(
 def all_gather_by_backend(
     output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
 ) -> dist.Work | None:
-    """Gathers `[n, ...]` of every rank into `output`, `[ranks * n, ...]`; else as :func:`all_reduce_by_backend`."""
+    """Gathers `[n, ...]` of every rank into `output`, `[ranks * n, ...]`. Else as :func:`all_reduce_by_backend`."""
     return _run("all-gather", what, output, group, lambda: all_gather_single(output, input_, group, async_op))
 
 
 def reduce_scatter_by_backend(
     output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
 ) -> dist.Work | None:
-    """Sums `[ranks * n, ...]` over ranks, and leaves this rank its `[n, ...]` in `output`; else as
+    """Sums `[ranks * n, ...]` over ranks, and leaves this rank its `[n, ...]` in `output`. Else as
     :func:`all_reduce_by_backend`."""
     return _run("reduce-scatter", what, input_, group, lambda: reduce_scatter_single(output, input_, group, async_op))
 
@@ -67,7 +67,7 @@ def reduce_scatter_by_backend(
 def all_to_all_by_backend(
     output: Tensor, input_: Tensor, group: ProcessGroup, *, what: str, async_op: bool = False
 ) -> dist.Work | None:
-    """Sends the `r`-th of equal parts of dim 0 to rank `r`; else as :func:`all_reduce_by_backend`."""
+    """Sends the `r`-th of equal parts of dim 0 to rank `r`. Else as :func:`all_reduce_by_backend`."""
     return _run(
         *("all-to-all", what, input_, group),
         lambda: dist.all_to_all_single(output, input_, group=group, async_op=async_op),
@@ -112,7 +112,7 @@ def reduce_scatter(
     accumulate: bool = False,
     order: SumOrder | None = None,
 ) -> None:
-    """Sums `input_` over ranks; rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
+    """Sums `input_` over ranks. Rank `r` of `n` gets the `r`-th of `n` equal parts of the sum.
 
     Under gloo, and with an `order`, ranks are added in a tree (`add_in_tree`).
 
@@ -202,7 +202,7 @@ def _exchanges_directly(group: ProcessGroup, tensor: Tensor) -> bool:
 def _for_backend(
     op: ReduceOp.RedOpType, scale: float, group: ProcessGroup, tensor: Tensor
 ) -> tuple[ReduceOp.RedOpType, float]:
-    """Returns the operation and the factor of its result; gloo has no AVG."""
+    """Returns the operation and the factor of its result. Gloo has no AVG."""
     if op == ReduceOp.AVG and gloo.is_gloo(group, tensor.device):
         return ReduceOp.SUM, scale / group.size()
     return op, scale
@@ -279,7 +279,7 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 def can_register(group: ProcessGroup, device: torch.device) -> bool:
-    """Returns whether the group's backend allocates memory itself, which it then need not copy; warns where not."""
+    """Returns whether the group's backend allocates memory itself, which it then need not copy. Warns where not."""
     found: bool = group._get_backend(device).supports_tensor_alloc(device)
     if not found:
         warn_once(
@@ -290,7 +290,7 @@ def can_register(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def allocator(group: ProcessGroup, device: torch.device, *, registers: bool) -> Allocate:
-    """Returns the allocator for buffers of a group's collectives; every rank of the group calls it.
+    """Returns the allocator for buffers of a group's collectives. Every rank of the group calls it.
 
     Args:
         registers: from the backend, where it can (`can_register`).

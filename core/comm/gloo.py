@@ -26,7 +26,7 @@ SumOrder = Sequence[Sequence[int]]
 
 
 def store(output: Tensor, result: Tensor, scale: float, accumulate: bool) -> None:
-    """Writes `result * scale` into `output`, or adds it with `accumulate`; only without may both be one tensor."""
+    """Writes `result * scale` into `output`, or adds it with `accumulate`. Only without may both be one tensor."""
     if accumulate:
         output.add_(result, alpha=scale)
         return
@@ -89,7 +89,7 @@ def exchanges_directly(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def start_all_gathers(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: ProcessGroup) -> dist.Work:
-    """Starts an `all_gather` of each input into its output, of several small ones in one message; wait for the work
+    """Starts an `all_gather` of each input into its output, of several small ones in one message. Wait for the work
     before reading any."""
     messages: list[dist.Work] = []
     small: list[int] = []
@@ -165,7 +165,7 @@ def exchange_and_add(
     in_fp32: bool,
     order: SumOrder | None = None,
 ) -> None:
-    """Implements `collectives.reduce_scatter`; with `in_fp32` sums are kept in fp32 and rounded once, at the end."""
+    """Implements `collectives.reduce_scatter`. With `in_fp32` sums are kept in fp32 and rounded once, at the end."""
     peers = _peers(group)
     message_bytes = max(CHUNK_BYTES // len(peers), LEAST_CHUNK_BYTES)
     chunk = min(len(output), message_bytes // input_.element_size())

@@ -51,8 +51,9 @@ class Position:
 
 
 def positions() -> dict[str, Position]:
-    """Returns this rank's position in each group by the group's name, that of its last collective last; empty where
-    the backend or the build of torch has no recorder."""
+    """Returns this rank's position in each group by the group's name, that of its last collective last.
+
+    Empty where the backend or the build of torch has no recorder."""
     found: dict[str, Position] = {}
     try:
         entries = flight_recorder()
@@ -101,7 +102,7 @@ class CollectiveRecord:
         self._published = ""  # what `publish` has written last; it alone uses it, on any thread
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
-        """Counts a new call; returns its number among all calls, and among those of its kind and payload."""
+        """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
         self.num_calls += 1
         self._counts[kind, what] += 1
         return self.num_calls, self._counts[kind, what]
@@ -115,7 +116,7 @@ class CollectiveRecord:
         return call
 
     def first_unfinished(self) -> Collective | None:
-        """Returns the first call that is still running, on an accelerator too; None if all have ended or failed."""
+        """Returns the first call that is still running, on an accelerator too, or None if all have ended or failed."""
         return next((call for call in list(self.calls) if call.is_under_way), None)
 
     def publish(self) -> None:
@@ -132,7 +133,7 @@ class CollectiveRecord:
             self._published = text
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """Returns what `rank` of the group published last; None if it never did, or if the store is gone."""
+        """Returns what `rank` of the group published last, or None if it never did, or if the store is gone."""
         return _read(_key(self.group_name, rank))
 
 
@@ -156,7 +157,7 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
 
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
-    """Returns this rank's record of a group; the first call creates it."""
+    """Returns this rank's record of a group. The first call creates it."""
     asked = group if group is not None else dist.group.WORLD
     if asked is None:
         raise RuntimeError("there is no process group yet")
@@ -170,7 +171,7 @@ def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
 
 
 def is_recording() -> bool:
-    """Returns whether collectives are recorded; reads ``SHARDSTACK_RECORD_COLLECTIVES`` at each call."""
+    """Returns whether collectives are recorded. Reads ``SHARDSTACK_RECORD_COLLECTIVES`` at each call."""
     return os.environ.get("SHARDSTACK_RECORD_COLLECTIVES", "1") != "0"
 
 
@@ -280,7 +281,7 @@ _BY_TORCH = "flight_recorder"
 
 
 def flight_recorder_of(rank: int) -> dict[str, Position]:
-    """Returns where torch's flight recorder had a rank of the world, in each group, when it was asked; else empty."""
+    """Returns where torch's flight recorder had a rank of the world, in each group, when it was asked."""
     published = _read(_key(_BY_TORCH, rank)) or {}
     return {group: Position(*values) for group, values in published.items()}
 
@@ -385,7 +386,7 @@ def _store() -> Any:
 
 
 def _read(key: str) -> dict[str, Any] | None:
-    """Returns the JSON table under a key of the store; None if there is none, or if the store is gone."""
+    """Returns the JSON table under a key of the store, or None if there is none, or if the store is gone."""
     try:
         table: dict[str, Any] | None = json.loads(_store().get(key)) if _store().check([key]) else None
     except Exception:  # the store may have gone with the rank that held it

@@ -50,7 +50,7 @@ class DType(Enum):
 
     @classmethod
     def code_from_dtype(cls, value: DTypeLike) -> int:
-        """Returns the code of a numpy dtype; raises `DataError` if the format has none."""
+        """Returns the code of a numpy dtype. Raises `DataError` if the format has none."""
         name = np.dtype(value).name
         if name not in cls.__members__:
             raise DataError(f"dtype {name} cannot be stored in an index; it has {', '.join(cls.__members__)}")
@@ -58,7 +58,7 @@ class DType(Enum):
 
     @classmethod
     def dtype_from_code(cls, value: int) -> np.dtype[Any]:
-        """Returns the numpy dtype of a code; raises `DataError` for an unknown code."""
+        """Returns the numpy dtype of a code. Raises `DataError` for an unknown code."""
         if value not in {member.value for member in cls}:
             raise DataError(f"dtype code {value} is unknown; codes run from 1 to {len(cls)}")
         dtype: np.dtype[Any] = np.dtype(cls(value).name).newbyteorder("<")
@@ -232,7 +232,7 @@ class IndexedDataset:
         return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Returns `length` tokens of sequence `idx` from token `offset` on; up to its end if `length` is None.
+        """Returns `length` tokens of sequence `idx` from token `offset` on, or up to its end if `length` is None.
 
         Raises:
             IndexError: there is no such sequence.

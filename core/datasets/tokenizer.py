@@ -83,7 +83,7 @@ class Tokenizer:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Returns the text of token ids. Spells out special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of token ids. Spells out special tokens. Bytes that are not UTF-8 become U+FFFD."""
         with _failures_as_errors("the tokenizer cannot decode tokens"):
             return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
@@ -132,7 +132,7 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
 
 
 def tokenizer_from_json(content: str, eod_token: str | None = None, name: str = "tokenizer.json") -> Tokenizer:
-    """Builds the tokenizer whose `to_json` is `content`; errors call it `name`."""
+    """Builds the tokenizer whose `to_json` is `content`. Errors call it `name`."""
     library = tokenizers_library()
     with _failures_as_errors(f"{name}: no Hugging Face tokenizer.json"):
         backend = library.Tokenizer.from_str(content)

@@ -54,7 +54,7 @@ def failures_explained(wrapper: nn.Module) -> Iterator[None]:
 
 
 def raise_explained(error: Exception, wrapper: nn.Module) -> None:
-    """Raises an error that explains `error`, from it; returns if there is nothing to explain."""
+    """Raises an error that explains `error`, from it. Returns if there is nothing to explain."""
     if isinstance(error, ShardstackError):
         return
     raise_out_of_memory(error, wrapper)

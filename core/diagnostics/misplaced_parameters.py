@@ -28,7 +28,7 @@ _OWN = str(Path(__file__).parent.parent)
 
 
 def raise_misplaced(error: BaseException, root: nn.Module) -> None:
-    """Explains an error about mixed tensors and DTensors; returns if `error` is another one.
+    """Explains an error about mixed tensors and DTensors. Returns if `error` is another one.
 
     Args:
         root: the model inside its wrapper.
@@ -49,7 +49,7 @@ def raise_misplaced(error: BaseException, root: nn.Module) -> None:
 
 
 def _parameter_in(frames: list[tuple[FrameType, int]], root: nn.Module) -> str | None:
-    """Returns the name of the sharded parameter that the innermost possible frame uses; None if no frame uses one."""
+    """Returns the name of the sharded parameter that the innermost possible frame uses, or None."""
     named = dict(root.named_parameters())
     by_identity = {id(parameter): name for name, parameter in named.items()}
     by_storage = {

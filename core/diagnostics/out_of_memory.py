@@ -63,7 +63,7 @@ def memory_by_category(wrapper: Any, device_type: str) -> dict[str, int]:
 
 
 def held_bytes(device_type: str) -> int:
-    """Returns the bytes that this process holds on a kind of device; 0 on a host that does not report them."""
+    """Returns the bytes that this process holds on a kind of device, or 0 on a host that does not report them."""
     if device_type == "cuda":
         return int(torch.cuda.memory_allocated())
     try:
@@ -98,7 +98,7 @@ class _HostMemoryError(MemoryLimitError, MemoryError):
 
 
 def raise_out_of_memory(error: BaseException, wrapper: nn.Module) -> None:
-    """Explains a failed allocation with a table of this rank's memory; returns if `error` is another one.
+    """Explains a failed allocation with a table of this rank's memory. Returns if `error` is another one.
 
     Raises:
         MemoryLimitError: from `error`; it is a `torch.OutOfMemoryError` or a `MemoryError` too, for the accelerator's
@@ -137,7 +137,7 @@ def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
 
 
 def asked_bytes(message: str) -> int:
-    """Reads the bytes that the failed allocation asked for from the allocator's message; 0 if it has none."""
+    """Reads the bytes that the failed allocation asked for from the allocator's message, or 0 if it has none."""
     found = _ASKED.search(message)
     return int(float(found[1]) * _POWERS[found[2].lower()]) if found else 0
 
@@ -201,6 +201,6 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
 
 
 def _num_layers(module: nn.Module) -> int:
-    """Returns the length of the model's longest module list, which holds a transformer's layers; at least 1."""
+    """Returns the length of the model's longest module list, which holds a transformer's layers, at least 1."""
     lists = (submodule for submodule in module.modules() if isinstance(submodule, (nn.ModuleList, nn.Sequential)))
     return max((len(layers) for layers in lists), default=1) or 1

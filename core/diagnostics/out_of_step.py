@@ -55,7 +55,7 @@ def is_failure_of_backend(error: BaseException) -> bool:
 
 
 def raise_out_of_step(error: BaseException, call: Collective | None = None) -> None:
-    """Explains the failure of a collective; returns if `error` is something else.
+    """Explains the failure of a collective. Returns if `error` is something else.
 
     Args:
         call: the collective; None for one that this library does not record.

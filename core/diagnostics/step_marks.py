@@ -52,7 +52,7 @@ class StepMark:
         """Raises unless an optimizer may read ``param.grad``. Called after the step if that has a closure."""
 
     def note_step(self) -> None:
-        """Acts on a step; called when an optimizer has written the parameter."""
+        """Acts on a step. Called when an optimizer has written the parameter."""
 
     def __deepcopy__(self, memo: Any) -> None:
         """Returns None: a copy of a parameter has no mark."""
@@ -65,7 +65,7 @@ def set_mark(param: nn.Parameter, mark: StepMark) -> None:
 
 
 def mark_of(param: Any) -> StepMark | None:
-    """Returns the mark of a parameter; None if it has none."""
+    """Returns the mark of a parameter, or None if it has none."""
     mark: StepMark | None = getattr(param, MARK, None)
     return mark
 
@@ -142,7 +142,7 @@ class _Replaced(StepMark):
 
 
 class _GatheredCopy(StepMark):
-    """The mark of the tensor that FSDP2 gathers the parameter `name` into; the module holds it until it reshards."""
+    """The mark of the tensor that FSDP2 gathers the parameter `name` into. The module holds it until it reshards."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -157,7 +157,7 @@ class _GatheredCopy(StepMark):
 
 @contextmanager
 def replaced_parameters_marked(module: nn.Module) -> Iterator[None]:
-    """Marks the parameters that the code inside replaces; keeps only weak references to them."""
+    """Marks the parameters that the code inside replaces. Keeps only weak references to them."""
     before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
     yield
     after = {id(parameter) for parameter in module.parameters()}

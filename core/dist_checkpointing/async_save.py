@@ -60,7 +60,7 @@ class HostStaging:
         on CPU. Each `begin` sets it."""
 
     def begin(self, state: Mapping[str, Tensor], agree: Callable[[bool], bool]) -> None:
-        """Begins a checkpoint of `state`; takes its copies now if the pieces that this rank writes are known.
+        """Begins a checkpoint of `state`. Takes its copies now if the pieces that this rank writes are known.
 
         Args:
             agree: returns whether its argument is true on all ranks; collective.
@@ -82,7 +82,7 @@ class HostStaging:
         self.done.set()
 
     def take(self, indices: Sequence[MetadataIndex], resolve: Callable[[int], Tensor]) -> list[Tensor]:
-        """Returns contiguous host copies of the planned pieces; overwrites those of the last checkpoint.
+        """Returns contiguous host copies of the planned pieces. Overwrites those of the last checkpoint.
 
         Args:
             indices: name and offset of each piece.
@@ -137,7 +137,7 @@ _GROUP_LIMIT = timedelta(hours=6)
 
 
 class AsyncSaver:
-    """Writes one checkpoint at a time in the background, on a gloo group of its own; collective over all ranks.
+    """Writes one checkpoint at a time in the background, on a gloo group of its own. Collective over all ranks.
 
     Each rank copies its part of the checkpoint into host memory of the same size, which it keeps for the next one. A
     thread writes the copies as `save` does: the checkpoint is published atomically, and if a rank dies earlier, the
@@ -163,7 +163,7 @@ class AsyncSaver:
         metadata: Mapping[str, Any],
         keep: Retention | None = None,
     ) -> None:
-        """Begins a checkpoint, and returns when `state` may change; takes the arguments of `save`.
+        """Begins a checkpoint, and returns when `state` may change. Takes the arguments of `save`.
 
         Waits first for the previous checkpoint. Errors of this one are raised by `wait`, on all ranks.
 

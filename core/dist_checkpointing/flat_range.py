@@ -30,7 +30,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
-    """Returns the whole model's tensor whose elements `values` this rank holds; shares storage with them.
+    """Returns the whole model's tensor whose elements `values` this rank holds. Shares storage with them.
 
     Args:
         param: a plain parameter, with Megatron's attributes if tp splits it; only its shape and layout are read.
@@ -53,7 +53,7 @@ def flat_range_view(param: Tensor, values: Tensor, start: int) -> FlatRange:
 
 
 def whole_view(tensor: Tensor) -> Tensor:
-    """Returns the whole model's tensor whose piece a parameter or buffer is; shares storage.
+    """Returns the whole model's tensor whose piece a parameter or buffer is. Shares storage.
 
     :func:`~core.dist_checkpointing.global_view`, or `flat_range_view` where a wrapper keeps a range of the parameter.
     """
@@ -103,7 +103,7 @@ def _inside_row(shape: Sequence[int], index: int, start: int, end: int) -> list[
 
 
 class FlatRange(Tensor):
-    """A tensor with the whole model's shape and dtype; this rank has a run of its elements in one flat tensor.
+    """A tensor with the whole model's shape and dtype. This rank has a run of its elements in one flat tensor.
 
     Made for checkpoints: `save` writes it and `load` fills it in place. It implements torch's protocol for
     checkpointable tensors (``torch.distributed._checkpointable``) and no arithmetic; compute with `held`.

@@ -73,7 +73,7 @@ def foreign_shapes(recipes: Iterable[Recipe], ours: Mapping[str, Sequence[int]])
 def make_foreign(
     name: str, shape: Sequence[int], recipes: Iterable[Recipe], ours: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Builds one foreign tensor from our whole tensors; inverse of :func:`load_foreign`."""
+    """Builds one foreign tensor from our whole tensors, the inverse of :func:`load_foreign`."""
     parts = [(run, ours[recipe.name]) for recipe in recipes for run in recipe.runs if run.source == name]
     made = parts[0][1].new_empty(tuple(shape))
     for run, whole in parts:
@@ -92,7 +92,7 @@ def load_foreign(
     ignored: Iterable[str] = (),
     process_group: ProcessGroup | None = None,
 ) -> None:
-    """Fills our tensors in place from a foreign checkpoint; holds one piece of a foreign tensor at a time.
+    """Fills our tensors in place from a foreign checkpoint. Holds one piece of a foreign tensor at a time.
 
     Values are rounded to our dtype where both are floating point. Every rank of `process_group` calls it and reads by
     itself; ranks communicate only to agree on errors.

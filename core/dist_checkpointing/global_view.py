@@ -31,7 +31,7 @@ _INNER_AXES = {1: ("dp",), 2: ("dp_replicate", "dp_shard")}
 
 
 def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the whole model's tensor whose piece `param` is; shares storage and never requires gradients.
+    """Returns the whole model's tensor whose piece `param` is. Shares storage and never requires gradients.
 
     Args:
         param: a parameter or buffer, plain or sharded by FSDP2, with Megatron's attributes if tp splits it.
@@ -67,7 +67,7 @@ def global_view(param: torch.Tensor, tensor: torch.Tensor | None = None) -> torc
 
 
 def global_shape(param: torch.Tensor) -> torch.Size:
-    """Returns the shape of the whole model's tensor whose piece `param` is; see :func:`global_view`."""
+    """Returns the shape of the whole model's tensor whose piece `param` is. See :func:`global_view`."""
     return _layout(param, param.device.type)[2]
 
 
@@ -91,7 +91,7 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _layout(param: torch.Tensor, device_type: str) -> tuple[DeviceMesh | None, tuple[Placement, ...], torch.Size]:
-    """Returns the mesh, placements and global shape of `param`; no mesh if the plain tensor is already the whole."""
+    """Returns the mesh, placements and global shape of `param`. No mesh if the plain tensor is already the whole."""
     inner = param.device_mesh if isinstance(param, DTensor) else None
     inner_placements = tuple(param.placements) if isinstance(param, DTensor) else ()
     tp_size = parallel_state.get_tensor_model_parallel_world_size()
@@ -187,7 +187,7 @@ _CACHE = _MeshCache()
 
 
 def _mesh(tp_group: ProcessGroup | None, inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
-    """Returns the mesh ``(tp, *inner)`` of existing groups; `device_type` is that of the local tensors."""
+    """Returns the mesh ``(tp, *inner)`` of existing groups. `device_type` is that of the local tensors."""
     inner_groups = [] if inner is None else [inner.get_group(axis) for axis in range(inner.ndim)]
     groups = ([] if tp_group is None else [tp_group]) + inner_groups
     key = (tuple(group.group_name for group in groups), device_type)

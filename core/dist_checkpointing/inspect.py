@@ -41,7 +41,7 @@ _LONGEST_LIST = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Runs the command. Returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="core.dist_checkpointing.inspect", description=(__doc__ or "").split("\n")[0]
     )
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verified(opened: Opened) -> str:
-    """Compares a checkpoint's files with its hashes; returns a line about it, or raises CheckpointError on damage."""
+    """Compares a checkpoint's files with its hashes. Returns a line about it, or raises CheckpointError on damage."""
     if any(entry.content_hash is None for entry in opened.index.tensors.values()):
         return f"{opened.folder} has no hashes, so that its files could not be compared with the saved tensors\n"
     alone, started = Ranks(), time.perf_counter()
@@ -127,7 +127,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
 
 
 def _provenance(metadata: Mapping[str, Any]) -> str:
-    """Says at which step a run's checkpoint was written, by which ranks; else that there is metadata."""
+    """Says at which step a run's checkpoint was written, by which ranks, or else that there is metadata."""
     parts = []
     if isinstance(step := metadata.get("iteration"), int):
         parts.append(f"step {step}")

@@ -53,7 +53,7 @@ class ShardedStateDict(dict[str, torch.Tensor]):
 def sharded_state_dict(
     module: nn.Module, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Any = None
 ) -> ShardedStateDict:
-    """Returns a module's state for `save` and `load`; Megatron-LM's name for `model_state_dict`.
+    """Returns a module's state for `save` and `load`: Megatron-LM's name for `model_state_dict`.
 
     Args:
         prefix: goes before each name.

@@ -87,7 +87,7 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
 
 
 def open_safetensors(path: Path) -> Any:
-    """Opens a file with the library's reader, mapped into memory; ``get_slice(name)`` reads the part it is indexed
+    """Opens a file with the library's reader, mapped into memory. ``get_slice(name)`` reads the part it is indexed
     with.
 
     Tensors share the mapping, which is private to this process: writing to them does not change the file.
@@ -173,7 +173,7 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def begin_new_folder(folder: Path) -> Path:
-    """Makes the temporary folder that `folder` is written in; :func:`publish_new_folder` renames it.
+    """Makes the temporary folder that `folder` is written in. :func:`publish_new_folder` renames it.
 
     Raises:
         CheckpointError: `folder` exists and is not empty, or nothing can be written there.

@@ -168,7 +168,7 @@ def verify(directory: str | os.PathLike[str], *, process_group: ProcessGroup | N
 
 
 def load_metadata(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the metadata of a complete checkpoint; reads no tensors and needs no other ranks.
+    """Returns the metadata of a complete checkpoint. Reads no tensors and needs no other ranks.
 
     Raises:
         CheckpointError: as :func:`load` does, on this rank.
@@ -184,7 +184,7 @@ def _verify(
     all_: bool,
     ranks: Ranks,
 ) -> str:
-    """Compares loaded tensors with the hashes of the index: all, or those in another layout on some rank; reports
+    """Compares loaded tensors with the hashes of the index: all, or those in another layout on some rank. Reports
     it."""
     started = time.perf_counter()
     hashed = {name for name, entry in index.tensors.items() if entry.content_hash is not None}
@@ -258,7 +258,7 @@ def _tensor_problem(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def _of_stored_dtype(tensor: torch.Tensor, index: CheckpointIndex, name: str) -> torch.Tensor | None:
-    """Returns an empty tensor of the checkpoint's dtype; None if nothing has to be cast."""
+    """Returns an empty tensor of the checkpoint's dtype, or None if nothing has to be cast."""
     entry = index.tensors.get(name)
     if entry is None or entry.dtype == tensor.dtype or isinstance(tensor, FlatRange):
         return None

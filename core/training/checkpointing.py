@@ -53,7 +53,7 @@ _RNG_NAMES = "rng."
 def save_checkpoint(
     state: TrainingState, config: PretrainConfig, root: Path, *, saver: AsyncSaver | None = None
 ) -> Path:
-    """Writes ``root/iter_<iteration>`` and points ``root/latest`` to it; collective.
+    """Writes ``root/iter_<iteration>`` and points ``root/latest`` to it. Collective.
 
     Args:
         saver: writes it in the background; its `wait` then raises if it failed.
@@ -84,7 +84,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *, fall_back: bool = False) -> str:
-    """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one; collective.
+    """Continues `state` in place from the latest checkpoint in `root`, or from `root` if it is one. Collective.
 
     Warns if samples come in another order than in the checkpoint's run.
 
@@ -203,7 +203,7 @@ def weights_hash(state: TrainingState) -> str:
 
 
 def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Returns every tensor of the whole model and its optimizer by name; they share this rank's storage."""
+    """Returns every tensor of the whole model and its optimizer by name. They share this rank's storage."""
     optimizer = state.optimizer.state_tensors()
     masters = {name.removeprefix("master."): t for name, t in optimizer.items() if name.startswith("master.")}
     model = model_state_dict(unwrap_model(state.model))
@@ -212,7 +212,7 @@ def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Returns whether every floating value on every rank is finite; collective."""
+    """Returns whether every floating value on every rank is finite. Collective."""
     found = True
     for tensor in tensors.values():
         for _, values in held_boxes(tensor):
@@ -228,7 +228,7 @@ _LAST_WAIT_S = 60.0
 
 
 class CheckpointWriter:
-    """Saves checkpoints of a run. Every rank enters it; leaving it waits for the checkpoint that is being written."""
+    """Saves checkpoints of a run. Every rank enters it. Leaving it waits for the checkpoint that is being written."""
 
     def __init__(self, config: PretrainConfig, folder: Path | None) -> None:
         self._config = config
@@ -275,8 +275,8 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Waits for the last checkpoint; after an error that all ranks raise, for a limited time; after a crash,
-        not."""
+        """Waits for the last checkpoint. After an error that all ranks raise, for a limited time. After a crash,
+        does not wait."""
         if self._saver is None or (error is not None and not isinstance(error, ShardstackError)):
             return
         if error is None:

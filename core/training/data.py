@@ -116,7 +116,7 @@ def _loader(
 
 
 def _can_validate(config: PretrainConfig, corpus: IndexedDataset) -> bool:
-    """Returns whether there is a document to validate on; warns if rounding left none of the requested share."""
+    """Returns whether there is a document to validate on. Warns if rounding left none of the requested share."""
     first, last = document_range(len(corpus), "valid", config.data.split)
     asked = parse_shares(config.data.split)[1] > 0 and config.run.eval_iters > 0
     if asked and first == last:
@@ -179,7 +179,7 @@ BATCHES_AHEAD = 2
 
 
 def to_device(batch: Batch) -> Batch:
-    """Copies a batch to this process's device, except tensors that the host reads; does not wait for copies of pinned
+    """Copies a batch to this process's device, except tensors that the host reads. Does not wait for copies of pinned
     memory."""
     here, host = device.current_device(), torch.device("cpu")
     return {

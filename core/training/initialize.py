@@ -60,7 +60,7 @@ def initialize(config: PretrainConfig) -> None:
 
 
 def check_output_folders(config: PretrainConfig) -> None:
-    """Raises before the training if a folder cannot be written; leaves no folder behind.
+    """Raises before the training if a folder cannot be written. Leaves no folder behind.
 
     Raises:
         ConfigError: on the first rank, which is the one that writes.

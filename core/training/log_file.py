@@ -55,7 +55,7 @@ def _lines_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def drop_lines_after(path: Path, iteration: int) -> int:
-    """Truncates the log after a step, because a resumed or new run writes later lines again; returns its new length.
+    """Truncates the log after a step, because a resumed or new run writes later lines again. Returns its new length.
 
     Steps are in order, so that truncation suffices; it works on a full disk.
     """
@@ -107,7 +107,7 @@ class OptionalFiles:
         """Functions that write the pending files, by file. `write` adds on failure, `retry` removes on success."""
 
     def write(self, path: Path, write: Callable[[], None]) -> None:
-        """Calls `write`, which may raise OSError and be called again; `path` is named in messages."""
+        """Calls `write`, which may raise OSError and be called again. `path` is named in messages."""
         try:
             write()
         except OSError as error:
@@ -153,7 +153,7 @@ def draw_loss_curve(log: Path, picture: Path) -> None:
 
 
 def figure_class(purpose: str) -> Any:
-    """Returns matplotlib's class of figures; raises MissingExtraError, which names `purpose`, if it is not there."""
+    """Returns matplotlib's class of figures. Raises MissingExtraError, which names `purpose`, if it is not there."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

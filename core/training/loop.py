@@ -1,4 +1,4 @@
-"""Runs the iterations of a run: step, log, validate, save; ends in order when a signal requests it."""
+"""Runs the iterations of a run: step, log, validate, save. Ends in order when a signal requests it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def train(state: TrainingState, config: PretrainConfig, data: RunData) -> Outcome:
-    """Trains from `state.iteration` to `train_iters`; all ranks call it together.
+    """Trains from `state.iteration` to `train_iters`. All ranks call it together.
 
     SIGTERM and Ctrl-C on any rank end it on all ranks after the step that follows the current one, with a checkpoint
     if there is a folder: the host reads a step's result while the next one is computed.
@@ -167,7 +167,7 @@ class _Reporter:
         self._hash: str | None = None
 
     def take(self, running: RunningStep, num_tokens: int) -> bool:
-        """Takes the step of the current iteration, and reports the one before it; returns whether that says to
+        """Takes the step of the current iteration, and reports the one before it. Returns whether that says to
         stop."""
         seconds = self._watch.read()
         stop = self._report(0.0)
@@ -175,12 +175,12 @@ class _Reporter:
         return stop
 
     def note_hash(self, weights_hash: str) -> None:
-        """Takes the hash of the weights after the step taken last; computing it is no part of the next step's time."""
+        """Takes the hash of the weights after the step taken last. Computing it is no part of the next step's time."""
         self._hash = weights_hash
         self.restart_watch()
 
     def finish(self) -> bool:
-        """Waits for the last step and reports it; returns whether it says to stop."""
+        """Waits for the last step and reports it. Returns whether it says to stop."""
         if self._waiting is not None:
             self._waiting[0].result()
         return self._report(self._watch.read())
@@ -211,7 +211,7 @@ LIMIT = 10
 
 
 class SkippedSteps:
-    """Warns about the first skipped step, and ends the run after `LIMIT` in a row; all ranks skip the same steps.
+    """Warns about the first skipped step, and ends the run after `LIMIT` in a row. All ranks skip the same steps.
 
     Args:
         scale_adapts: the loss scale is dynamic, so that overflows are normal: do nothing.

@@ -72,7 +72,7 @@ class MemoryTimeline:
         return MemoryTimeline(self.device, tuple(self.times_s[i] for i in kept), tuple(self.held[i] for i in kept))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns JSON values; the series is thinned and contains the peak."""
+        """Returns JSON values. The series is thinned and contains the peak."""
         series = self.thinned()
         return {
             "device": self.device,
@@ -124,7 +124,7 @@ Result = TypeVar("Result")
 def measure_step(
     model: _BaseDataParallel, optimizer: MegatronOptimizer, step: Callable[[], Result]
 ) -> tuple[Result, MemoryTimeline]:
-    """Runs `step` and measures its memory; the step takes longer than usual.
+    """Runs `step` and measures its memory. The step takes longer than usual.
 
     On the CPU torch does not count memory. There, blocks from before the step without a record, such as a loader's
     data, are counted only if the step releases them.
@@ -158,7 +158,7 @@ class _Note:
 
 
 class _Notes:
-    """Records of the tensors at many moments; a marker in the profile gives the time of each."""
+    """Records of the tensors at many moments. A marker in the profile gives the time of each."""
 
     def __init__(self, model: _BaseDataParallel, optimizer: MegatronOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -172,7 +172,7 @@ class _Notes:
             self.taken.append(_Note(_addresses(enumerate(kinds)), is_complete=True, time_ns=time.time_ns()))
 
     def watch(self) -> Iterator[Any]:
-        """Installs hooks, which change nothing, on every module and every gradient; removes them on exit."""
+        """Installs hooks, which change nothing, on every module and every gradient. Removes them on exit."""
         for module in self._model.module.modules():
             yield module.register_forward_pre_hook(self.take)
             yield module.register_forward_hook(self._after_forward)

@@ -44,7 +44,7 @@ NO_HASHES = "{} has no hashes, so that the loaded tensors could not be compared 
 
 
 def load_pretrained(state: TrainingState, folder: Path, *, verify: bool = True) -> str:
-    """Starts a run from the weights in `folder`, in place; all ranks call it.
+    """Starts a run from the weights in `folder`, in place. All ranks call it.
 
     The optimizer and LoRA adapters keep their new state.
 
@@ -109,7 +109,7 @@ def load_run_weights(
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Returns whether a folder is a model of Hugging Face's; a run's folder has a ``config.json`` too."""
+    """Returns whether a folder is a model of Hugging Face's. A run's folder has a ``config.json`` too."""
     try:
         return "model_type" in read_hf_config(folder)
     except CheckpointError:
@@ -282,7 +282,7 @@ def flags_of(architecture: Architecture) -> list[str]:
 
 
 def _settings_of(architecture: Architecture) -> dict[str, Any]:
-    """Returns settings of a run that could have made the model; those about training only are arbitrary."""
+    """Returns settings of a run that could have made the model. Those about training only are arbitrary."""
     length = architecture.max_sequence_length
     return {
         **architecture.transformer,

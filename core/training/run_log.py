@@ -81,7 +81,7 @@ class RunLog:
     def step(
         self, iteration: int, result: StepResult, *, num_tokens: int, seconds: float, weights_hash: str | None = None
     ) -> None:
-        """Records one iteration of `num_tokens` tokens over all ranks; writes a line if one is due.
+        """Records one iteration of `num_tokens` tokens over all ranks. Writes a line if one is due.
 
         Args:
             weights_hash: of the weights after it, which has a line in any case; None where no hash is due.
@@ -179,7 +179,7 @@ class RunLog:
         self.files.retry()
 
     def _write_lines(self) -> None:
-        """Appends all pending lines; overwrites a line that a full disk truncated."""
+        """Appends all pending lines. Overwrites a line that a full disk truncated."""
         if self._folder is None or not self._lines:
             return
         data = "".join(self._lines).encode()
@@ -191,7 +191,7 @@ class RunLog:
         self._lines.clear()
 
     def _write_scalars(self, folder: Path, line: dict[str, Any]) -> None:
-        """Writes a line to TensorBoard; creates a new writer after an error, which the old one does not survive."""
+        """Writes a line to TensorBoard. Creates a new writer after an error, which the old one does not survive."""
         try:
             if self._tensorboard is None:
                 self._tensorboard = _tensorboard_writer(folder, line["step"] - 1)

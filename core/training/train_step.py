@@ -52,7 +52,7 @@ class StepResult:
 
 
 class RunningStep:
-    """A step that is queued; the device may still compute it, and decides whether it is skipped.
+    """A step that is queued. The device may still compute it, and decides whether it is skipped.
 
     The host learns the result when it asks for it, or when the next step needs to know it: before its update, or
     before its first backward where the loss scale adapts. Then the schedule moves on.
@@ -106,7 +106,7 @@ def train_step(
     stop_requested: bool = False,
     seeds: MicroBatchSeeds | None = None,
 ) -> RunningStep:
-    """Queues one optimizer step in Megatron-LM's order; all ranks call it together.
+    """Queues one optimizer step in Megatron-LM's order. All ranks call it together.
 
     The host does not wait for the device, but for the result of the step before. All that is read from the device is
     in one copy: loss, gradient norm, whether the update was skipped, and whether to stop.
@@ -192,7 +192,7 @@ def _tokens_a_rank(batch: Batch) -> torch.Tensor:
 
 
 def _masked_loss(model: _BaseDataParallel, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum of unmasked losses and their number; both 0-dim, on the device."""
+    """Returns the sum of unmasked losses and their number, both 0-dim, on the device."""
     packed = {}
     if "document_starts" in batch:  # read here: FSDP2 would move it to the device
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()

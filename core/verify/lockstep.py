@@ -129,7 +129,7 @@ def names_of_wrappers(world_size: int) -> list[str]:
 
 
 def verify(tested: ModelUnderTest, options: Options, wrappers: Sequence[str] | None = None) -> Iterator[Verdict]:
-    """Compares every wrapper, and yields a verdict for each; all ranks of the default group call it together.
+    """Compares every wrapper, and yields a verdict for each. All ranks of the default group call it together.
 
     Plain replicas are compared with one process, and every other wrapper with plain replicas: bitwise at two ranks,
     because two numbers add in one order only; with more ranks, or with micro-batches reduced one by one, within the
@@ -201,7 +201,7 @@ def _first_parting(ours: Training, theirs: Training, steps: int, tolerance: floa
 
 
 def _compare_step(ours: Training, theirs: Training, step: int, tolerance: float) -> FirstDifference | None:
-    """Runs one step of both trainings and compares them; calls the same collectives in every case."""
+    """Runs one step of both trainings and compares them. Calls the same collectives in every case."""
     loss, expected = ours.backward(step), theirs.backward(step)
     found: FirstDifference | None = None
     off = abs(loss - expected) / max(abs(expected), 1e-30) if loss != expected else 0.0

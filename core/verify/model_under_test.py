@@ -141,7 +141,7 @@ def load_model_under_test(name: str) -> ModelUnderTest:
 
 
 def scalar_loss(tested: ModelUnderTest, loss: Loss, model: nn.Module, index: int) -> torch.Tensor:
-    """Returns the loss of a micro-batch; its random draws depend only on its number.
+    """Returns the loss of a micro-batch. Its random draws depend only on its number.
 
     Raises:
         ConfigError: the loss is no scalar with a gradient.
@@ -194,7 +194,7 @@ class Training(ABC):
             yield name, whole(gradient)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields each parameter, whole; frozen ones too."""
+        """Yields each parameter, whole, frozen ones too."""
         model = unwrap_model(self.model)
         tensors = model.state_dict()  # waits for parameters that are still being gathered
         for name, _ in model.named_parameters():
@@ -207,7 +207,7 @@ class Training(ABC):
 
 
 class WrappedTraining(Training):
-    """A training under a wrapper; each rank runs its micro-batches."""
+    """A training under a wrapper. Each rank runs its micro-batches."""
 
     def __init__(
         self,

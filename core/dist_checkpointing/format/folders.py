@@ -74,7 +74,7 @@ def hold_folder(root: Path) -> Iterator[None]:
 
 
 def acquire_folder(root: Path) -> tuple[int, str]:
-    """Takes the lock as :func:`hold_folder` does; returns the key for :func:`release_folder`."""
+    """Takes the lock as :func:`hold_folder` does. Returns the key for :func:`release_folder`."""
     make_folders(root)
     key = os.getpid(), str(root.resolve())
     path = Path(key[1], LOCK_FILE)
@@ -100,7 +100,7 @@ def acquire_folder(root: Path) -> tuple[int, str]:
 
 
 def release_folder(key: tuple[int, str]) -> None:
-    """Undoes one :func:`acquire_folder`; the last call releases the lock."""
+    """Undoes one :func:`acquire_folder`. The last call releases the lock."""
     with _guard:
         lock = _locks[key]
         if lock.lock_counter <= 1:
@@ -132,7 +132,7 @@ def checkpoint_directory(root: str | os.PathLike[str], iteration: int) -> Path:
 
 
 def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
-    """Returns the folder that ``root/latest`` names; None if nothing was saved in `root`.
+    """Returns the folder that ``root/latest`` names, or None if nothing was saved in `root`.
 
     Without the pointer, which a crash during the very first save can leave out, returns the folder of the highest
     iteration.
@@ -173,7 +173,7 @@ def existing_folder(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Makes the temporary folder that `folder` is written in; raises CheckpointError if `folder` has other
+    """Makes the temporary folder that `folder` is written in. Raises CheckpointError if `folder` has other
     contents."""
     if folder.exists() and not _is_replaceable(folder):
         raise CheckpointError(
@@ -189,7 +189,7 @@ def begin(folder: Path) -> Path:
 
 
 def _sweep(root: Path) -> None:
-    """Removes what killed saves and removals left in `root`; renames back a checkpoint that one was replacing.
+    """Removes what killed saves and removals left in `root`. Renames back a checkpoint that one was replacing.
 
     Only the holder of the folder's lock calls it, so that leftovers are always of programs that have ended.
     """
@@ -269,7 +269,7 @@ def complete_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def iteration_of(folder: Path) -> int:
-    """Returns the iteration in the name of a checkpoint; -1 for other names."""
+    """Returns the iteration in the name of a checkpoint, or -1 for other names."""
     return int(folder.name.removeprefix("iter_")) if _ITERATION.fullmatch(folder.name) else -1
 
 

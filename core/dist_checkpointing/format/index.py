@@ -65,7 +65,7 @@ class Piece(Box):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor and its pieces; a tensor without elements has none."""
+    """A whole tensor and its pieces. A tensor without elements has none."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class TensorEntry:
 
     @property
     def content_hash(self) -> int | None:
-        """The hash of the whole tensor, which does not depend on its pieces; None if a piece has no hash."""
+        """The hash of the whole tensor, which does not depend on its pieces, or None if a piece has no hash."""
         hashes = [piece.hash for piece in self.pieces if piece.hash is not None]
         return sum(hashes) % MODULUS if len(hashes) == len(self.pieces) else None
 
@@ -131,7 +131,7 @@ class CheckpointIndex:
         expect(covered, f"{where} is not covered exactly once by its {len(entry.pieces)} pieces")
 
     def as_torch(self) -> Metadata:
-        """Returns the index for torch's load planner; ``storage_data`` maps each piece's index to its
+        """Returns the index for torch's load planner. ``storage_data`` maps each piece's index to its
         :class:`Piece`."""
         tensors: dict[str, Any] = {}
         storage: dict[MetadataIndex, Piece] = {}
@@ -210,7 +210,7 @@ def _dump(document: dict[str, Any]) -> str:
 
 
 def decode_index(text: str) -> CheckpointIndex:
-    """Returns the checked index in `text`; raises CheckpointError on anything that :func:`encode_index` never
+    """Returns the checked index in `text`. Raises CheckpointError on anything that :func:`encode_index` never
     writes."""
     try:
         document = parse_json(text)

@@ -78,7 +78,7 @@ class IndexedReader(StorageReader):
                 done += count
 
     def read_piece(self, name: str, piece: Piece) -> torch.Tensor:
-        """Reads one stored piece of the tensor `name`; for raw bytes, maps a view of the file.
+        """Reads one stored piece of the tensor `name`. For raw bytes, maps a view of the file.
 
         Raises:
             CheckpointError: an archive of torch's holds no tensor, or one of another dtype or shape.

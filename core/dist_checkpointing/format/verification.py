@@ -56,7 +56,7 @@ def held_hashes(state: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
 
 
 def damage(folder: Path, ranks: Ranks) -> list[str]:
-    """Lists the damaged files of a checkpoint, with the tensors in them; empty if there are none. Collective.
+    """Lists the damaged files of a checkpoint, with the tensors in them, or nothing if there are none. Collective.
 
     Ranks share the files and read every byte. Without hashes only the lengths of files are checked.
     """
@@ -83,7 +83,7 @@ def verified_line(folder: Path, index: CheckpointIndex, names: set[str], seconds
 
 
 def newest_good(root: Path, ranks: Ranks, *, excluded: Path | None = None) -> Path | None:
-    """Returns the newest undamaged checkpoint that a run can continue from; None if there is none. Collective.
+    """Returns the newest undamaged checkpoint that a run can continue from, or None if there is none. Collective.
 
     Args:
         excluded: a checkpoint that is not considered; older ones are tried first, then newer ones.

@@ -69,7 +69,7 @@ class Staging(Protocol):
     """Host memory for copies of tensors (`async_save.HostStaging`)."""
 
     def take(self, indices: Sequence[MetadataIndex], resolve: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-        """Returns contiguous host copies of the pieces `indices`; `resolve` returns the piece at a position."""
+        """Returns contiguous host copies of the pieces `indices`. `resolve` returns the piece at a position."""
 
 
 class RawWriter(StorageWriter):
@@ -113,7 +113,7 @@ class RawWriter(StorageWriter):
         return plan
 
     def release(self, *, failed: bool) -> None:
-        """Releases the folder's lock; after a failure also removes the unfinished checkpoint."""
+        """Releases the folder's lock. After a failure also removes the unfinished checkpoint."""
         if self._locked is not None:
             if failed:
                 folders.discard(self.folder)
@@ -179,7 +179,7 @@ class RawWriter(StorageWriter):
 
 
 def _check_written(path: Path, pieces: list[tuple[Piece, torch.Tensor]]) -> None:
-    """Compares a file with the tensors written to it; reads from disk if the system can drop its cached pages."""
+    """Compares a file with the tensors written to it. Reads from disk if the system can drop its cached pages."""
     with path.open("rb") as stream:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -201,7 +201,7 @@ def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 
 
 def _append(stream: io.BufferedWriter, tensor: torch.Tensor) -> tuple[int, int]:
-    """Appends the tensor's bytes; returns their start in the file and their number."""
+    """Appends the tensor's bytes. Returns their start in the file and their number."""
     start = -(-stream.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     stream.seek(start)
     data = _bytes_of(tensor)

@@ -59,7 +59,7 @@ def parse_arguments(
 def parse_call(
     function: Callable[..., Result], arguments: Sequence[str], *, description: str | None = None, name: str = ""
 ) -> Result:
-    """Calls `function` with keyword arguments parsed from a command line; returns its result.
+    """Calls `function` with keyword arguments parsed from a command line. Returns its result.
 
     Args:
         description: first paragraph of ``--help``; None takes the function's docstring.
@@ -161,7 +161,7 @@ def _integer_or_none(kind: Any, tokens: Sequence[Any]) -> int | None:
 
 
 def _integer(_: Any, tokens: Sequence[Any]) -> int:
-    """Converts an integer strictly; cyclopts itself would round 1.5 to 2."""
+    """Converts an integer strictly: cyclopts itself would round 1.5 to 2."""
     text = tokens[0].value
     try:
         return int(text)

@@ -18,7 +18,7 @@ from .pretrain_config import PretrainConfig, division_violations, section_types
 
 
 def build_config(values: Mapping[str, Any]) -> PretrainConfig:
-    """Builds all sections from a flat mapping of field names and shorthands; missing ones take their defaults.
+    """Builds all sections from a flat mapping of field names and shorthands. Missing ones take their defaults.
 
     Raises:
         ConfigError: settings contradict each other, a section refuses its settings, or a required one is missing.
@@ -207,6 +207,6 @@ _HINTS = {
 
 
 def hint_for_foreign_flag(flag: str) -> str | None:
-    """Returns a line about a flag of Megatron-LM that does not exist here; None for any other flag."""
+    """Returns a line about a flag of Megatron-LM that does not exist here, or None for any other flag."""
     name = flag.lstrip("-").replace("_", "-")
     return f"Unknown option: --{name}: {_HINTS[name]}" if name in _HINTS else None

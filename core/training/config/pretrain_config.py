@@ -71,7 +71,7 @@ class PretrainConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the settings as JSON values, for the log and for checkpoints; :meth:`from_json` reverses it."""
+        """Returns the settings as JSON values, for the log and for checkpoints. :meth:`from_json` reverses it."""
         sections = {section.name: _json_values(getattr(self, section.name)) for section in fields(self)}
         return {"use_torch_fsdp2": self.use_torch_fsdp2, **sections}
 

@@ -19,7 +19,7 @@ RUN_STARTED = "SHARDSTACK_RUN_STARTED"
 
 
 def environment_rank() -> int:
-    """Returns this process's rank from the environment; 0 without a launcher. Needs no process group.
+    """Returns this process's rank from the environment, or 0 without a launcher. Needs no process group.
 
     Raises:
         ConfigError: the variable is no number; so do all functions here that read the environment.
@@ -28,7 +28,7 @@ def environment_rank() -> int:
 
 
 def environment_world_size() -> int:
-    """Returns the number of ranks from the environment; 1 without a launcher."""
+    """Returns the number of ranks from the environment, or 1 without a launcher."""
     return environment_int("WORLD_SIZE", 1, least=1) if "RANK" in os.environ else 1
 
 

@@ -128,7 +128,7 @@ def _common_environment(num_ranks: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _agent_leaves_signals_alone() -> Iterator[None]:
-    """Restricts torch's agent, which installs signal handlers that raise, to SIGQUIT; restores it on exit."""
+    """Restricts torch's agent, which installs signal handlers that raise, to SIGQUIT. Restores it on exit."""
     name, before = "TORCHELASTIC_SIGNALS_TO_HANDLE", signal.getsignal(signal.SIGQUIT)
     asked = os.environ.get(name)
     os.environ[name] = "SIGQUIT"
@@ -142,7 +142,7 @@ def _agent_leaves_signals_alone() -> Iterator[None]:
 
 
 def _wait(context: SubprocessContext, signals: SignalCount) -> _Ended:
-    """Waits for all ranks; after one has failed, ends the others after a grace period."""
+    """Waits for all ranks. After one has failed, ends the others after a grace period."""
     ranks = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
     deadline = float("inf")
     first: tuple[int, int] | None = None

@@ -48,7 +48,7 @@ class _SignalHandler:
 
 
 class SignalCount(_SignalHandler):
-    """Counts SIGTERM, SIGINT and SIGHUP while it is entered; the launcher passes them on to the ranks."""
+    """Counts SIGTERM, SIGINT and SIGHUP while it is entered. The launcher passes them on to the ranks."""
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -81,7 +81,7 @@ class SignalCount(_SignalHandler):
 
 
 class StopRequest(_SignalHandler):
-    """Records SIGTERM and SIGINT while it is entered; a run reads it between two steps, when it can save. A second
+    """Records SIGTERM and SIGINT while it is entered. A run reads it between two steps, when it can save. A second
     signal, no echo of the first, interrupts at once.
 
     `requested` is known on this rank only: ranks must agree on it before one of them acts.
