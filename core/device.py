@@ -29,14 +29,14 @@ def device_type() -> str:
     """Returns ``"cuda"`` or ``"cpu"``: the device of this process's parameters, activations and collectives."""
     if dist.is_available() and dist.is_initialized():
         return "cuda" if "nccl" in dist.get_backend_config() else "cpu"  # get_backend() may say "undefined"
-    asked = os.environ.get("SHARDSTACK_DEVICE")
-    if asked is None:
+    requested = os.environ.get("SHARDSTACK_DEVICE")
+    if requested is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if asked not in _BACKENDS:
-        raise ConfigError(f"SHARDSTACK_DEVICE is {asked!r}; it takes one of {sorted(_BACKENDS)}")
-    if asked == "cuda" and not torch.cuda.is_available():
+    if requested not in _BACKENDS:
+        raise ConfigError(f"SHARDSTACK_DEVICE is {requested!r}; it takes one of {sorted(_BACKENDS)}")
+    if requested == "cuda" and not torch.cuda.is_available():
         raise ConfigError("SHARDSTACK_DEVICE is 'cuda', but torch sees no GPU; unset it, or set it to 'cpu'")
-    return asked
+    return requested
 
 
 def current_device() -> torch.device:

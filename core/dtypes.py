@@ -43,7 +43,7 @@ def as_dtype(name: str | torch.dtype | None, field: str = "dtype") -> torch.dtyp
     Raises:
         ParallelConfigError: the name is unknown, or the dtype is not floating point.
     """
-    found = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(name.removeprefix("torch."))
-    if found in SHORT_NAMES or name is None:
-        return found
+    dtype = name if name is None or isinstance(name, torch.dtype) else _BY_NAME.get(name.removeprefix("torch."))
+    if dtype in SHORT_NAMES or name is None:
+        return dtype
     raise ParallelConfigError(f"{field} is {name!r}; it takes one of {', '.join(DTYPE_NAMES)}")

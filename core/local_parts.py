@@ -32,8 +32,8 @@ def keep_range(param: Tensor, kept: tuple[Tensor, int] | None) -> None:
 
 def kept_range(param: Tensor) -> tuple[Tensor, int] | None:
     """Returns what `keep_range` has noted."""
-    found: tuple[Tensor, int] | None = getattr(param, _RANGE, None)
-    return found
+    elements: tuple[Tensor, int] | None = getattr(param, _RANGE, None)
+    return elements
 
 
 def fill_range(param: Tensor, whole: Tensor) -> None:

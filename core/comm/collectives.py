@@ -280,13 +280,13 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 def can_register(group: ProcessGroup, device: torch.device) -> bool:
     """Returns whether the group's backend allocates memory itself, which it then need not copy. Warns where not."""
-    found: bool = group._get_backend(device).supports_tensor_alloc(device)
-    if not found:
+    is_supported: bool = group._get_backend(device).supports_tensor_alloc(device)
+    if not is_supported:
         warn_once(
             f"nccl_ub is set, but the backend of these ranks on {device.type} cannot register memory; it is allocated "
             "as usual. No number changes"
         )
-    return found
+    return is_supported
 
 
 def allocator(group: ProcessGroup, device: torch.device, *, registers: bool) -> Allocate:

@@ -74,5 +74,5 @@ def wait_for(event: streams.Event) -> None:
 
 def _to_list(numbers: Tensor) -> list[float]:
     """Reads numbers on the host, for all code of a step. `tests/unit/training/test_host_reads.py` counts the calls."""
-    found: list[float] = numbers.tolist()
-    return found
+    listed: list[float] = numbers.tolist()
+    return listed

@@ -54,23 +54,23 @@ def positions() -> dict[str, Position]:
     """Returns this rank's position in each group by the group's name, that of its last collective last.
 
     Empty where the backend or the build of torch has no recorder."""
-    found: dict[str, Position] = {}
+    latest: dict[str, Position] = {}
     try:
         entries = flight_recorder()
     except Exception:  # it explains failures, and must not add another
-        return found
+        return latest
     for entry in entries:
         if entry.get("is_p2p"):
             continue
         group = entry.get("process_group", ["?"])[0]
-        before = found.pop(group, None)
+        before = latest.pop(group, None)
         if before is not None and not before.is_over:
-            found[group] = before
+            latest[group] = before
             continue
         # gloo never sets the state "completed": it retires entries that have ended in any way.
         is_over = entry.get("state") == "completed" or bool(entry.get("retired"))
-        found[group] = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)
-    return found
+        latest[group] = Position(entry.get("profiling_name", "?"), entry.get("collective_seq_id", 0), is_over)
+    return latest
 
 
 NUM_CALLS_KEPT, MOST_CALLS_KEPT = 64, 4096
@@ -122,11 +122,11 @@ class CollectiveRecord:
     def publish(self) -> None:
         """Writes the last calls into the store for other ranks, if there are new ones, and those around the first
         that is not over: under NCCL the host may be many calls ahead of it."""
-        kept = list(self.calls)
-        first = next((index for index, call in enumerate(kept) if call.is_under_way), len(kept))
+        recent = list(self.calls)
+        first = next((index for index, call in enumerate(recent) if call.is_under_way), len(recent))
         near = range(first - NUM_CALLS_PUBLISHED // 2, first + NUM_CALLS_PUBLISHED // 2)
-        last = range(len(kept) - NUM_CALLS_PUBLISHED, len(kept))
-        calls = [call for index, call in enumerate(kept) if index in near or index in last]
+        last = range(len(recent) - NUM_CALLS_PUBLISHED, len(recent))
+        calls = [call for index, call in enumerate(recent) if index in near or index in last]
         text = json.dumps({"num_calls": self.num_calls, "calls": [call.as_json() for call in calls]})
         if text != self._published:
             _store().set(_key(self.group_name, self.rank), text)
@@ -158,14 +158,16 @@ def recorded(kind: str, what: str, payload: torch.Tensor | int, group: dist.Proc
 
 def record_of(group: dist.ProcessGroup | None = None) -> CollectiveRecord:
     """Returns this rank's record of a group. The first call creates it."""
-    asked = group if group is not None else dist.group.WORLD
-    if asked is None:
+    group = group if group is not None else dist.group.WORLD
+    if group is None:
         raise RuntimeError("there is no process group yet")
-    record = _records.get(asked)
+    record = _records.get(group)
     if record is None:
-        record = _records[asked] = CollectiveRecord(asked)
-        _every_record[:] = [kept for kept in _every_record if kept() is not None] + [weakref.ref(record)]
-        if asked.size() > 1 and dist.get_backend(asked) != "fake":
+        record = _records[group] = CollectiveRecord(group)
+        _every_record[:] = [reference for reference in _every_record if reference() is not None] + [
+            weakref.ref(record)
+        ]
+        if group.size() > 1 and dist.get_backend(group) != "fake":
             _listener.ensure_running()
     return record
 
@@ -252,17 +254,17 @@ def ask_other_ranks() -> None:
     until no further answer has come for `_INTERVALS_WITHOUT_ANSWER` intervals, because busy ranks answer later.
     """
     interval = _listening_interval_s()
-    asked = time.monotonic()
-    answers, last_answer = 0, asked
+    asked_at = time.monotonic()
+    answers, last_answer = 0, asked_at
     try:
         question = int(_store().add(_QUESTIONS, 1))
         _publish_all()
-        while (now := time.monotonic()) < asked + 1.5 * interval or (
+        while (now := time.monotonic()) < asked_at + 1.5 * interval or (
             answers < dist.get_world_size() and now < last_answer + _INTERVALS_WITHOUT_ANSWER * interval
         ):
             time.sleep(0.05)
-            if (found := int(_store().add(_answers(question), 0))) > answers:
-                answers, last_answer = found, time.monotonic()
+            if (count := int(_store().add(_answers(question), 0))) > answers:
+                answers, last_answer = count, time.monotonic()
     except Exception:  # the store may have gone with the rank that held it
         return
 

@@ -126,16 +126,16 @@ class IndexFile:
     def check_tokens(self, bin_path: Path) -> None:
         """Raises `DataError` unless the token file has the size that the index says."""
         try:
-            found = bin_path.stat().st_size
+            num_bytes = bin_path.stat().st_size
         except OSError as error:
             raise DataError(_cannot_open(bin_path, error)) from None
         expected = 0
         if len(self.lengths):
             expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        if found != expected:
-            state = "truncated" if found < expected else "longer than its index says"
+        if num_bytes != expected:
+            state = "truncated" if num_bytes < expected else "longer than its index says"
             raise DataError(
-                f"{bin_path}: {state}, {found} bytes where the index says {expected}; prepare the corpus again"
+                f"{bin_path}: {state}, {num_bytes} bytes where the index says {expected}; prepare the corpus again"
             )
 
     def _check_order(self, path: Path) -> None:

@@ -75,8 +75,8 @@ class Tokenizer:
         try:
             content = text.encode("utf-8")
         except UnicodeEncodeError as error:
-            found = f"{text[error.start]!r} at character {error.start}"
-            raise DataError(f"the text holds an unpaired surrogate, {found}; remove it") from None
+            surrogate = f"{text[error.start]!r} at character {error.start}"
+            raise DataError(f"the text holds an unpaired surrogate, {surrogate}; remove it") from None
         if self._is_bytes:
             return np.frombuffer(content, np.uint8).astype(np.int32)  # a hundred times as fast as through the library
         with _failures_as_errors("the tokenizer cannot encode a text"):

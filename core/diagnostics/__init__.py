@@ -65,8 +65,8 @@ def raise_explained(error: Exception, wrapper: nn.Module) -> None:
 def _model_inside(wrapper: nn.Module) -> nn.Module:
     """Returns the model whose parameter names users know: without the wrapper and `Float16Module`."""
     module = getattr(wrapper, "module", wrapper)
-    found: nn.Module = module.module if isinstance(module, Float16Module) else module
-    return found
+    model: nn.Module = module.module if isinstance(module, Float16Module) else module
+    return model
 
 
 __all__ = ["failures_explained", "raise_explained"]

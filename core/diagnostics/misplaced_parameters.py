@@ -119,11 +119,11 @@ def _place(error: BaseException) -> str:
 
 
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    found = []
+    frames = []
     while traceback is not None:
-        found.append((traceback.tb_frame, traceback.tb_lineno))
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return found
+    return frames
 
 
 def reject_plain_state_dicts(root: nn.Module) -> None:

@@ -121,10 +121,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
-    asked = asked_bytes(str(error))
+    requested = asked_bytes(str(error))
     table = memory_by_category(wrapper, device_type)
-    settings = sorted(savings(wrapper, table, asked, device_type), key=lambda item: -item[1])[:_NUM_SETTINGS]
-    what = f"could not allocate {readable_bytes(asked)} more" if asked else "could not allocate more"
+    settings = sorted(savings(wrapper, table, requested, device_type), key=lambda item: -item[1])[:_NUM_SETTINGS]
+    what = f"could not allocate {readable_bytes(requested)} more" if requested else "could not allocate more"
     lines = [
         f"rank {dist.get_rank()} {what} of {'the accelerator' if device_type == 'cuda' else 'the host'}'s memory. "
         "Where it is on this rank:",
@@ -138,8 +138,8 @@ def _message(error: BaseException, wrapper: Any, device_type: str) -> str:
 
 def asked_bytes(message: str) -> int:
     """Reads the bytes that the failed allocation asked for from the allocator's message, or 0 if it has none."""
-    found = _ASKED.search(message)
-    return int(float(found[1]) * _POWERS[found[2].lower()]) if found else 0
+    match = _ASKED.search(message)
+    return int(float(match[1]) * _POWERS[match[2].lower()]) if match else 0
 
 
 def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -> Iterator[tuple[str, int]]:

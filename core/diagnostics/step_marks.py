@@ -95,8 +95,10 @@ def _watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if hasattr(optimizer, _IS_OWN):
         return
-    found = dict.fromkeys(getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"])
-    marks = [mark for mark in found if mark is not None]
+    distinct = dict.fromkeys(
+        getattr(param, MARK, None) for group in optimizer.param_groups for param in group["params"]
+    )
+    marks = [mark for mark in distinct if mark is not None]
     setattr(optimizer, _MET, marks)
     if not marks:
         return

@@ -57,8 +57,8 @@ def whole_view(tensor: Tensor) -> Tensor:
 
     :func:`~core.dist_checkpointing.global_view`, or `flat_range_view` where a wrapper keeps a range of the parameter.
     """
-    kept = kept_range(tensor)
-    return global_view(tensor) if kept is None else flat_range_view(tensor, *kept)
+    kept_elements = kept_range(tensor)
+    return global_view(tensor) if kept_elements is None else flat_range_view(tensor, *kept_elements)
 
 
 def held_boxes(tensor: Tensor) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -173,10 +173,10 @@ def whole(tensor: Tensor) -> Tensor:
         return full.detach()
     if not isinstance(tensor, FlatRange):
         return tensor.detach()
-    found = torch.zeros(tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
+    total = torch.zeros(tensor.shape, dtype=tensor.held.dtype, device=tensor.held.device)
     for offsets, piece in tensor.pieces():
         place = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
-        found[place] = piece
+        total[place] = piece
     # Replicas of a hybrid hold the same range, and a sum of theirs would round: the largest of equal bytes and zeros.
-    all_reduce_by_backend(found.view(-1).view(torch.uint8), what="a whole tensor", op=dist.ReduceOp.MAX)
-    return found
+    all_reduce_by_backend(total.view(-1).view(torch.uint8), what="a whole tensor", op=dist.ReduceOp.MAX)
+    return total

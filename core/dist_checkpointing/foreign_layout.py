@@ -134,9 +134,9 @@ def _check(
             problems.append(f"{name} is {list(entry.shape)} there, and the model takes {list(expected[name])}")
     for recipe in known:
         target = targets[recipe.name]
-        rows, given = (target.shape[0] if target.dim() else 0), sum(run.count for run in recipe.runs)
-        if given != rows and (given > rows or not recipe.padded):
-            problems.append(f"{recipe.name} has {rows} rows here, and {given} there")
+        rows, num_foreign = (target.shape[0] if target.dim() else 0), sum(run.count for run in recipe.runs)
+        if num_foreign != rows and (num_foreign > rows or not recipe.padded):
+            problems.append(f"{recipe.name} has {rows} rows here, and {num_foreign} there")
         for name in sorted({run.source for run in recipe.runs} & index.tensors.keys()):
             dtype = index.tensors[name].dtype
             if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
@@ -203,9 +203,11 @@ class BoxReader:
     def read(self, name: str, box: tuple[slice | int, ...]) -> torch.Tensor:
         entry = self.index.tensors[name]
         ranges = [(part, part + 1) if isinstance(part, int) else (part.start, part.stop) for part in box]
-        found = [piece for piece in entry.pieces if _meets(piece, ranges)]
-        whole = torch.empty([stop - start for start, stop in ranges], dtype=entry.dtype) if len(found) > 1 else None
-        for piece in found:
+        overlapping = [piece for piece in entry.pieces if _meets(piece, ranges)]
+        whole = (
+            torch.empty([stop - start for start, stop in ranges], dtype=entry.dtype) if len(overlapping) > 1 else None
+        )
+        for piece in overlapping:
             common = [
                 (max(start, offset), min(stop, offset + size))
                 for (start, stop), offset, size in zip(ranges, piece.offsets, piece.sizes, strict=True)

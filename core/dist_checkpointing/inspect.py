@@ -90,13 +90,13 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Opened:
         CheckpointError: there is none, or it is damaged.
     """
     path = Path(folder)
-    found = existing_folder(path)
-    if not (found / INDEX_FILE).is_file():
+    checkpoint = existing_folder(path)
+    if not (checkpoint / INDEX_FILE).is_file():
         if has_safetensors(path):
             return Opened(path, read_safetensors_index(path))
         if not (path / TORCH_INDEX_FILE).is_file():
-            found = (latest_checkpoint(path) if path.is_dir() else None) or found
-    return Opened(found, read_index(found))
+            checkpoint = (latest_checkpoint(path) if path.is_dir() else None) or checkpoint
+    return Opened(checkpoint, read_index(checkpoint))
 
 
 def describe(opened: Opened, *, expand: bool = False) -> str:

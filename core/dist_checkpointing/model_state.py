@@ -243,8 +243,8 @@ def _received(value: torch.Tensor | None, offer: _Offer, ranks: Ranks) -> torch.
 
 def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
     """Fills this rank's piece. Gathers a DTensor on another mesh whole, one tensor at a time."""
-    kept = kept_range(target)
-    if kept is None and (_has_same_layout(value, target) or _has_same_layout(value, global_view(target))):
+    kept_elements = kept_range(target)
+    if kept_elements is None and (_has_same_layout(value, target) or _has_same_layout(value, global_view(target))):
         local_tensor(target).copy_(local_tensor(value))
         return
     if isinstance(value, FlatRange):
@@ -252,10 +252,10 @@ def _copy(value: torch.Tensor, target: torch.Tensor) -> None:
         return
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     piece = whole.detach()[local_slices(target)]
-    if kept is None:
+    if kept_elements is None:
         local_tensor(target).copy_(piece)
     else:
-        values, start = kept
+        values, start = kept_elements
         values.copy_(piece.reshape(-1)[start : start + values.numel()])
 
 

@@ -62,8 +62,8 @@ def read_safetensors_index(folder: Path) -> CheckpointIndex:
         places = None
     else:
         others = [name for name in ("pytorch_model.bin", "pytorch_model.bin.index.json") if (folder / name).exists()]
-        found = f"only {others[0]}, a pickle, which is not read" if others else "neither that nor its index"
-        raise CheckpointError(f"{folder} has no {SINGLE_FILE}: {found}; save the model with safe_serialization=True")
+        reason = f"only {others[0]}, a pickle, which is not read" if others else "neither that nor its index"
+        raise CheckpointError(f"{folder} has no {SINGLE_FILE}: {reason}; save the model with safe_serialization=True")
     tensors: dict[str, TensorEntry] = {}
     file_bytes: dict[str, int] = {}
     for name in sorted(set(places.values())) if places is not None else [SINGLE_FILE]:
@@ -235,14 +235,14 @@ def _entry(path: Path, name: str, stored: Any) -> TensorEntry:
 
 def _shards(plan: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
-    taken = 0
+    shard_bytes = 0
     for name, (dtype, shape) in plan.items():
         size = _bytes(dtype, shape)
-        if shards[-1] and taken + size > max_bytes:
+        if shards[-1] and shard_bytes + size > max_bytes:
             shards.append([])
-            taken = 0
+            shard_bytes = 0
         shards[-1].append(name)
-        taken += size
+        shard_bytes += size
     return shards
 
 

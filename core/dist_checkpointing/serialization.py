@@ -122,8 +122,8 @@ def load(
             overwritten, all tensors that differ from the saved ones, and the damaged files.
     """
     ranks, folder = Ranks(process_group), _folder(checkpoint_dir)
-    found = folders.existing_folder(folder)
-    index = ranks.from_first(lambda: read_index(found))
+    source = folders.existing_folder(folder)
+    index = ranks.from_first(lambda: read_index(source))
     state = dict(sharded_state_dict)
     stand_ins = {name: _of_stored_dtype(t, index, name) for name, t in state.items()} if cast else {}
     casts = {name: (state[name], stand_in) for name, stand_in in stand_ins.items() if stand_in is not None}
@@ -144,11 +144,13 @@ def load(
     if not problems and all(nothing for _, _, nothing in answers):
         problems = [f"no tensor in common: {len(state)} asked for, {len(index.tensors)} in the checkpoint"]
     _refuse(f"{folder} is a checkpoint of another model or layout", problems)
-    wanted = {name: tensor for name, tensor in state.items() if name in index.tensors}
+    targets = {name: tensor for name, tensor in state.items() if name in index.tensors}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = IndexedReader(found, index)
-    _run_dcp(torch_load_sharded, _detached(wanted), ranks, f"loading {folder}", storage_reader=reader, planner=planner)
-    line = _verify(_detached(wanted), found, index, reader.resharded, verify, ranks)
+    reader = IndexedReader(source, index)
+    _run_dcp(
+        torch_load_sharded, _detached(targets), ranks, f"loading {folder}", storage_reader=reader, planner=planner
+    )
+    line = _verify(_detached(targets), source, index, reader.resharded, verify, ranks)
     if report is not None:
         report(line)
     for tensor, stand_in in casts.values():

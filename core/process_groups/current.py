@@ -30,11 +30,11 @@ def groups_or_none() -> ParallelGroups | None:
     return _groups
 
 
-def groups(asked: str) -> ParallelGroups:
-    """Returns the groups. Before initialisation raises ParallelStateError, which names `asked`."""
+def groups(what: str) -> ParallelGroups:
+    """Returns the groups. Before initialisation raises ParallelStateError, which names `what`."""
     if _groups is None:
         raise ParallelStateError(
-            f"{asked} was asked for before initialisation; call core.parallel_state.initialize_model_parallel() first"
+            f"{what} was asked for before initialisation; call core.parallel_state.initialize_model_parallel() first"
         )
     return _groups
 

@@ -123,8 +123,8 @@ def load_checkpoint(state: TrainingState, config: PretrainConfig, root: Path, *,
     lines: list[str] = []
     verify = config.checkpoint.verify_checkpoint
     with another_offered(folder, ranks):
-        wanted = state_tensors(state) | streams
-        load(wanted, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
+        targets = state_tensors(state) | streams
+        load(targets, folder, verify=verify, cast=True, report=lines.append, optional=_RNG_NAMES)
     try:
         state.optimizer.load_state_scalars(metadata["optimizer"])
         state.scheduler.load_state_dict(metadata["scheduler"])
@@ -172,17 +172,17 @@ def find_checkpoint(root: Path, *, fall_back: bool = False) -> Path:
     if is_checkpoint(root):
         return root
     try:
-        found = latest_checkpoint(root) if root.is_dir() else None
+        checkpoint = latest_checkpoint(root) if root.is_dir() else None
     except CheckpointError:
-        found = next(iter(complete_checkpoints(root)), None) if fall_back else None
-        if found is None:
+        checkpoint = next(iter(complete_checkpoints(root)), None) if fall_back else None
+        if checkpoint is None:
             raise
-    if found is None:
+    if checkpoint is None:
         raise CheckpointError(
             f"{root}: {'holds no checkpoint' if root.is_dir() else 'no such folder'}; give --load the folder that a "
             "run saved to"
         )
-    return found
+    return checkpoint
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -213,13 +213,13 @@ def state_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 def _all_finite(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Returns whether every floating value on every rank is finite. Collective."""
-    found = True
+    all_finite = True
     for tensor in tensors.values():
         for _, values in held_boxes(tensor):
             if values.is_floating_point() and values.element_size() > 1 and values.numel():
                 low, high = torch.aminmax(values.detach())  # both are NaN if any value is
-                found = found and bool(low.isfinite() & high.isfinite())
-    everywhere = torch.tensor(int(found), device=device.current_device())
+                all_finite = all_finite and bool(low.isfinite() & high.isfinite())
+    everywhere = torch.tensor(int(all_finite), device=device.current_device())
     all_reduce_by_backend(everywhere, what="whether all values are finite", op=dist.ReduceOp.MIN)
     return bool(everywhere)
 

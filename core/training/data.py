@@ -118,14 +118,14 @@ def _loader(
 def _can_validate(config: PretrainConfig, corpus: IndexedDataset) -> bool:
     """Returns whether there is a document to validate on. Warns if rounding left none of the requested share."""
     first, last = document_range(len(corpus), "valid", config.data.split)
-    asked = parse_shares(config.data.split)[1] > 0 and config.run.eval_iters > 0
-    if asked and first == last:
+    validates = parse_shares(config.data.split)[1] > 0 and config.run.eval_iters > 0
+    if validates and first == last:
         warnings.warn(
             f"{corpus.prefix}: none of its {len(corpus)} documents falls to validation under split "
             f"{config.data.split}, so nothing is validated; give it a larger share, or more documents",
             stacklevel=3,
         )
-    return asked and first < last
+    return validates and first < last
 
 
 def _sample_order(train: GPTDataset, global_batch_size: int) -> dict[str, Any]:
@@ -150,19 +150,19 @@ def _tokenizer(config: PretrainConfig, data_path: Path) -> Tokenizer | None:
 
 
 def _vocab_size(config: PretrainConfig, data_path: Path, tokenizer: Tokenizer | None) -> int:
-    asked = config.data.vocab_size
+    vocab_size = config.data.vocab_size
     if tokenizer is None:
-        if asked is None:
+        if vocab_size is None:
             raise ConfigError(
                 f"{tokenizer_path(data_path)} does not exist, so the size of the vocabulary is unknown; give "
                 "--vocab-size, or the tokenizer of the corpus with --tokenizer-model"
             )
-        return asked
-    if asked is not None and asked < tokenizer.vocab_size:
+        return vocab_size
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigError(
-            f"vocab_size {asked} is smaller than the tokenizer's {tokenizer.vocab_size}; drop it, or raise it"
+            f"vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; drop it, or raise it"
         )
-    return asked or tokenizer.vocab_size
+    return vocab_size or tokenizer.vocab_size
 
 
 Batch = Mapping[str, torch.Tensor]

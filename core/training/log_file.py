@@ -61,16 +61,16 @@ def drop_lines_after(path: Path, iteration: int) -> int:
     """
     if not path.exists():
         return 0
-    kept = 0
+    end_of_kept = 0
     try:
         for line, end in _lines_and_ends(path):
             if line["step"] > iteration:
                 break
-            kept = end
+            end_of_kept = end
     except (KeyError, TypeError):
         raise CheckpointError(_NO_LOG.format(path)) from None
-    os.truncate(path, kept)
-    return kept
+    os.truncate(path, end_of_kept)
+    return end_of_kept
 
 
 def peak_memory_bytes() -> int:

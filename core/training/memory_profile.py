@@ -66,10 +66,10 @@ class MemoryTimeline:
         if len(self.held) <= num_points:
             return self
         cuts = [len(self.held) * i // num_points for i in range(num_points + 1)]
-        kept = [
+        peaks = [
             max(range(start, end), key=lambda index: sum(self.held[index])) for start, end in itertools.pairwise(cuts)
         ]
-        return MemoryTimeline(self.device, tuple(self.times_s[i] for i in kept), tuple(self.held[i] for i in kept))
+        return MemoryTimeline(self.device, tuple(self.times_s[i] for i in peaks), tuple(self.held[i] for i in peaks))
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values. The series is thinned and contains the peak."""
@@ -201,14 +201,14 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _addresses(kinds: Iterable[tuple[int, Iterable[Tensor]]]) -> dict[int, tuple[int, int]]:
-    found: dict[int, tuple[int, int]] = {}
+    held: dict[int, tuple[int, int]] = {}
     for category, tensors in kinds:
         for tensor in tensors:
             local = local_part(tensor)
             storage = local.untyped_storage()
             if storage.nbytes() and local.device.type == device.device_type():  # not offloaded
-                found.setdefault(storage.data_ptr(), (category, storage.nbytes()))
-    return found
+                held.setdefault(storage.data_ptr(), (category, storage.nbytes()))
+    return held
 
 
 def _flat(events: Iterable[Any]) -> Iterator[Any]:

@@ -100,12 +100,12 @@ def load_run_weights(
     theirs = metadata["config"]["model"]
     ours = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}
     differing = [f"{name} {ours[name]!r} and {theirs[name]!r}" for name in ours if theirs.get(name) != ours[name]]
-    named = {f"model.{name}": tensor for name, tensor in targets.items()}
-    differing += sorted(named.keys() ^ set(metadata["model_tensors"]))
+    tensors = {f"model.{name}": tensor for name, tensor in targets.items()}
+    differing += sorted(tensors.keys() ^ set(metadata["model_tensors"]))
     if differing:
         raise CheckpointError(f"{checkpoint} is of another model: {', '.join(differing[:20])} (here and there)")
     with another_offered(checkpoint, Ranks()):
-        load(named, checkpoint, strict=False, verify=verify, cast=True, report=report)
+        load(tensors, checkpoint, strict=False, verify=verify, cast=True, report=report)
 
 
 def is_hugging_face(folder: Path) -> bool:

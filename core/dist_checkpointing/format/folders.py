@@ -112,8 +112,8 @@ def release_folder(key: tuple[int, str]) -> None:
 def _holder(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            said = json.loads(file.read(1024))
-        return f"process {int(said['process'])} on {str(said['host'])[:64]} since {str(said['since'])[:32]}"
+            holder = json.loads(file.read(1024))
+        return f"process {int(holder['process'])} on {str(holder['host'])[:64]} since {str(holder['since'])[:32]}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
 
@@ -197,9 +197,9 @@ def _sweep(root: Path) -> None:
         folder = root / aside.name[1:].removesuffix(".old")
         if _LEFT_OVER.fullmatch(aside.name) and _was_being_replaced(folder):
             aside.rename(folder)
-    for left in root.iterdir():
-        if _LEFT_OVER.fullmatch(left.name):
-            shutil.rmtree(left, ignore_errors=True)
+    for entry in root.iterdir():
+        if _LEFT_OVER.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -246,14 +246,14 @@ def prune(root: Path, keep: Retention, is_good: Callable[[Path], bool] = lambda 
     Args:
         is_good: returns whether the description of a checkpoint says that a run can continue from it.
     """
-    named = complete_checkpoints(root)
-    pointed = latest_checkpoint(root)
-    until_now = named[named.index(pointed) :] if pointed in named else []
-    doomed = [path for path in until_now[keep.last :] if keep.every is None or iteration_of(path) % keep.every != 0]
-    if doomed and not any(is_good(path) for path in until_now if path not in doomed):
-        spared = next((path for path in doomed if is_good(path)), None)
-        doomed = [path for path in doomed if path != spared]
-    for path in doomed:
+    checkpoints = complete_checkpoints(root)
+    latest = latest_checkpoint(root)
+    until_now = checkpoints[checkpoints.index(latest) :] if latest in checkpoints else []
+    obsolete = [path for path in until_now[keep.last :] if keep.every is None or iteration_of(path) % keep.every != 0]
+    if obsolete and not any(is_good(path) for path in until_now if path not in obsolete):
+        newest_good = next((path for path in obsolete if is_good(path)), None)
+        obsolete = [path for path in obsolete if path != newest_good]
+    for path in obsolete:
         grave = path.with_name(f".{path.name}.removed")
         try:
             path.rename(grave)
@@ -264,8 +264,8 @@ def prune(root: Path, keep: Retention, is_good: Callable[[Path], bool] = lambda 
 
 def complete_checkpoints(root: str | os.PathLike[str]) -> list[Path]:
     """Returns the folders ``iter_...`` in `root` with a complete description, the highest iteration first."""
-    found = [p for p in Path(root).glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / INDEX_FILE).is_file()]
-    return sorted(found, key=iteration_of, reverse=True)
+    complete = [p for p in Path(root).glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / INDEX_FILE).is_file()]
+    return sorted(complete, key=iteration_of, reverse=True)
 
 
 def iteration_of(folder: Path) -> int:

@@ -119,8 +119,8 @@ def read_index(folder: Path) -> CheckpointIndex:
     path = folder / INDEX_FILE
     torch_path = folder / TORCH_INDEX_FILE
     if not path.is_file() and not torch_path.is_file():
-        found = "it has no checkpoint.json" if folder.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{folder} is not a checkpoint: {found}; name a folder that `save` wrote")
+        reason = "it has no checkpoint.json" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{folder} is not a checkpoint: {reason}; name a folder that `save` wrote")
     try:
         if path.is_file():
             index = decode_index(read_file(path, JSON_BYTES).decode("utf-8"))

@@ -71,7 +71,7 @@ def damage(folder: Path, ranks: Ranks) -> list[str]:
     mine = pieces[ranks.rank * len(pieces) // ranks.size : (ranks.rank + 1) * len(pieces) // ranks.size]
     bad = ranks.on_all(lambda: [(name, piece) for name, piece in mine if _is_damaged(folder, index, name, piece)])
     files: dict[str, list[str]] = {}
-    for name, piece in (found for of_rank in ranks.all_gather(bad) for found in of_rank):
+    for name, piece in (damaged_piece for of_rank in ranks.all_gather(bad) for damaged_piece in of_rank):
         files.setdefault(piece.file, []).append(f"{name} (bytes {piece.start} to {piece.start + piece.num_bytes})")
     return [f"{folder / file} is damaged in {_listed(places)}" for file, places in sorted(files.items())]
 

@@ -76,13 +76,13 @@ def _division_errors(types: Mapping[str, type], given: Mapping[str, Any]) -> lis
 
 def _chooses_fsdp2(given: dict[str, Any]) -> bool:
     """Removes `use_torch_fsdp2` from `given`, and returns it."""
-    asked, strategy = bool(given.pop("use_torch_fsdp2", None)), given.get("data_parallel_sharding_strategy")
-    if asked and strategy is not None and not shards_parameters(strategy):
+    is_fsdp2, strategy = bool(given.pop("use_torch_fsdp2", None)), given.get("data_parallel_sharding_strategy")
+    if is_fsdp2 and strategy is not None and not shards_parameters(strategy):
         raise ParallelConfigError(
             "use_torch_fsdp2 shards parameters, gradients and optimizer state, but data_parallel_sharding_strategy is "
             f"{strategy}; drop one of the two"
         )
-    return asked
+    return is_fsdp2
 
 
 def _reject_settings_of_others(chosen: type, given: Mapping[str, Any]) -> None:

@@ -130,15 +130,15 @@ def _common_environment(num_ranks: int, port: int) -> dict[str, str]:
 def _agent_leaves_signals_alone() -> Iterator[None]:
     """Restricts torch's agent, which installs signal handlers that raise, to SIGQUIT. Restores it on exit."""
     name, before = "TORCHELASTIC_SIGNALS_TO_HANDLE", signal.getsignal(signal.SIGQUIT)
-    asked = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ[name] = "SIGQUIT"
     try:
         yield
     finally:
         signal.signal(signal.SIGQUIT, before)
         del os.environ[name]
-        if asked is not None:
-            os.environ[name] = asked
+        if previous is not None:
+            os.environ[name] = previous
 
 
 def _wait(context: SubprocessContext, signals: SignalCount) -> _Ended:
