@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
-from ..tensor_parallel.random_streams import MicroBatchSeeds
+from ..tensor_parallel.random import MicroBatchSeeds
 from .checkpointing import TOKENIZER_FILE, save_tokenizer, weights_hash
 from .checkpointing.writer import CheckpointWriter
 from .config import PretrainConfig

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ShardstackError
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
-from ..optimizer.step_outcome import StepOutcome
+from ..optimizer.optimizer import StepOutcome
 
 
 @dataclass(frozen=True, kw_only=True)

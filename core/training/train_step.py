@@ -15,7 +15,7 @@ from ..diagnostics import failures_explained
 from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..optimizer.exact_sums import exact_totals
-from ..tensor_parallel.random_streams import MicroBatchSeeds
+from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.context_parallel import own_chunks
 from ..transformer.document_masks import PackedDocuments
 from .device_batches import Batch, to_device
