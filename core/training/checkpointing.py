@@ -41,7 +41,7 @@ from ..dist_checkpointing.format.verification import advice, another_offered, he
 from ..distributed.data_parallel_base import unwrap_model
 from ..errors import CheckpointError, ShardstackError
 from ..files import brief
-from ..tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
+from ..tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
 from .config import PretrainConfig
 from .run_metadata import check_is_run, check_same_model, rank_layout, warn_of_another_order
 from .state import TrainingState

@@ -16,7 +16,7 @@ from ..dist_checkpointing.agreement import Ranks
 from ..dist_checkpointing.format.folders import acquire_folder, release_folder
 from ..errors import ConfigError
 from ..rendezvous import set_launcher_variables
-from ..tensor_parallel.random_streams import seed_everything
+from ..tensor_parallel.random import seed_everything
 from .config import PretrainConfig, validate
 from .launch.environment import check_launcher, environment_rank, environment_threads, environment_world_size
 

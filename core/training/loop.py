@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, OptimizerError, ShardstackError
 from ..optimizer.grad_scaler import DynamicGradScaler
-from ..tensor_parallel.random_streams import MicroBatchSeeds
+from ..tensor_parallel.random import MicroBatchSeeds
 from .checkpointing import TOKENIZER_FILE, CheckpointWriter, save_tokenizer, weights_hash
 from .config import PretrainConfig
 from .data import Batch, RunData, training_batches, validation_batches

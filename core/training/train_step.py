@@ -17,8 +17,8 @@ from ..distributed import _BaseDataParallel, finalize_model_grads
 from ..errors import ShardstackError
 from ..optimizer import MegatronOptimizer, OptimizerParamScheduler
 from ..optimizer.exact_sums import exact_totals
-from ..optimizer.step_outcome import StepOutcome
-from ..tensor_parallel.random_streams import MicroBatchSeeds
+from ..optimizer.optimizer import StepOutcome
+from ..tensor_parallel.random import MicroBatchSeeds
 from ..transformer.context_parallel import own_chunks
 from ..transformer.document_masks import PackedDocuments
 from .data import Batch, to_device

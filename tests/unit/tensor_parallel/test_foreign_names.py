@@ -17,7 +17,7 @@ from core.tensor_parallel import (
     RowParallelLinear,
     broadcast_data,
 )
-from core.transformer.initializers import init_method_normal
+from core.transformer.transformer_config import init_method_normal
 from tests.unit._spawn import run_distributed
 
 CONFIG = ModelParallelConfig()
