@@ -22,8 +22,9 @@ from core.dist_checkpointing.inspect import describe, open_checkpoint
 from core.models.gpt import GPTModel
 from core.models.gpt.hugging_face import hf_architecture, load_hugging_face, save_hugging_face
 from core.training.log_file import read_log
-from core.training.pretrained import load_run_model, save_weights
+from core.training.pretrained import load_run_model
 from core.transformer.transformer_config import TransformerConfig
+from examples.gpt.convert import save_weights
 
 
 @dataclass(frozen=True)
