@@ -150,54 +150,47 @@ def savings(wrapper: Any, table: dict[str, int], asked: int, device_type: str) -
     halves the activations; bf16 halves what is computed with.
     """
     plan, config = wrapper.plan, wrapper.config
-    spared = 1.0 - 1.0 / wrapper.process_group.size()
-    asked_by, is_fully_sharded = plan.asked_by, plan.shards_parameters
+    num_ranks, asked_by = wrapper.process_group.size(), plan.asked_by
+    spared = 1.0 - 1.0 / num_ranks
+    is_fully_sharded = plan.shards_parameters
     units = plan.units if is_fully_sharded else ()
-    num_units, num_layers = max(1, len(units)), _num_layers(wrapper.module)
+    num_units = max(1, len(units))
+    stay_gathered = is_fully_sharded and sum(unit.is_freed for unit in units) < num_units - 1  # the last one always
     recomputes = getattr(config, "recompute_granularity", None) == "full" or plan.recomputes
-    computes_in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16"))
-    candidates: list[tuple[str, float]] = [
-        ("half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
+    in_fp32 = not any(getattr(config, name, False) for name in ("bf16", "fp16")) and not plan.casts_parameters
+    replicated = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
+    kept_whole = sum(table[name] for name in replicated.get(plan.strategy, (PARAMETERS,)))
+    shards = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
+    can_offload = "offloads" in asked_by and device_type == "cuda" and not plan.offloads
+    ahead = is_fully_sharded and plan.gathers_ahead
+    by_micro_batch = not plan.reduces_every_micro_batch
+
+    def advice(text: str, name: str) -> str:
+        return f"{text} ({asked_by.get(name)})"
+
+    candidates: list[tuple[bool, str, float]] = [
+        (True, "half the micro-batch, with twice as many micro-batches", (table[REST] + asked) / 2),
+        (
+            not recomputes,
+            advice("recomputation of activations", "recomputes"),
+            table[REST] * (1 - 1 / _num_layers(wrapper.module)),
+        ),
+        (in_fp32, "computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2),
+        (not is_fully_sharded, "full sharding (TorchFullyShardedDataParallelConfig)", spared * kept_whole),
+        (
+            stay_gathered,
+            advice("freeing gathered parameters after forward", "is_freed"),
+            table[GATHERED] * max(0.0, 1 - 2 / num_units),
+        ),
+        (
+            by_micro_batch,
+            advice("reducing each micro-batch", "reduces_every_micro_batch"),
+            spared * table[WHOLE_GRADIENTS],
+        ),
+        (ahead, advice("no unit gathered ahead", "gathers_ahead"), table[PARAMETERS] * num_ranks / num_units),
+        (can_offload, advice("shards on the host", "offloads"), shards),
     ]
-    if not recomputes:
-        candidates.append(
-            (f"recomputation of activations ({asked_by['recomputes']})", table[REST] * (1 - 1 / num_layers))
-        )
-    if computes_in_fp32 and not plan.casts_parameters:
-        candidates.append(("computation in bf16 (config.bf16=True)", (table[GATHERED] + table[REST] + asked) / 2))
-    if not is_fully_sharded:
-        sharded = {"no_shard": (OPTIMIZER_STATE, GRADIENTS, PARAMETERS), "optim": (GRADIENTS, PARAMETERS)}
-        candidates.append(
-            (
-                "full sharding (TorchFullyShardedDataParallelConfig)",
-                spared * sum(table[name] for name in sharded.get(plan.strategy, (PARAMETERS,))),
-            )
-        )
-    elif sum(unit.is_freed for unit in units) < num_units - 1:  # the last one stays in any case
-        candidates.append(
-            (
-                f"freeing gathered parameters after forward ({asked_by['is_freed']})",
-                table[GATHERED] * max(0.0, 1 - 2 / num_units),
-            )
-        )
-    if table[WHOLE_GRADIENTS] and not plan.reduces_every_micro_batch:
-        candidates.append(
-            (
-                f"reducing each micro-batch ({asked_by['reduces_every_micro_batch']})",
-                spared * table[WHOLE_GRADIENTS],
-            )
-        )
-    if is_fully_sharded and plan.gathers_ahead:
-        candidates.append(
-            (
-                f"no unit gathered ahead ({asked_by['gathers_ahead']})",
-                table[PARAMETERS] * wrapper.process_group.size() / num_units,
-            )
-        )
-    if "offloads" in asked_by and device_type == "cuda" and not plan.offloads:
-        kept = table[PARAMETERS] + table[GRADIENTS] + table[OPTIMIZER_STATE]
-        candidates.append((f"shards on the host ({asked_by['offloads']})", kept))
-    yield from ((setting, int(size)) for setting, size in candidates if size >= 1)
+    yield from ((setting, int(size)) for applies, setting, size in candidates if applies and size >= 1)
 
 
 def _num_layers(module: nn.Module) -> int:

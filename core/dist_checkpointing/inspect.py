@@ -17,7 +17,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Opened:
 
 
 def describe(opened: Opened, *, expand: bool = False) -> str:
-    """Returns a page about a checkpoint: where it comes from, its metadata, and the tree of its tensors.
+    """Returns a page about a checkpoint: where it comes from, its metadata, and its tensors.
 
     Args:
         expand: list every layer, with the hash of each tensor; else equal layers are one entry.
@@ -122,7 +122,7 @@ def describe(opened: Opened, *, expand: bool = False) -> str:
         lines.append(f"  {len(index.others)} entries that are no tensors, which are never read")
     if index.metadata:
         lines += ["", *_metadata_lines(index.metadata)]
-    lines += ["", *_tree_lines(index.tensors, expand)]
+    lines += ["", *_tensor_lines(index.tensors, expand)]
     return "\n".join(lines) + "\n"
 
 
@@ -138,7 +138,7 @@ def _provenance(metadata: Mapping[str, Any]) -> str:
         degrees = [f"{name} parallel {size}" for name, size in layout.items() if name != "ranks" and size != 1]
         by = f"{ranks} ranks" if ranks != 1 else "1 rank"
         parts.append(f"written by {by}{' (' + ', '.join(degrees) + ')' if degrees else ''}, {_wrapper(metadata)}")
-    return ", ".join(parts) or "no run's"
+    return ", ".join(parts) or "not written by a training run"
 
 
 def _wrapper(metadata: Mapping[str, Any]) -> str:
@@ -175,61 +175,25 @@ def _value(value: Any) -> str:
     return str(value)
 
 
-@dataclass
-class _Node:
-    """A node in the tree of tensor names. `_tree_lines` fills it."""
-
-    entry: TensorEntry | None = None
-    """The tensor of this name; None if the name is only a prefix of others."""
-    below: dict[str, _Node] = field(default_factory=dict)
-    """The nodes below, by the next part of their names, in natural order."""
-
-    def entries(self) -> Iterator[TensorEntry]:
-        if self.entry is not None:
-            yield self.entry
-        for node in self.below.values():
-            yield from node.entries()
-
-    def signature(self) -> Any:
-        """Returns a value that is equal for nodes with tensors of the same names, shapes and dtypes."""
-        own = None if self.entry is None else (self.entry.shape, self.entry.dtype)
-        return own, tuple((name, node.signature()) for name, node in self.below.items())
-
-
-def _tree_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[str]:
-    root = _Node()
-    for name in sorted(tensors, key=_natural):
-        node = root
-        for part in name.split("."):
-            node = node.below.setdefault(part, _Node())
-        node.entry = tensors[name]
-    rows = [*_rows(root, 0, expand)]
-    width = max((len(label) for label, _ in rows), default=0)
-    for label, entries in rows:
-        size = readable_bytes(sum(entry.num_bytes for entry in entries))
-        kinds = {_kind(entry) for entry in entries}
-        what = kinds.pop() if len(kinds) == 1 else f"{len(entries)} tensors"
-        hashed = entries[0].content_hash if expand and len(entries) == 1 else None
-        yield f"  {label:<{width}}  {size:>10}  {what}" + ("" if hashed is None else f"  {hashed:016x}")
-
-
-def _rows(node: _Node, depth: int, expand: bool) -> Iterator[tuple[str, list[TensorEntry]]]:
+def _tensor_lines(tensors: Mapping[str, TensorEntry], expand: bool) -> Iterator[str]:
+    """Yields a line for each tensor. Those of equal layers, whose names only a number sets apart, are one line."""
     runs = fold_numbered(
-        node.below.items(), itemgetter(0), lambda a, b: not expand and a[1].signature() == b[1].signature()
+        sorted(tensors.items(), key=_by_pattern),
+        itemgetter(0),
+        lambda one, other: not expand and _kind(one[1]) == _kind(other[1]),
     )
-    for run in runs:
-        label, nodes = numbered_name(run[0][0], run[-1][0]), [node for _, node in run]
-        first = nodes[0]
-        while first.entry is None and len(first.below) == 1:  # a name that leads to one other
-            part, first = next(iter(first.below.items()))
-            label += f".{part}"
-        entries = [entry for each in nodes for entry in each.entries()]
-        yield "  " * depth + label + (f"  ({len(nodes)} x)" if len(nodes) > 1 else ""), entries
-        yield from _rows(first, depth + 1, expand)
+    rows = [(numbered_name(run[0][0], run[-1][0]) + f"  ({len(run)} x)" * (len(run) > 1), run) for run in runs]
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, run in rows:
+        first = run[0][1]
+        hashed = f"  {first.content_hash:016x}" if expand and first.content_hash is not None else ""
+        yield f"  {label:<{width}}  {readable_bytes(len(run) * first.num_bytes):>10}  {_kind(first)}{hashed}"
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
+def _by_pattern(item: tuple[str, TensorEntry]) -> tuple[list[str], list[int]]:
+    """Sorts names by their words, then by their numbers, so that the same tensor of all layers is together."""
+    parts = item[0].split(".")
+    return [part for part in parts if not part.isdecimal()], [int(part) for part in parts if part.isdecimal()]
 
 
 def _kind(entry: TensorEntry) -> str:

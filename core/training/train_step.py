@@ -157,7 +157,7 @@ def train_step(
         _sum_over_replicas(totals)
         if dist.get_world_size() > parallel_state.get_data_parallel_world_size(with_context_parallel=True):
             # Ranks of one model also get different signals, and the data-parallel sum above does not include them.
-            all_reduce_by_backend(totals[2:], what="the wish to stop", op=dist.ReduceOp.MAX)
+            all_reduce_by_backend(totals[2:], what="the stop flag", op=dist.ReduceOp.MAX)
         if tree is not None:
             exact = exact_totals(rows, group)
             totals[:2] = exact if per_token else torch.stack([exact[0], torch.ones_like(exact[1])])

@@ -47,17 +47,16 @@ def test_one_page_says_where_it_comes_from_and_what_it_holds(run: Path, capsys: 
     assert "  config.model: hidden_size 3" in lines
     assert any("many (100 entries)" in line for line in lines)
     tree = [line.split() for line in lines]
-    assert ["embedding.weight", "8.2", "KiB", "float32", "[300,", "7]"] in tree
-    assert ["0-11.mlp.weight", "(12", "x)", "576", "B", "float32", "[4,", "3]"] in tree
-    assert ["12.mlp.weight", "60", "B", "float32", "[5,", "3]"] in tree
+    assert ["model.embedding.weight", "8.2", "KiB", "float32", "[300,", "7]"] in tree
+    assert ["model.layers.0-11.mlp.weight", "(12", "x)", "576", "B", "float32", "[4,", "3]"] in tree
+    assert ["model.layers.12.mlp.weight", "60", "B", "float32", "[5,", "3]"] in tree
     assert ["optimizer.step", "8", "B", "int64", "[]"] in tree
 
 
 def test_equal_layers_are_listed_one_by_one_on_request(run: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(run), "--expand"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-15:-1]] == [
-        "layers",
-        *(f"{n}.mlp.weight" for n in range(13)),
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-14:-1]] == [
+        f"model.layers.{n}.mlp.weight" for n in range(13)
     ]
 
 
@@ -74,11 +73,11 @@ def test_expanded_pages_differ_where_two_checkpoints_do(run: Path, tmp_path: Pat
     save(state, tmp_path / "b" / "iter_0000030", metadata=_metadata(config=config))
     differing = sorted(page(run) ^ page(tmp_path / "b"))
     assert [line.split()[:2] for line in differing] == [
-        *[["3.mlp.weight", "48"]] * 2,
         *[["config.model:", "hidden_size"]] * 2,
+        *[["model.layers.3.mlp.weight", "48"]] * 2,
         *[["weights", line.split()[1]] for line in differing[4:]],
     ]
-    hashes = {line.split()[-1] for line in differing[:2]}
+    hashes = {line.split()[-1] for line in differing[2:4]}
     assert len(hashes) == 2 and all(len(value) == 16 for value in hashes)
 
 
