@@ -41,12 +41,6 @@ def explain_failures_with(explain: Callable[[BaseException, Collective], None]) 
 class Collective:
     """One call of a collective. Enter it around the call, or `run` the call where it may return work to wait for.
     Call `explain` if it fails elsewhere.
-
-    Attributes:
-        kind: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ...
-        what: its payload as messages name it, for example a unit or a bucket.
-        occurrence: calls of this kind and payload in the group so far, this one included.
-        number: calls of any kind in the group so far, this one included.
     """
 
     __slots__ = (
@@ -55,9 +49,12 @@ class Collective:
     )
 
     def __init__(self, record: CallRecord, kind: str, what: str, num_bytes: int, on_device: bool = False) -> None:
+        # Fixed: the group's record, the kind ("all-gather", "reduce-scatter", ...), the payload as messages name it (a
+        # unit, a bucket), and its bytes, 0 if messages should give no size.
         self.record, self.kind, self.what, self.num_bytes = record, kind, what, num_bytes
         # Whether the payload is on an accelerator, so that the call runs there after it has returned; fixed.
         self.on_device = on_device
+        # Calls in the group so far, this one included: of any kind, and of this kind and payload; fixed.
         self.number, self.occurrence = record.count(kind, what)
         # Seconds of the wall clock (`time.time`); fixed. Compared with those of other calls, and with the time of a
         # message.
@@ -211,6 +208,7 @@ class _ThreadState(threading.local):
         self.entered: list[Collective] = []
 
 
+# Each thread has its own state in it.
 _thread = _ThreadState()
 UNRECORDED = _Unrecorded()
 """The one for all calls that are not recorded."""

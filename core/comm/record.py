@@ -83,23 +83,24 @@ NUM_CALLS_PUBLISHED = 8
 class CollectiveRecord:
     """The last calls of this rank in one group.
 
-    Attributes:
-        rank: this process's rank in the group.
-        ranks: the members' ranks in the world, in the order of the group.
-        calls: the oldest first. `collective` appends, and drops the oldest ones that are over.
-        num_calls: all calls so far, those that were dropped included.
-        limit_s: how long the backend lets a call take.
+    The threads that call collectives add calls; the listener's thread reads them to publish them.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        # Fixed: the group's name, this rank in it, and its members' ranks in the world, in the group's order.
         self.group_name: str = group.group_name
         self.rank, self.num_ranks = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)
+        # The oldest first. `collective` appends, and drops the oldest ones that are over.
         self.calls: deque[Collective] = deque(maxlen=MOST_CALLS_KEPT)
+        # All calls so far, those that were dropped included; `count` adds.
         self.num_calls = 0
+        # Seconds that the backend lets a call take; fixed.
         self.limit_s = group_time_limit(group).total_seconds()
-        self._counts: Counter[tuple[str, str]] = Counter()  # calls by kind and payload; `count` adds, nothing clears
-        self._published = ""  # what `publish` has written last; it alone uses it, on any thread
+        # Calls by kind and payload; `count` adds, nothing clears.
+        self._counts: Counter[tuple[str, str]] = Counter()
+        # The text that `publish` has written last; it alone uses it, on any thread.
+        self._published = ""
 
     def count(self, kind: str, what: str) -> tuple[int, int]:
         """Counts a new call. Returns its number among all calls, and among those of its kind and payload."""
@@ -313,8 +314,10 @@ class _Listener:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None  # `ensure_running` starts it at the first group of several ranks
-        self._stop = threading.Event()  # `stop` sets it at exit
+        # `ensure_running` starts it at the first group of several ranks, and again where it has given up.
+        self._thread: threading.Thread | None = None
+        # `stop` sets it at exit; never cleared.
+        self._stop = threading.Event()
         # Number of the last question that was answered, 0 for none. `_answer` sets it, and resets it to 0 in another
         # store. Only the thread uses it.
         self._answered = 0
@@ -373,6 +376,7 @@ class _Listener:
             self._answered = number
 
 
+# The one listener of this process. `record_of` starts its thread.
 _listener = _Listener()
 _QUESTIONS = "shardstack/collectives/questions"
 _ASKING = "shardstack/collectives/asking"
