@@ -48,7 +48,7 @@ class GPTDatasetConfig:
     """Shares of the documents for training (the first ones), validation (the next ones) and test (the last ones)."""
 
     vocab_size: int | None = None
-    """Entries of the model's embedding; a corpus with a larger token is refused. None: not checked."""
+    """Entries of the model's embedding. A corpus with a larger token is refused. None means no check."""
 
     eod: int | None = None
     """Id of the end-of-document token, for the three options below."""
@@ -164,13 +164,13 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         """Returns the `sequence_length + 1` tokens of a sample, numbered as before shuffling."""
         position, offset = (int(value) for value in self._sample_index[sample])
         text = np.empty(self.config.sequence_length + 1, np.int64)
-        filled = 0
-        while filled < len(text):
+        stop = 0
+        while stop < len(text):
             document = int(self._document_index[position])
             available = int(self.corpus.sequence_lengths[document]) - offset
-            part = self.corpus.get(document, offset, min(available, len(text) - filled))
-            text[filled : filled + len(part)] = part
-            filled += len(part)
+            part = self.corpus.get(document, offset, min(available, len(text) - stop))
+            text[stop : stop + len(part)] = part
+            stop += len(part)
             position, offset = position + 1, 0
         return text
 

@@ -23,11 +23,11 @@ from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of every angle, `[s, b or 1, 1, r]` each, in fp32; channels i and i + r / 2 have one angle."""
+"""Cosine and sine of every angle, `[s, b or 1, 1, r]` each, in fp32. Channels i and i + r / 2 have one angle."""
 
 
 def apply_rotary_pos_emb(tensor: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates the first r of the d channels of `tensor` `[s, b, ..., d]`; the others are unchanged.
+    """Rotates the first r of the d channels of `tensor` `[s, b, ..., d]`, and leaves the others unchanged.
 
     Channel i is rotated together with channel i + r / 2. Angles are in fp32; products are in the tensor's dtype, as in
     Megatron-LM.
@@ -135,7 +135,7 @@ class SelfAttention(MegatronModule):
         rotary_pos_emb: Rotation | None = None,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`.
+        """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism.
 
         Args:
             attention_mask, documents: as in `DotProductAttention`.
@@ -192,7 +192,7 @@ def packing(documents: PackedDocuments | None) -> dict[str, PackedDocuments]:
     return {} if documents is None else {"documents": documents}
 
 
-def _norm_of_heads(config: TransformerConfig, given: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:
-    if given is None or given is IdentityOp:
+def _norm_of_heads(config: TransformerConfig, norm: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:
+    if norm is None or norm is IdentityOp:
         return build_norm if config.qk_layernorm else None
-    return given
+    return norm

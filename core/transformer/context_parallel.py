@@ -44,7 +44,7 @@ def own_positions(length: int, device: torch.device) -> torch.Tensor:
 
 
 def gather_sequence(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Gathers the chunks `[s / cp, ...]` of all ranks in the order of the sequence, `[s, ...]`; backward
+    """Gathers the chunks `[s / cp, ...]` of all ranks in the order of the sequence, `[s, ...]`. Backward
     reduce-scatters."""
     return tensor if group_size(group) == 1 else _GatherSequence.apply(tensor, group)
 

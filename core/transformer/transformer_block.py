@@ -29,7 +29,7 @@ class TransformerBlockSubmodules:
     """One for each layer. None means layers of this package."""
 
     layer_norm: ModuleSpec | Builder | None = None
-    """The norm at the end; None means the config's."""
+    """The norm at the end, or None for the norm that the config names."""
 
 
 class TransformerBlock(MegatronModule):
@@ -92,7 +92,7 @@ class TransformerBlock(MegatronModule):
         rotary_pos_emb: Rotation | None = None,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`."""
+        """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism."""
         if not self.pre_process:
             hidden_states = self.input_tensor
         if hidden_states is None:

@@ -186,7 +186,7 @@ class GPTModel(LanguageModule):
         document_starts: torch.Tensor | None = None,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """Returns the loss of each token, `[b, s]` in fp32, with labels; without labels the logits.
+        """Returns the loss of each token, `[b, s]` in fp32, or the logits if there are no labels.
 
         With context parallelism s is the length of this rank's part: split all tensors by
         :func:`core.transformer.own_chunks` before the call.
@@ -279,17 +279,17 @@ def _check_degrees(config: TransformerConfig) -> None:
     Raises:
         ParallelConfigError: names the degree.
     """
-    asked, cp = config.context_parallel_size, parallel_state.get_context_parallel_world_size()
-    if asked != cp:
+    degree, cp = config.context_parallel_size, parallel_state.get_context_parallel_world_size()
+    if degree != cp:
         raise ParallelConfigError(
-            f"config.context_parallel_size is {asked}, but core.parallel_state has context-parallel groups of {cp}; "
+            f"config.context_parallel_size is {degree}, but core.parallel_state has context-parallel groups of {cp}; "
             "call initialize_model_parallel with the same size first"
         )
-    found = {
+    group_sizes = {
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
-    for name, group_size in found.items():
+    for name, group_size in group_sizes.items():
         degree = getattr(config, name)
         if degree > 1:
             raise ParallelConfigError(f"{name} is {degree}, but GPTModel supports only 1; set it to 1")
@@ -337,8 +337,8 @@ def _check_batch(
             f"a sequence of {whole} tokens is longer than the model's max_sequence_length of "
             f"{max_sequence_length}; cut it, or build the model for longer ones"
         )
-    given = {"position_ids": position_ids, "labels": labels, "document_starts": document_starts}
-    for name, tensor in given.items():
+    inputs = {"position_ids": position_ids, "labels": labels, "document_starts": document_starts}
+    for name, tensor in inputs.items():
         if tensor is not None and tensor.shape != input_ids.shape:
             raise DataError(f"{name} has shape {list(tensor.shape)}, but input_ids {[batch, length]}; they must agree")
     if attention_mask is None:

@@ -16,7 +16,7 @@ from torch.profiler import profile
 from core import _torch_compat
 from core.errors import ConfigError, warn_once
 from core.transformer import TransformerConfig, attention_backend, dot_product_attention
-from core.transformer.attention_backend import warn_of_slow_pieces, why_not_backend
+from core.transformer.attention_backend import pick_backend, warn_of_slow_pieces
 from core.transformer.document_masks import PackedDocuments
 from core.transformer.dot_product_attention import DotProductAttention
 from core.transformer.enums import AttnBackend
@@ -62,7 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool = False) -> str:
-    found: str = why_not_backend(
+    found: str = pick_backend(
         backend, kind, 0 if kind == "cuda" else None, torch.bfloat16, 8, 2, channels, drops, False
     )
     return found

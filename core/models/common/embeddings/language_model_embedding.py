@@ -101,7 +101,7 @@ class LanguageModelEmbedding(MegatronModule):
         position_ids: torch.Tensor | None = None,
         tokentype_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Maps ids `[b, s]` to `[s, b, h]`; with sequence parallelism to this rank's `[s / tp, b, h]`.
+        """Maps ids `[b, s]` to `[s, b, h]`, or to this rank's `[s / tp, b, h]` with sequence parallelism.
 
         Args:
             position_ids: `[b, s]`, for learned positions; None is 0 to s - 1 in every row.

@@ -58,7 +58,7 @@ class RotaryEmbedding(nn.Module):
         self._kept: tuple[tuple[int, torch.device], Rotation] | None = None
 
     def forward(self, max_seq_len: int, *, device: torch.device, position_ids: torch.Tensor | None = None) -> Rotation:
-        """Returns cosine and sine, `[s, 1, 1, r]` each, fp32; `[s, b, 1, r]` with explicit positions.
+        """Returns cosine and sine in fp32, `[s, 1, 1, r]` each, or `[s, b, 1, r]` with explicit positions.
 
         Args:
             max_seq_len: length of the whole sequence, also if a rank has a part of the activations.
