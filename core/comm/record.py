@@ -240,7 +240,7 @@ MOST_ASKING = 8
 
 
 def may_ask_other_ranks() -> bool:
-    """Returns whether this rank is among the first `MOST_ASKING` that ask. All may in a world of that size."""
+    """Returns whether this rank is among the first `MOST_ASKING` that ask. In a smaller world every rank may ask."""
     if dist.get_world_size() <= MOST_ASKING:
         return True
     try:

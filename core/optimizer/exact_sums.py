@@ -30,7 +30,7 @@ _DEVICE_CHUNK_ELEMENTS = 1 << 24
 _LOW_BITS = 32
 _LOW = (1 << _LOW_BITS) - 1
 _LEAST_EXPONENT = -1020
-"""Even, and above those of subnormal numbers."""
+"""Smallest exponent of a unit: even, and above the exponents of subnormal numbers."""
 
 _LARGEST_EXPONENT = 1023 - 53 + _BITS
 """Largest result of `_exponent_of_square` for which double holds the anchor of the unit, and squares added to it."""

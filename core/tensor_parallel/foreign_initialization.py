@@ -62,7 +62,7 @@ def init_weights_hook(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def reset(foreign: ForeignModule, seed: int) -> None:
-    """Runs a module's own initialisation and copies this rank's parts of the tensors that it values.
+    """Runs a module's own initialisation and copies this rank's parts of the tensors that it filled.
 
     Leaves other tensors to the enclosing module. Tensors of submodules that it writes are written too: each is made
     whole for a moment, with the same values on all ranks.

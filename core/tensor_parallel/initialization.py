@@ -181,7 +181,7 @@ def initialize_parameters(
     but differ from direct construction, which draws them one after the other.
 
     Args:
-        seed: from :func:`draw_init_seed`; the same on every rank.
+        seed: seed from :func:`draw_init_seed`, equal on every rank.
         prefix: prefix of `module`'s names in the model that owns the seed, with its dot.
         only: the parameters and buffers to fill; by default all parameters and no buffer.
 

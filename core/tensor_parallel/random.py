@@ -58,7 +58,7 @@ class RNGStatesTracker:
         self._states = {}
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Returns copies of the state of every stream by name, as byte tensors on the CPU."""
+        """Returns a snapshot of the state of every stream by name, as byte tensors on the CPU."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from .._torch_compat import accumulates_into_leaf
 
 Lender = Callable[[], torch.Tensor | None]
-"""Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored; or None."""
+"""Returns memory of the weight's shape and dtype, with any contents, to use until the gradient is stored, or None."""
 
 
 def linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

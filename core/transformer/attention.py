@@ -57,7 +57,7 @@ class SelfAttentionSubmodules:
     q_layernorm: ModuleSpec | Builder | None = None
     """Norm of each head's query. None or `IdentityOp` means the config's `qk_layernorm`."""
     k_layernorm: ModuleSpec | Builder | None = None
-    """Norm of each head's key, likewise."""
+    """Norm of each head's key. None or `IdentityOp` means the config's `qk_layernorm`."""
 
 
 class SelfAttention(MegatronModule):
@@ -72,9 +72,9 @@ class SelfAttention(MegatronModule):
         submodules: other classes, constructed as these are.
         layer_number: from 1; given to the core of attention.
         attn_mask_type: None or causal, which are the same.
-        cp_comm_type: Megatron-LM's; ignored.
+        cp_comm_type: Megatron-LM's argument; ignored.
         pg_collection: must be the groups of `core.parallel_state`.
-        pp_layer_offset: Megatron-LM's; ignored, as there is one pipeline stage.
+        pp_layer_offset: Megatron-LM's argument; ignored, as there is one pipeline stage.
         name: a label, which nothing reads.
 
     Raises:
@@ -138,7 +138,7 @@ class SelfAttention(MegatronModule):
         """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism.
 
         Args:
-            attention_mask, documents: as in `DotProductAttention`.
+            attention_mask, documents: arguments of `DotProductAttention`.
             rotary_pos_emb: rotates queries and keys.
         """
         query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)

@@ -189,8 +189,8 @@ def _summed(grad: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
-"""Megatron-LM's names: torch's choice; its flash kernel; cuDNN's; products and softmax one after the other; the
-same."""
+"""Megatron-LM's names of kernels: torch's choice, torch's flash kernel, cuDNN's kernel, and, under two names, separate
+products and softmax."""
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -341,7 +341,7 @@ def _order(device: torch.device) -> list[SDPBackend]:
 def _probe(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int], channels: int, drops: bool, masked: bool
 ) -> SDPAParams:
-    """Returns a call in miniature, as torch's questions take it."""
+    """Returns the parameters of a small attention call, to ask torch which kernels can run it."""
     query, key, value = (
         torch.empty(128, 1, n, channels, device=device, dtype=dtype, requires_grad=True).permute(1, 2, 0, 3)
         for n in (heads[0], heads[1], heads[1])

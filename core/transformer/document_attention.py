@@ -16,7 +16,7 @@ from torch import Tensor
 from .attention_backend import aligned, no_random_state
 
 NAMESPACE = "shardstack"
-"""Of the operations, in `torch.ops`."""
+"""Namespace of the operations in `torch.ops`."""
 
 
 def define_attention(
@@ -91,7 +91,7 @@ def attend_within_documents(
 
     Args:
         query: `[s, b, n, d]`; keys and values may have fewer heads.
-        bounds, counts: as in `PackedDocuments`.
+        bounds, counts: fields of `PackedDocuments`.
         dropout: probability; drawn from torch's default stream.
 
     Returns:
@@ -127,7 +127,7 @@ def _lengths(bounds: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """`[s, b, n, d]` to `[b * s, n, d]`, with padded channels."""
+    """Reshapes `[s, b, n, d]` to `[b * s, n, d]`, with padded channels."""
     return aligned(tensor.transpose(0, 1).flatten(0, 1))
 
 

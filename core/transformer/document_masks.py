@@ -25,7 +25,7 @@ class QueryPiece:
     """Consecutive queries that see all keys of one earlier range, and each other causally."""
 
     rows: slice
-    """Rows of the batch."""
+    """Range of rows of the batch."""
     queries: slice
     """Range in this rank's part of the sequence."""
     before: slice
@@ -53,16 +53,16 @@ def causal_pieces(length: int, rank: int = 0, size: int = 1) -> list[QueryPiece]
 
 
 class PackedDocuments:
-    """Where the documents packed into a batch begin, as data for a layer.
+    """The starts of documents packed into a batch, as data for a layer.
 
     Neither a number nor the shape of a tensor depends on the layout, so that a layer is compiled once for all of them.
     Not a tensor or a list, so that what moves a model's inputs to its device (FSDP2) passes it on as it is.
 
     Args:
-        document_starts, rank, size: as in `document_pieces`.
+        document_starts, rank, size: arguments of `document_pieces`.
 
     Raises:
-        DataError: as `document_pieces`.
+        DataError: see `document_pieces`.
     """
 
     starts: torch.Tensor

@@ -42,8 +42,8 @@ class DotProductAttention(MegatronModule):
         attn_mask_type: None or causal, which are the same.
         attention_type: "self".
         attention_dropout: default is the config's.
-        softmax_scale: Megatron-LM's; only None is allowed, for 1 / sqrt(d).
-        cp_comm_type: Megatron-LM's; ignored.
+        softmax_scale: Megatron-LM's argument; only None is allowed, for 1 / sqrt(d).
+        cp_comm_type: Megatron-LM's argument; ignored.
         pg_collection: must be the groups of `core.parallel_state`.
 
     Raises:

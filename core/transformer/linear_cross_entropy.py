@@ -35,7 +35,7 @@ class LinearCrossEntropyModule(ColumnParallelLinear):
         Args:
             output_cross_entropy_loss: return losses.
             labels: `[b, s]`; needed for losses.
-            reduction, ignore_index: Megatron-LM's; refused unless at their defaults.
+            reduction, ignore_index: Megatron-LM's arguments; refused unless at their defaults.
 
         Raises:
             ConfigError: losses are requested without labels or without a weight.

@@ -33,7 +33,7 @@ class MLP(MegatronModule):
 
     Args:
         submodules: other linear layers, constructed as these are.
-        is_expert: Megatron-LM's; refused.
+        is_expert: Megatron-LM's argument; refused.
         input_size: width of input and output; default is the config's `hidden_size`.
         ffn_hidden_size: width inside; default is the config's.
         tp_group: default is the tensor-parallel group of `core.parallel_state`.

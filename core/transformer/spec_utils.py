@@ -18,7 +18,7 @@ class ModuleSpec:
     """The class and arguments of a module to build."""
 
     module: Builder | tuple[str, str]
-    """Its class, or the place to import it from: (module, name)."""
+    """The module's class, or the place to import it from: (module, name)."""
 
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the constructor, in addition to those that the enclosing module passes."""

@@ -26,7 +26,7 @@ class TransformerBlockSubmodules:
     """The modules of a stack."""
 
     layer_specs: list[ModuleSpec | Builder] | None = None
-    """One for each layer. None means layers of this package."""
+    """Specs of the layers, one for each. None means layers of this package."""
 
     layer_norm: ModuleSpec | Builder | None = None
     """The norm at the end, or None for the norm that the config names."""
@@ -43,7 +43,7 @@ class TransformerBlock(MegatronModule):
             stage.
         post_process: this is the last stage; else there is no `final_layernorm`.
         pg_collection: must be the groups of `core.parallel_state`.
-        vp_stage: Megatron-LM's; only None is allowed.
+        vp_stage: Megatron-LM's argument; only None is allowed.
 
     Raises:
         ConfigError: the config leaves a size at 0, or there is not one spec for each layer.

@@ -111,13 +111,13 @@ class TransformerConfig(ModelParallelConfig):
     """
 
     num_layers: int = field(default=0, metadata=_REQUIRED_FLAG)
-    """Transformer layers."""
+    """Number of transformer layers."""
 
     hidden_size: int = field(default=0, metadata=_REQUIRED_FLAG)
     """Width of the residual stream."""
 
     num_attention_heads: int = field(default=0, metadata=_REQUIRED_FLAG)
-    """Query heads of a layer."""
+    """Number of query heads of a layer."""
 
     num_query_groups: int = None  # type: ignore[assignment]  # an int once __post_init__ has run, as for those below
     """Key and value heads of a layer, each shared by heads / groups query heads (Ainslie et al., 2023). None: one
@@ -174,10 +174,11 @@ class TransformerConfig(ModelParallelConfig):
     residual stream (Radford et al., 2019)."""
 
     init_method: Initializer = field(default=None, metadata=_CODE)  # type: ignore[assignment]
-    """Fills a weight that reads the residual stream. None: a normal distribution of `init_method_std`."""
+    """Fills a weight that reads the residual stream. None means a normal distribution of `init_method_std`."""
 
     output_layer_init_method: Initializer = field(default=None, metadata=_CODE)  # type: ignore[assignment]
-    """Fills a weight that writes to the residual stream. None: the same, divided as `init_method_std` says."""
+    """Fills a weight that writes to the residual stream. None means a normal distribution, divided as
+    `init_method_std` says."""
 
     recompute_granularity: RecomputeGranularity | None = None
     """What to recompute in backward instead of saving it: "selective" for the core of attention (Korthikanti et al.,
@@ -188,7 +189,7 @@ class TransformerConfig(ModelParallelConfig):
     saved, "block" for the first `recompute_num_layers`, each a chunk of its own."""
 
     recompute_num_layers: int | None = None
-    """Number of layers, see `recompute_method`."""
+    """Number of layers for `recompute_method`."""
 
     def __post_init__(self) -> None:
         violations: list[ConfigError] = []

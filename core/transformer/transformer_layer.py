@@ -51,8 +51,8 @@ class TransformerLayer(MegatronModule):
         layer_number: from 1, given to the attention.
         hidden_dropout: default is the config's.
         pg_collection: must be the groups of `core.parallel_state`.
-        vp_stage, is_mtp_layer: Megatron-LM's; refused unless at their defaults.
-        add_layer_offset, pp_layer_offset: Megatron-LM's, for earlier stages; ignored, as there is one stage.
+        vp_stage, is_mtp_layer: Megatron-LM's arguments; refused unless at their defaults.
+        add_layer_offset, pp_layer_offset: Megatron-LM's arguments for earlier pipeline stages; ignored.
         name: a label, which nothing reads.
 
     Raises:

@@ -87,7 +87,7 @@ def architecture_of(model: GPTModel) -> Architecture:
     """Returns the architecture of a model.
 
     Raises:
-        CheckpointError: its layers come from a spec and are not those that its config describes.
+        CheckpointError: the model's layers come from a spec and differ from the layers that its config describes.
     """
     _check_layers(model)
     described = {name: getattr(model.config, name) for name in TRANSFORMER_FIELDS}

@@ -237,7 +237,7 @@ def load_hugging_face(
 
     Raises:
         CheckpointError: on all ranks, before anything is written: it is another model, or files are damaged.
-        MissingExtraError: as :func:`save_hugging_face` does.
+        MissingExtraError: see :func:`save_hugging_face`.
     """
     folder, ranks, gpt = Path(folder), Ranks(process_group), gpt_of(model)
     config = ranks.on_all(lambda: read_hf_config(folder))
@@ -287,7 +287,7 @@ def hf_architecture(folder: str | os.PathLike[str]) -> Architecture:
     """Returns the architecture of a model in Hugging Face's format, once it is checked to be no larger than its files.
 
     Raises:
-        CheckpointError: as :func:`load_hugging_face`, for a model that no model here can express.
+        CheckpointError: no model here can express the one in the folder.
     """
     try:
         architecture = architecture_from_hf(read_hf_config(folder))

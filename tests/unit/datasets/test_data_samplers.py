@@ -45,14 +45,14 @@ def test_resuming_continues_where_the_run_stopped(steps_before: int):
     assert rest == whole[steps_before * 4 :]
 
 
-def test_the_run_may_resume_with_another_layout():
+def test_resume_with_another_layout():
     first = [_micro_batches(40, 0, 2, 8, rank, 4)[:2] for rank in range(4)]
     then = [_micro_batches(40, 16, 4, 12, rank, 1) for rank in range(1)]
     samples = [sample for part in (first, then) for rank in part for batch in rank for sample in batch]
     assert sorted(samples) == list(range(40))
 
 
-def test_sizes_that_do_not_divide_name_the_nearest_that_do():
+def test_indivisible_batch_sizes_name_nearest():
     assert num_microbatches(24, 2, 3) == 4
     with pytest.raises(
         ParallelConfigError, match=r"global_batch_size 20 .* 2 x data-parallel size 3 = 6; .* 18 or 24"

@@ -152,7 +152,7 @@ def test_splits_that_hold_no_sample_are_refused(tmp_path: Path):
         ({"reset_attention_mask": True}, "reset_attention_mask needs"),
     ],
 )
-def test_settings_that_cannot_be_honoured(fields: dict[str, object], message: str):
+def test_unsupported_settings_are_refused(fields: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         GPTDatasetConfig(**{"sequence_length": 4, **fields})
 

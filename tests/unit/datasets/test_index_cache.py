@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
         load_or_build(tmp_path / "file" / "cache", {}, _arrays)
 
 
-def test_on_a_full_disk_the_arrays_are_used_without_being_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_skips_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_args: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -101,7 +101,7 @@ def test_merging_other_dtypes_is_refused(tmp_path: Path):
         builder.add_index(tmp_path / "wide")
 
 
-def test_what_is_not_finalised_leaves_the_old_corpus(tmp_path: Path):
+def test_unfinalised_writer_leaves_old_corpus(tmp_path: Path):
     write_corpus(tmp_path / "c", [[1, 2]])
     with pytest.raises(KeyboardInterrupt), IndexedDatasetBuilder(tmp_path / "c.bin", np.uint16) as builder:
         builder.add_document([3, 4, 5], [3])
@@ -168,7 +168,7 @@ def _damage(prefix: Path, what: str) -> None:
         ("no document", r"c\.idx: the corpus is empty"),
     ],
 )
-def test_damage_is_named_with_file_finding_and_fix(tmp_path: Path, what: str, message: str):
+def test_damaged_files_are_named(tmp_path: Path, what: str, message: str):
     write_corpus(tmp_path / "c", [[1, 2], [3]])
     _damage(tmp_path / "c", what)
     with pytest.raises(DataError, match=message):

@@ -99,7 +99,7 @@ def _published(folder: Path, special: dict[str, int], **fields: object) -> Path:
     return path
 
 
-def test_end_of_document_is_argument_configuration_or_convention(tmp_path: Path):
+def test_end_of_document_sources(tmp_path: Path):
     path = _published(tmp_path, {"<s>": 3, "</s>": 4, "<|eot|>": 5})
     assert load_tokenizer(path).eod == 4
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|eot|>"}}))
@@ -136,7 +136,7 @@ def test_a_published_padding_adds_no_tokens(tmp_path: Path):
     assert load_tokenizer(path).encode("a b a").tolist() == [1, 2, 1]
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path):
+def test_malformed_tokenizers_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"absent\.json: the tokenizer cannot be read \(No such file"):
         load_tokenizer(tmp_path / "absent.json")
     (tmp_path / "x.json").write_text("{}")
@@ -156,14 +156,14 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path):
         ({"a": 0, "</s>": 2**32 - 1}, "has 2 tokens, and ids up to 42949672"),
     ],
 )
-def test_a_vocabulary_that_is_none_is_refused(tmp_path: Path, vocabulary: dict[str, int], said: str):
+def test_malformed_vocabularies_are_refused(tmp_path: Path, vocabulary: dict[str, int], said: str):
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
     (tmp_path / "t.json").write_text(json.dumps({"version": "1.0", "model": model, "added_tokens": []}))
     with pytest.raises(DataError, match=said):
         load_tokenizer(tmp_path / "t.json", "</s>")
 
 
-def test_a_library_that_panics_is_an_error_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_library_panic_is_a_file_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     class PanicException(BaseException):
         pass
 
@@ -177,7 +177,7 @@ def test_a_library_that_panics_is_an_error_of_the_file(tmp_path: Path, monkeypat
         load_tokenizer(tmp_path / "t.json")
 
 
-def test_half_a_surrogate_pair_is_named():
+def test_unpaired_surrogate_is_named():
     with pytest.raises(DataError, match=r"unpaired surrogate, '\\ud83d' at character 2"):
         build_byte_tokenizer().encode("ab\ud83d")
 

@@ -23,7 +23,7 @@ def _aligned() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_a_serial_run_is_torchs(name: str):
+def test_serial_run_equals_torch(name: str):
     ours, torchs = _aligned(), _aligned()
     torchs.load_state_dict(ours.state_dict())
     optimizer = get_megatron_optimizer(optimizer_config(optimizer=name, clip_grad=0.0), [ours])
@@ -40,10 +40,10 @@ def test_a_serial_run_is_torchs(name: str):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
         for model in (ours, torchs):
             model(x).square().mean().backward()
-        wanted = torch.nn.utils.get_total_norm([p.grad for p in torchs.parameters() if p.grad is not None])
+        expected = torch.nn.utils.get_total_norm([p.grad for p in torchs.parameters() if p.grad is not None])
         success, norm, zeros = optimizer.step()
         reference.step()
-        assert success and zeros is None and norm == pytest.approx(wanted.item(), rel=1e-6)
+        assert success and zeros is None and norm == pytest.approx(expected.item(), rel=1e-6)
         assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), torchs.parameters(), strict=True))
         optimizer.zero_grad()
         reference.zero_grad()
@@ -154,7 +154,7 @@ def test_a_non_finite_gradient_is_skipped_without_a_loss_scale():
         assert rank["scale"] == (1.0, 1.0)
 
 
-def test_the_loss_scale_leaves_no_trace():
+def test_loss_scale_changes_no_update():
     plain, scaled = Model(), Model()
     scaled.load_state_dict(plain.state_dict())
     optimizers = [get_megatron_optimizer(optimizer_config(), [plain])]
@@ -169,7 +169,7 @@ def test_the_loss_scale_leaves_no_trace():
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), scaled.parameters(), strict=True))
 
 
-def test_masters_keep_what_low_precision_would_lose():
+def test_masters_accumulate_small_updates():
     model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)

@@ -128,9 +128,9 @@ def _as_serial_left_it(folder: Path, dtype: torch.dtype) -> None:
     model, optimizer = _run("serial", 1, dtype)
     _train(model, optimizer, 2 * STEPS)
     expected = _state(model, optimizer)
-    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    assert load(found, folder)["optimizer"]["step"] == 2 * STEPS
-    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    actual = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    assert load(actual, folder)["optimizer"]["step"] == 2 * STEPS
+    wrong = [name for name in expected if not torch.equal(actual[name], expected[name])]
     assert not wrong, f"{wrong} differ from the serial run"
 
 

@@ -51,7 +51,7 @@ def _cut(tensor: Tensor, rows: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_equals_torchs_own(name: str):
+def test_update_equals_torch(name: str):
     starts = [torch.randn(5, 32), torch.randn(48), torch.randn(16)]
     grads: list[list[Tensor | None]] = [[torch.randn_like(start) for start in starts] for _ in range(4)]
     grads[1][0] = grads[2][2] = None  # a parameter's step count does not move without a gradient
@@ -134,7 +134,7 @@ def _groups() -> list[dict]:
 
 
 @pytest.mark.parametrize(("optimizer", "wanted"), [("adam", _FusedAdam), ("sgd", _FusedSGD)])
-def test_nvidias_apex_is_used_on_cuda_where_it_is_asked_for(monkeypatch, optimizer: str, wanted: type):
+def test_apex_rule_on_cuda(monkeypatch, optimizer: str, wanted: type):
     _install_apex(monkeypatch, compiled=True)
     config = OptimizerConfig(optimizer=optimizer, lr=1e-3)
     warn_once.cache_clear()
@@ -148,7 +148,7 @@ def test_nvidias_apex_is_used_on_cuda_where_it_is_asked_for(monkeypatch, optimiz
     assert isinstance(build_update_rule(config, _groups(), "cpu"), (AdamW, SGD))
 
 
-def test_another_apex_or_one_without_its_kernels_is_refused(monkeypatch):
+def test_unusable_apex_is_refused(monkeypatch):
     config = OptimizerConfig(lr=1e-3)
     _install_apex(monkeypatch, compiled=False)
     with pytest.raises(ConfigError, match=r"SHARDSTACK_APEX is 1, but .*amp_C"):

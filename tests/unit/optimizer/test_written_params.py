@@ -64,5 +64,5 @@ def test_a_checkpoint_has_the_digits_of_masters():
     masters = optimizer.state_tensors()["master.weight"].clone()
     with torch.no_grad():
         model.weight[0] = 0.375
-    found = optimizer.state_tensors()["master.weight"]
-    assert torch.equal(found[1], masters[1]) and not torch.equal(found[1].bfloat16().float(), found[1])
+    actual = optimizer.state_tensors()["master.weight"]
+    assert torch.equal(actual[1], masters[1]) and not torch.equal(actual[1].bfloat16().float(), actual[1])

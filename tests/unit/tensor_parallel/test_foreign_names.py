@@ -33,9 +33,9 @@ def _broadcasts(tp: int) -> None:
         "none": torch.empty(2, 0).long(),
     }
     is_source = dist.get_rank() == first
-    found = broadcast_data(list(expected), expected if is_source else {}, torch.int64)
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    actual = broadcast_data(list(expected), expected if is_source else {}, torch.int64)
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
     if is_source:
         with pytest.raises(DataError, match=r"data 'one' is torch.int64, and datatype is torch.float32"):
             broadcast_data(["one"], expected, torch.float32)
@@ -80,8 +80,8 @@ def test_a_tensor_initialiser_gives_values_that_no_cut_changes(name):
 
 def test_initialisers_serve_a_caller_with_one_tensor():
     torch.manual_seed(0)
-    found = init_method_normal(0.5)(torch.empty(1000))
-    assert found.std().item() == pytest.approx(0.5, rel=0.1)
+    actual = init_method_normal(0.5)(torch.empty(1000))
+    assert actual.std().item() == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(

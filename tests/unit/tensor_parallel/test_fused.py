@@ -49,14 +49,14 @@ def _part(rows: int, columns: int, dtype: torch.dtype, device: str) -> tuple[tor
 def _check(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
     logits, column, here, whole, scale = _part(rows, columns, dtype, device)
     expected, of_targets = _log_sum_exp.function(logits.clone(), column, here)
-    found, found_targets = _log_sum_exp(logits.clone(), column, here)
+    actual, found_targets = _log_sum_exp(logits.clone(), column, here)
     assert torch.equal(found_targets, of_targets)
-    assert ((found - expected).abs() <= (2 * columns + 4 + expected.abs()) * 2 * U).all()
+    assert ((actual - expected).abs() <= (2 * columns + 4 + expected.abs()) * 2 * U).all()
     gradient = _gradient_of_logits.function(logits.clone(), column, here, whole, scale)
-    found = _gradient_of_logits(logits.clone(), column, here, whole, scale)
-    assert found.dtype is dtype and found.shape == gradient.shape
+    actual = _gradient_of_logits(logits.clone(), column, here, whole, scale)
+    assert actual.dtype is dtype and actual.shape == gradient.shape
     rounding = 8 * U * scale + (0 if dtype is torch.float32 else torch.finfo(dtype).eps * gradient.abs().float())
-    assert ((found.float() - gradient.float()).abs() <= rounding).all()
+    assert ((actual.float() - gradient.float()).abs() <= rounding).all()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])

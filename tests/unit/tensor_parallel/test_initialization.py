@@ -117,7 +117,7 @@ def test_a_cut_changes_no_value(tp: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_meta_start_changes_no_value_and_the_dtype_only_rounds(dtype: torch.dtype):
+def test_meta_start_and_dtype_change_no_draw(dtype: torch.dtype):
     with torch.device("meta"):
         model = _Model().to(dtype)
     model.to_empty(device="cpu")
@@ -178,7 +178,7 @@ def test_two_real_ranks_gather_the_serial_values():
         _assert_same(gathered, _serial_values())
 
 
-def test_one_torch_seed_decides_everything_on_meta_too():
+def test_manual_seed_decides_all_values():
     def build(meta: bool) -> ColumnParallelLinear:
         torch.manual_seed(5)
         with torch.device("meta" if meta else "cpu"):
@@ -252,7 +252,7 @@ def test_a_shared_parameter_is_filled_once_under_its_first_name():
 
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
-def test_fp32_parameters_start_where_masters_of_a_cast_model_do(low: str):
+def test_fp32_parameters_start_at_low_precision_values(low: str):
     drawn = ColumnParallelLinear(4, ODD, config=ModelParallelConfig(), init_method=normal)
     computed = ColumnParallelLinear(4, ODD, config=ModelParallelConfig(**{low: True}), init_method=normal)
     for layer in (drawn, computed):
@@ -271,7 +271,7 @@ def test_a_module_from_elsewhere_leaves_the_random_stream_alone():
     assert 0 < model.weight.abs().max() <= 3**-0.5
 
 
-def test_an_unfilled_parameter_is_an_error_that_names_it():
+def test_unfilled_parameter_is_named():
     model = nn.Module()
     model.inner = nn.Module()
     model.inner.scale = nn.Parameter(torch.zeros(2))
@@ -283,7 +283,7 @@ def test_an_unfilled_parameter_is_an_error_that_names_it():
         initialize_parameters(owner, SEED)
 
 
-def test_a_parameter_on_meta_is_an_error_that_says_what_to_call():
+def test_meta_parameter_is_refused_with_remedy():
     with torch.device("meta"):
         model = _Model()
     with pytest.raises(ConfigError, match=r"embedding\.weight is on the meta device.*to_empty"):

@@ -45,15 +45,15 @@ _PAIRS = {
 def _check_pair(name: str, forward: str, backward: str, arguments: dict[str, bool]) -> None:
     # A transposed view: the collectives must not take its memory order for its values.
     given = torch.randn(SHAPE[::-1]).permute(2, 1, 0) + dist.get_rank()
-    kept = given.clone()
+    saved = given.clone()
     leaf = given.requires_grad_()
     output = getattr(mappings, name)(leaf, group=dist.group.WORLD, **arguments)
-    assert torch.equal(output, _MEANING[forward](kept))
+    assert torch.equal(output, _MEANING[forward](saved))
     upstream = torch.randn(output.shape[::-1]).permute(2, 1, 0) + 10 * dist.get_rank()
     kept_upstream = upstream.clone()
     (gradient,) = torch.autograd.grad(output, leaf, upstream)
     assert torch.equal(gradient, _MEANING[backward](kept_upstream))
-    assert torch.equal(leaf, kept), "the mapping wrote into its input"
+    assert torch.equal(leaf, saved), "the mapping wrote into its input"
     assert torch.equal(upstream, kept_upstream), "the mapping wrote into the gradient it was given"
 
 
@@ -83,11 +83,11 @@ def _uneven(name: str) -> str:
     return str(caught.value)
 
 
-def test_forward_and_backward_are_the_documented_pairs():
+def test_forward_and_backward_pairs():
     run_distributed(_check_pairs, 2)
 
 
-def test_a_backward_can_be_differentiated_again():
+def test_double_backward():
     run_distributed(_check_double_backward, 2)
 
 

@@ -53,7 +53,7 @@ class LanguageModelEmbedding(MegatronModule):
 
     Args:
         position_embedding_type: "learned_absolute" adds a table of positions; "rope" none.
-        num_tokentypes, scatter_to_sequence_parallel: Megatron-LM's; refused unless at their defaults.
+        num_tokentypes, scatter_to_sequence_parallel: Megatron-LM's arguments; refused unless at their defaults.
         tp_group: the tensor-parallel group of `core.parallel_state`.
 
     Raises:
@@ -105,7 +105,7 @@ class LanguageModelEmbedding(MegatronModule):
 
         Args:
             position_ids: `[b, s]`, for learned positions; None is 0 to s - 1 in every row.
-            tokentype_ids: Megatron-LM's; only None is allowed.
+            tokentype_ids: Megatron-LM's argument; only None is allowed.
         """
         refuse("LanguageModelEmbedding", tokentype_ids=(tokentype_ids, None, "tokens have one type"))
         if self.word_embeddings.reduce_scatter_embeddings:

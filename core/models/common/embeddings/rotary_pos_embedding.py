@@ -20,9 +20,10 @@ class RotaryEmbedding(nn.Module):
     they are computed in fp32 on the given device, and those of the last length are cached.
 
     Args:
-        rotary_interleaved, seq_len_interpolation_factor, rope_scaling: Megatron-LM's; refused unless at the defaults.
+        rotary_interleaved, seq_len_interpolation_factor, rope_scaling: Megatron-LM's arguments; refused unless at
+            their defaults.
         rope_scaling_factor: used only with `rope_scaling`.
-        use_cpu_initialization, cp_group: Megatron-LM's; ignored, as angles are computed on the given device.
+        use_cpu_initialization, cp_group: Megatron-LM's arguments; ignored, as angles are computed on the given device.
 
     Raises:
         ConfigError: the number of rotated channels is not even.
