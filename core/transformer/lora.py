@@ -48,9 +48,9 @@ class Adapter(nn.Module):
     The layer owns the adapter, as its attribute ``adapter``, from `add_lora` until `merge_into`.
 
     Args:
-        layer: decides the sizes and the layout.
+        layer: linear layer to adapt, whose sizes and layout the adapter has.
         rank: rank of the update.
-        alpha: the update is scaled by `alpha / rank`.
+        alpha: numerator of the update's factor `alpha / rank`.
 
     Attributes:
         hook: handle of the hook that adds the update to the layer's output. `merge_into` removes it.
