@@ -149,7 +149,7 @@ def _all_reduces(length: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("length", [4 * SHARD, 4 * SHARD - 3, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_reduce_adds_in_one_order_to_the_same_bits(length, dtype):
+def test_all_reduce_is_bitwise_on_all_ranks(length, dtype):
     expected = 0.25 * _sum(4, dtype, torch.float32)[:length]
     for tensors in run_distributed(_all_reduces, 4, length, dtype):
         assert all(torch.equal(tensor, expected) for tensor in tensors)

@@ -156,7 +156,7 @@ def _waits_for_a_rank_that_never_came() -> str:
     return str(caught.value)
 
 
-def test_a_waiting_device_is_explained_before_the_backends_limit() -> None:
+def test_waiting_device_is_explained_before_timeout() -> None:
     (message, _) = run_distributed(_waits_for_a_rank_that_never_came, 2)
     assert message.startswith("rank 0 of 2 waited ")
     assert "s for all-reduce 1 of the gradients of bucket a (4 B), its call 2 in this group" in message

@@ -31,7 +31,7 @@ def test_each_rank_reads_its_samples():
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)])
-def test_ranks_and_micro_batches_do_not_change_the_global_order(ranks: int, micro: int):
+def test_global_order_does_not_depend_on_layout(ranks: int, micro: int):
     total, consumed, batch = 45, 3, 8
     by_rank = [_micro_batches(total, consumed, micro, batch, rank, ranks) for rank in range(ranks)]
     dealt = [sample for step in zip(*by_rank, strict=True) for part in step for sample in part]

@@ -31,7 +31,7 @@ def test_byte_ids_are_the_bytes():
     assert tokenizer.decode([0xFF, 104]) == "\ufffdh"
 
 
-def test_the_library_gives_the_same_bytes_for_every_utf8_byte():
+def test_byte_ids_equal_the_librarys():
     import tokenizers
 
     library = tokenizers.Tokenizer.from_str(build_byte_tokenizer().to_json())
@@ -43,7 +43,7 @@ def test_the_library_gives_the_same_bytes_for_every_utf8_byte():
     assert sorted(symbols) == sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
 
-def test_a_bpe_compresses_round_trips_and_is_deterministic(tmp_path: Path):
+def test_bpe_roundtrip_is_deterministic(tmp_path: Path):
     corpus = ["the cat sat on the mat, the rat sat on the cat\n" * 5, "def the(cat): return cat\n" * 5]
     tokenizer = train_bpe(iter(corpus), 300)
     assert 257 < tokenizer.vocab_size <= 300
@@ -116,7 +116,7 @@ def test_gaps_in_the_ids_count_into_the_vocabulary_size(tmp_path: Path):
     assert tokenizer.encode("b").tolist() == [7]
 
 
-def test_published_truncation_or_padding_does_not_cut_documents(tmp_path: Path):
+def test_published_truncation_is_ignored(tmp_path: Path):
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     tokenizer = load_tokenizer(_published(tmp_path, {"</s>": 3}, truncation=truncation))
     assert tokenizer.encode("a b a b a </s>").tolist()[:5] == [1, 2, 1, 2, 1]

@@ -63,7 +63,7 @@ def _zeros(tensors: dict[str, Tensor]) -> int:
     return sum(int((tensor == 0).sum()) for tensor in tensors.values())
 
 
-def test_norm_and_zeros_are_those_of_an_exact_sum():
+def test_norm_and_zeros_equal_exact_sum():
     tensors = _gradients()
     assert _zeros(tensors) > 0
     assert _measure(_model(tensors)) == (_exact_norm(tensors), _zeros(tensors))

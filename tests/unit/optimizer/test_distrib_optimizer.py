@@ -138,7 +138,7 @@ def _overflow_in_one_shard(strategy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_overflow_in_one_ranks_shard_makes_all_ranks_skip(strategy: str):
+def test_overflow_in_one_shard_skips_on_all_ranks(strategy: str):
     for rank in run_distributed(_overflow_in_one_shard, 2, strategy):
         assert rank == {"skipped": (False, None, None), "untouched": True, "scale": 4.0, "then": True, "step": 1}
 

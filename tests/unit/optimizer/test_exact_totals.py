@@ -35,6 +35,6 @@ def test_an_order_does_not_show_where_last_bits_are_cut():
         assert abs(total - math.fsum(column)) <= len(column) * 2.0**-57 + abs(total) * 2.0**-53
 
 
-def test_what_is_not_finite_or_zero_is_said():
+def test_non_finite_and_zero_addends():
     actual = sum_in_any_order(torch.tensor([[1.0, math.inf, 0.0], [math.nan, 1.0, 0.0]], dtype=torch.float64))
     assert math.isnan(actual[0]) and actual[1:].tolist() == [math.inf, 0.0]

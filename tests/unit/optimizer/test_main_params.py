@@ -12,7 +12,7 @@ def _main_param(module: nn.Module, attribute: str = "weight") -> MainParam:
     return MainParam(f"layer.{attribute}", getattr(module, attribute), module, attribute)
 
 
-def test_a_full_precision_parameter_is_seen_in_place():
+def test_full_precision_parameter_needs_no_copy():
     layer = nn.Linear(3, 2)
     main = _main_param(layer).main
     assert main.data_ptr() == layer.weight.data_ptr() and not main.requires_grad
@@ -55,7 +55,7 @@ def test_low_precision_gradients_are_converted():
     assert unchanged is not None and unchanged.data_ptr() == whole.weight.grad.data_ptr() and missing is None
 
 
-def test_gradients_that_do_not_fit_are_refused_by_name():
+def test_mismatched_gradients_are_refused_by_name():
     layer = nn.Linear(3, 2)
     layer.weight.main_grad = torch.zeros(4, 3)  # type: ignore[assignment]
     with pytest.raises(OptimizerError, match=r"layer.weight has shape \[4, 3\] where this rank holds \[2, 3\]"):

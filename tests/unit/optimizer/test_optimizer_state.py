@@ -121,7 +121,7 @@ def _loads_states_of_ranks(strategy: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_another_ranks_state_is_refused_on_every_rank(strategy: str):
+def test_state_of_another_rank_is_refused(strategy: str):
     actual = run_distributed(_loads_states_of_ranks, 2, strategy)
     assert all(
         "the optimizer state of another rank, cut, precision or model was to be loaded" in text for text, _ in actual

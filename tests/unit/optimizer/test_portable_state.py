@@ -153,7 +153,7 @@ def _name(layout: tuple[int, str, int]) -> str:
     ),
     ids=lambda value: _name(value) if isinstance(value, tuple) else str(value).removeprefix("torch."),
 )
-def test_what_one_optimizer_wrote_another_continues(tmp_path: Path, writer, reader, dtype: torch.dtype):
+def test_state_moves_between_optimizers(tmp_path: Path, writer, reader, dtype: torch.dtype):
     _on_ranks(_write, *writer, dtype, str(tmp_path / "first"))
     _on_ranks(_continue, *reader, dtype, str(tmp_path / "first"), str(tmp_path / "second"))
     _as_serial_left_it(tmp_path / "second", dtype)

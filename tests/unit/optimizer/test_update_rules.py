@@ -69,7 +69,7 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", RULES)
-def test_a_tensor_and_its_pieces_are_updated_equally(name: str, device: str):
+def test_sharded_update_is_bitwise(name: str, device: str):
     chooser = random.Random(0)
     starts = [torch.randn(shape, device=device) for shape in SHAPES]
     grads = [[torch.randn_like(start) * 10.0 ** chooser.randint(-6, 1) for start in starts] for _ in range(5)]
@@ -83,7 +83,7 @@ def test_a_tensor_and_its_pieces_are_updated_equally(name: str, device: str):
     assert all(torch.equal(a, b) for a, b in zip(cut_all(whole), pieces, strict=True))
 
 
-def test_a_tensor_that_is_not_contiguous_is_updated_in_place():
+def test_noncontiguous_tensor_is_updated_in_place():
     start, grads = torch.randn(7, 5), [[torch.randn(7, 5)] for _ in range(3)]
     transposed = start.t().contiguous().t()
     assert not transposed.is_contiguous()

@@ -24,7 +24,7 @@ def _trained() -> tuple[nn.Linear, MegatronOptimizer]:
     [lambda o: o.state_tensors()["master.weight"], lambda o: o.state_dict()["masters"]["weight"]],
     ids=["state_tensors", "state_dict"],
 )
-def test_a_checkpoint_has_what_was_written_right_before_it(master: Callable[[MegatronOptimizer], Tensor]):
+def test_checkpoint_includes_just_written_parameters(master: Callable[[MegatronOptimizer], Tensor]):
     model, optimizer = _trained()
     with torch.no_grad():
         model.weight.fill_(0.375)

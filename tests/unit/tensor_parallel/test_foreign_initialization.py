@@ -215,7 +215,7 @@ def test_lost_writes_are_refused():
     run_distributed(_slices, 2)
 
 
-def test_modules_with_values_are_not_reset_by_their_parents():
+def test_parents_do_not_reset_filled_modules():
     model = Around()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.inner.weight = nn.Parameter(torch.empty(5, 3, device="meta"))

@@ -89,7 +89,7 @@ def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(value, expected[name]), name
 
 
-def test_parameters_are_filled_and_differ_from_each_other():
+def test_parameters_have_different_values():
     values = _serial_values()
     assert values["up.weight"].std().item() == pytest.approx(0.02, rel=0.5)
     assert not values["up.bias"].any()
@@ -107,7 +107,7 @@ def test_values_are_pinned():
 
 
 @pytest.mark.parametrize("tp", [2, 5])
-def test_a_cut_changes_no_value(tp: int):
+def test_tp_keeps_values(tp: int):
     whole = _serial_values()
     for rank in range(tp):
         with _rank_of(rank, tp):
@@ -133,7 +133,7 @@ def _sharded_on_meta(model: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 2), (2, 2), (2, 3), (1, 7)])
-def test_sharding_changes_no_value_with_uneven_and_empty_shards(replicas: int, shards: int):
+def test_uneven_and_empty_shards_keep_values(replicas: int, shards: int):
     whole = _serial_values()
     for rank in range(replicas * shards):
         with _rank_of(rank, replicas * shards):
@@ -149,7 +149,7 @@ def test_sharding_changes_no_value_with_uneven_and_empty_shards(replicas: int, s
                 assert torch.equal(local, expected), (name, rank)
 
 
-def test_sharding_on_top_of_a_cut_changes_no_value():
+def test_tp_and_sharding_keep_values():
     whole = _serial_values()
     for rank in range(4):
         with _rank_of(rank, 4):
@@ -216,7 +216,7 @@ def test_deferred_layers_draw_nothing():
     assert filled == [(ODD, 4)]
 
 
-def test_names_relative_to_the_model_that_owns_the_seed():
+def test_names_are_relative_to_seed_owner():
     whole = _serial_values()
     layer = ColumnParallelLinear(4, 2 * ODD, config=config(), init_method=normal)
     initialize_parameters(layer, SEED, prefix="up.")
@@ -262,7 +262,7 @@ def test_fp32_parameters_start_at_low_precision_values(low: str):
     assert torch.equal(computed.weight, drawn.weight.to(dtype).float())
 
 
-def test_a_module_from_elsewhere_leaves_the_random_stream_alone():
+def test_foreign_module_leaves_random_stream():
     model = nn.Linear(3, 2)
     before = torch.get_rng_state()
     initialize_parameters(model, SEED)

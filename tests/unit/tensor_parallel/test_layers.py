@@ -210,7 +210,7 @@ def test_embedding_equals_serial(sequence_parallel: bool):
     run_distributed(_check_embedding, 2, sequence_parallel)
 
 
-def test_a_tied_output_layer_adds_its_gradient_to_the_embedding():
+def test_tied_output_layer_adds_to_embedding_gradient():
     run_distributed(_check_tied, 2)
 
 
@@ -218,7 +218,7 @@ def test_column_parallel_under_autocast():
     run_distributed(_check_autocast, 2)
 
 
-def test_without_a_group_layers_take_parallel_states_once():
+def test_layers_default_to_parallel_state_group():
     run_distributed(_check_default_group, 2)
 
 

@@ -92,18 +92,18 @@ def test_double_backward():
 
 
 @pytest.mark.parametrize("name", ["scatter_to_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"])
-def test_a_sequence_that_does_not_divide_names_both_sizes(name: str):
+def test_indivisible_sequence_names_both_sizes(name: str):
     for message in run_distributed(_uneven, 2, name):
         assert "sequence of 5" in message
         assert "2 tensor-parallel ranks" in message
         assert "pad the sequence to a multiple of 2" in message
 
 
-def test_features_that_do_not_divide_name_both_sizes():
+def test_indivisible_features_name_both_sizes():
     assert "last dim of 7" in run_distributed(_uneven, 2, "scatter_to_tensor_model_parallel_region")[0]
 
 
 @pytest.mark.parametrize("name", _PAIRS)
-def test_without_a_group_every_mapping_returns_its_input(name: str):
+def test_mappings_without_group_are_identities(name: str):
     x = torch.randn(5, 1, 7)
     assert getattr(mappings, name)(x) is x

@@ -71,7 +71,7 @@ def test_fork_restores_and_advances_on_exceptions_too():
         assert not torch.equal(torch.rand(2), first)
 
 
-def test_states_are_a_snapshot_that_can_be_set_again():
+def test_states_are_a_snapshot():
     model_parallel_manual_seed(11)
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()

@@ -79,7 +79,7 @@ def _choose(backend: str, kind: str = "cuda", channels: int = 128, drops: bool =
         ((12, 0), 91900, FLASH),
     ],
 )
-def test_the_fastest_kernel_of_a_device_is_first(capability, cudnn, first, gpu):
+def test_fastest_kernel_is_first(capability, cudnn, first, gpu):
     gpu.has(capability, cudnn, CUDNN, FLASH, EFFICIENT)
     _choose("auto")
     (order,) = gpu.orders

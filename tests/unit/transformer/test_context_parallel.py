@@ -116,7 +116,7 @@ def _refuses_lengths() -> None:
         own_chunks(torch.zeros(1, 22))
 
 
-def test_a_sequence_that_does_not_divide_is_refused():
+def test_indivisible_sequence_is_refused():
     run_distributed(_refuses_lengths, 2)
 
 

@@ -91,7 +91,7 @@ def test_sizes_that_tensor_parallelism_cannot_split(changes, message):
     assert " | " not in str(raised.value)
 
 
-def test_groups_that_do_not_divide_are_one_error_with_a_remedy():
+def test_indivisible_query_groups_are_refused_with_remedy():
     with pytest.raises(ConfigError) as raised:
         config(num_attention_heads=12, num_query_groups=5, tensor_model_parallel_size=4)
     assert str(raised.value) == "num_query_groups 5 does not divide num_attention_heads 12; take 4 or 12 groups"

@@ -99,7 +99,7 @@ def _initial_values(name, start_on_meta):
 
 
 @pytest.mark.parametrize("start_on_meta", [False, True])
-def test_initial_values_do_not_depend_on_the_cut(start_on_meta):
+def test_initial_values_do_not_depend_on_tp(start_on_meta):
     name = "swiglu-gqa-rope-rms"
     torch.manual_seed(3)
     serial = GPTModel(
