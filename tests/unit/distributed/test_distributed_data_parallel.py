@@ -15,7 +15,7 @@ from torch import nn
 
 from core import parallel_state
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.buffers.bucket_group import BucketGroup
+from core.distributed.engine.bucket_group import BucketGroup
 from core.errors import ShardstackError
 from tests.unit._rounding import assert_same, assert_same_sums
 from tests.unit._spawn import RankFailure, run_distributed

@@ -1,4 +1,4 @@
-"""A unit of sharded parameters, and its slot: the memory that it is gathered into and its parameters are views of."""
+"""Units of sharded parameters, and their slots: the memory that they are gathered into and parameters are views of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...errors import UnitError
 from ...host_memory import transient_memory
 from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ...tensor_parallel.allocation import has_no_memory
-from .piece import Piece
+from .buffer import Bucket
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
@@ -86,7 +86,7 @@ class Unit:
     Args:
         name: of its modules, for messages.
         slot: its memory while it is gathered; None where one rank has all.
-        pieces: in the order of the slot's parts.
+        buckets: its parameters of each dtype and device, in the order of the slot's parts.
         group: the ranks that have shards.
         neighbours: those of them that together keep all of it between forward and backward; None means all.
 
@@ -102,23 +102,23 @@ class Unit:
         self,
         name: str,
         slot: Slot | None,
-        pieces: Sequence[Piece],
+        buckets: Sequence[Bucket],
         group: ProcessGroup,
         neighbours: ProcessGroup | None = None,
     ) -> None:
-        self.name, self.slot, self.pieces, self._group, self._neighbours = name, slot, pieces, group, neighbours
+        self.name, self.slot, self.buckets, self._group, self._neighbours = name, slot, buckets, group, neighbours
         if slot is not None:
-            slot.units.append(self)
+            self._enter(slot)
         self._what = f"the parameters of unit {name}"
         self.running = 0
         self.used_in = NO_BACKWARD
         # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
         self._handle: Handle | None = None
-        # Of each piece the part that this rank keeps for its neighbours between forward and backward, in memory of its
-        # own. `_keep_part` sets it when another unit takes the slot in forward; `drop_part` clears it once backward
+        # Of each bucket the part that this rank keeps for its neighbours between forward and backward, in own memory.
+        # `_keep_part` sets it when another unit takes the slot in forward; `drop_part` clears it once backward
         # has gathered from it, and when the shards are written.
         self._part: list[Tensor] = []
-        self.name_of = {param: name for piece in pieces for param, name in zip(piece.params, piece.names, strict=True)}
+        self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
         # Parameters that can make their reader wait; fixed.
         self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]
         # torch's count of writes to each parameter when it was last hidden, or its memory set; a gather writes the
@@ -131,12 +131,12 @@ class Unit:
 
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
-        for piece in self.pieces:
-            yield from piece.local_ranges(self._group.rank())
+        for bucket in self.buckets:
+            yield from bucket.local_ranges(self._group.rank())
 
     @property
     def part(self) -> Sequence[Tensor]:
-        """This rank's part of each piece, kept for its neighbours between forward and backward; else empty."""
+        """This rank's part of each bucket, kept for its neighbours between forward and backward; else empty."""
         return self._part
 
     @property
@@ -151,7 +151,7 @@ class Unit:
 
     def memory(self) -> Sequence[Tensor]:
         """Returns the memory that it is gathered into."""
-        return [piece.whole for piece in self.pieces]
+        return [bucket.param_data for bucket in self.buckets]
 
     @property
     def takes_turns(self) -> bool:
@@ -171,18 +171,22 @@ class Unit:
         """
         if with_values:
             self._take_values()
-        for piece in self.pieces:
-            piece.place_params(piece.whole, skip=has_no_memory if with_values else None)
+        for bucket in self.buckets:
+            bucket.place_params(bucket.param_data, skip=has_no_memory if with_values else None)
         self._versions = self._count_writes()
 
     def move_to(self, slot: Slot) -> None:
         """Makes the parameters, which are hidden, views of another slot."""
+        self._enter(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self.buckets:
+                bucket.place_params(bucket.param_data)
+
+    def _enter(self, slot: Slot) -> None:
         self.slot = slot
         slot.units.append(self)
-        with torch._C.DisableTorchFunctionSubclass():
-            for piece, whole in zip(self.pieces, slot.parts, strict=True):
-                piece.whole = whole
-                piece.place_params(whole)
+        for bucket, part in zip(self.buckets, slot.parts, strict=True):
+            bucket.param_data = part
 
     def _take_values(self) -> None:
         """Copies this rank's part of the values of the parameters into the shards."""
@@ -206,18 +210,19 @@ class Unit:
 
     def _gather(self) -> None:
         if self._part:
-            for piece, part in zip(self.pieces, self._part, strict=True):
-                collectives.all_gather(piece.whole, part, self._neighbours, what=self._what)  # type: ignore[arg-type]
+            for bucket, part in zip(self.buckets, self._part, strict=True):
+                whole, group = bucket.param_data, self._neighbours
+                collectives.all_gather(whole, part, group, what=self._what)  # type: ignore[arg-type]
             return
-        for piece in self.pieces:
-            piece.gather(piece.whole, self._group, self._what)
+        for bucket in self.buckets:
+            bucket.gather_params(bucket.param_data, self._group, self._what)
 
     def _keep_part(self) -> None:
         """Copies this rank's part among its neighbours, for the backward that follows this forward."""
         group = self._neighbours
         if group is None or self._part or self.used_in != NO_BACKWARD or not torch.is_grad_enabled():
             return
-        self._part = [piece.whole.chunk(group.size())[group.rank()].clone() for piece in self.pieces]
+        self._part = [whole.chunk(group.size())[group.rank()].clone() for whole in self.memory()]
 
     def drop_part(self) -> None:
         """Frees the part that this rank keeps for its neighbours between forward and backward."""
@@ -263,9 +268,9 @@ class Unit:
         if slot.owner is self:
             slot.owner = None
         if slot.owner is None:
-            for piece in self.pieces:
-                if piece.whole.is_floating_point():
-                    piece.whole.fill_(math.nan)
+            for whole in self.memory():
+                if whole.is_floating_point():
+                    whole.fill_(math.nan)
 
     def gather_apart(self) -> None:
         """Gathers its parameters into memory of their own, until `return_to_slot`."""
@@ -274,10 +279,10 @@ class Unit:
         if self.slot is None:
             return
         self.slot.owner, self._state = None, _Visibility.APART
-        for piece in self.pieces:
-            apart = transient_memory(piece.whole.numel(), piece.shard.dtype, piece.whole.device)
-            piece.gather(apart, self._group, self._what)
-            piece.place_params(apart)
+        for bucket in self.buckets:
+            apart = transient_memory(bucket.numel, bucket.local_param_shard.dtype, bucket.param_data.device)
+            bucket.gather_params(apart, self._group, self._what)
+            bucket.place_params(apart)
 
     def return_to_slot(self) -> None:
         """Takes what was written since `gather_apart` into this rank's shard, and frees that memory."""
@@ -285,8 +290,8 @@ class Unit:
             return
         with torch.no_grad():
             self._take_values()
-        for piece in self.pieces:
-            piece.place_params(piece.whole)
+        for bucket in self.buckets:
+            bucket.place_params(bucket.param_data)
         self._versions, self._state = self._count_writes(), _Visibility.READABLE
 
     def _count_writes(self) -> list[int]:

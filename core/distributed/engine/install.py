@@ -1,19 +1,55 @@
-"""Gathers parameters, and casts inputs and outputs, around each call of a unit's modules."""
+"""Builds the units of a model; gathers parameters, and casts inputs and outputs, around calls of their modules."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_any, tree_map
 
+from ...comm.collectives import Allocate
+from ...host_memory import transient_memory
+from ..groups import subgroup
 from ..model.forward_methods import find_forward_methods
 from ..plan import FlatUnitPlan, FullyShardedPlan
+from .buffer import ParamAndGradBuffer
 from .gathering import ParameterGathering
-from .unit import Unit
+from .unit import Slot, Unit
+
+
+def build_units(
+    plan: FullyShardedPlan, buffers: Sequence[ParamAndGradBuffer], allocate: Allocate = transient_memory
+) -> list[Unit]:
+    """Builds the units of a plan, in its order, and the slots that they share; every rank calls it.
+
+    Args:
+        buffers: one for each buffer of the plan, in the same order.
+        allocate: allocates the memory of slots.
+    """
+    slots, units = dict[int | None, Slot](), list[Unit]()
+    neighbours = _groups_of_neighbours(plan)
+    for planned in plan.units:
+        buckets = [buffers[index].buckets[number] for index, number in planned.buckets]
+        if planned.slot is not None and planned.slot not in slots:
+            sizes = [(bucket.numel, bucket.buffer.plan.gathered_dtype, bucket.buffer.device) for bucket in buckets]
+            slots[planned.slot] = Slot(sizes, allocate)
+        name = " + ".join(planned.names) or "of the model itself"
+        slot, kept_among = slots.get(planned.slot), neighbours.get(planned.kept_among)
+        units.append(Unit(name, slot, buckets, plan.groups.shard, kept_among))
+    return units
+
+
+def _groups_of_neighbours(plan: FullyShardedPlan) -> Mapping[int | None, ProcessGroup]:
+    """Makes the group of this rank for each number of neighbours that units are kept among."""
+    group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
+    for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
+        first = group.rank() // size * size
+        made[size] = subgroup(group, range(first, first + size))
+    return made
 
 
 def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
