@@ -44,8 +44,7 @@ class BucketGroup:
 
     A backward adds gradients (`add_gradient`, `note_grad_ready`), `start_grad_sync` sends them, and after
     `finish_grad_sync` this rank's shard is global. The optimizer updates this rank's shard of the parameters, and
-    `start_param_sync` and `finish_param_sync` gather them. Megatron-LM's class of this name may hold several buckets;
-    here it always holds one.
+    `start_param_sync` and `finish_param_sync` gather them. Megatron-LM's class of this name may hold several buckets.
 
     Args:
         plan: of the model; says whether collectives run during backward and forward, or before `start_grad_sync` and
@@ -268,11 +267,9 @@ class BucketGroup:
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient.
 
-        With ``overlap_grad_reduce`` the bucket must have been sent. The wrapper's `finish_grad_sync` first sends
-        incomplete buckets, with zeros for gradients that have not arrived.
-
         Raises:
-            GradSyncError: the bucket has not left, with ``overlap_grad_reduce``.
+            GradSyncError: the bucket has not left, with ``overlap_grad_reduce``. The wrapper's `finish_grad_sync`
+                first sends incomplete buckets.
         """
         if not self.has_left and self._plan.overlaps_grads:
             raise GradSyncError(

@@ -35,8 +35,10 @@ class ParamAndGradBuffer:
         allocate: allocates whole gradients, where buckets release theirs.
 
     Attributes:
-        plan: as given; dtypes and what is kept.
-        names, params: in the order of their places.
+        plan: as given.
+        param_dtype: dtype of `param_data`, or of `shards`.
+        grad_dtype: dtype of whole gradients, in which they are reduced.
+        params: in the order of their places.
         numel: elements of all buckets, padding included.
         device: the device that the model computes on; has `param_data` and whole gradients.
         shard_device: the device of `shards` and separate shards of gradients; the CPU if they are offloaded.
@@ -58,9 +60,8 @@ class ParamAndGradBuffer:
         params: Mapping[str, nn.Parameter],
         allocate: Allocate = transient_memory,
     ) -> None:
-        self.plan = plan
-        self.names = [param.name for bucket in plan.buckets for param in bucket.params]
-        self.params = [params[name] for name in self.names]
+        self.plan, self.param_dtype, self.grad_dtype = plan, plan.param_dtype, plan.grad_dtype
+        self.params = [params[param.name] for bucket in plan.buckets for param in bucket.params]
         self.numel = plan.buckets[-1].layout.end
         self.device = self.shard_device = self.params[0].device
         self._pins_memory = False  # pinned, so that copies between host and device overlap with computation
@@ -86,16 +87,6 @@ class ParamAndGradBuffer:
             allocate=allocate,
         )
         self.buckets = [Bucket(self, bucket, params) for bucket in plan.buckets]
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """Dtype of whole gradients, in which they are reduced."""
-        return self.plan.grad_dtype
-
-    @property
-    def param_dtype(self) -> torch.dtype:
-        """Dtype of `param_data`, or of `shards`."""
-        return self.plan.param_dtype
 
     @property
     def param_index_map(self) -> dict[nn.Parameter, tuple[int, int, int]]:
@@ -198,11 +189,6 @@ class Bucket:
     def slot_of(self, param: nn.Parameter) -> GradSlot:
         """Returns the place of a parameter's gradient."""
         return self._slot_of[param]
-
-    @property
-    def numel_unpadded(self) -> int:
-        """Elements up to the end of the last parameter, with the gaps between parameters."""
-        return max(slot.end for slot in self.slots)
 
     def zero_padding(self, data: Tensor) -> None:
         """Zeros the gaps between parameters in `data` `[numel]`, so that they change no sum, norm or update."""

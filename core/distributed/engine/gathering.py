@@ -54,18 +54,10 @@ class ParameterGathering:
         # Count of writes to the shards when gathered units last had their values. `forget` sets it.
         # `ensure_gathered` compares it in each forward, and calls `forget` if an optimizer or load has written since.
         self._version = self._count_writes()
-        # Whether each unit's backward reads its weights; fixed.
-        self._needs_backward = {
-            unit: planned.is_needed_in_backward for unit, planned in zip(units, plan.units, strict=True)
-        }
         for unit in units:
             unit.on_use = partial(self._on_use, unit)
-        # What autograd saves in forwards of the units that are freed after it; fixed.
-        self._saved = {
-            unit: SavedWeights(unit.memory, partial(self._gather_saved, unit))
-            for unit, planned in zip(units, plan.units, strict=True)
-            if planned.is_freed and unit.slot is not None
-        }
+            if unit.plan.is_freed and unit.slot is not None:
+                unit.saved = SavedWeights(unit.memory, partial(self._gather_saved, unit))
 
     # ---- calls of modules
 
@@ -75,23 +67,22 @@ class ParameterGathering:
             self._last = None  # a forward of the model begins
         unit.running += 1
         self.ensure_gathered(unit)
-        if unit in self._saved:
-            self._saved[unit].begin()
+        if unit.saved is not None:
+            unit.saved.begin()
 
     def after_call(self, unit: Unit, output: Any) -> None:
         """Ends a call, which returned `output` or raised (None); makes backward through `output` gather the unit."""
         unit.running = max(unit.running - 1, 0)
         has_ended = not unit.running and current_backward() == NO_BACKWARD
-        saved = self._saved.get(unit)
-        if saved is not None:
-            saved.end()
+        if unit.saved is not None:
+            unit.saved.end()
             if has_ended and unit.takes_turns:
-                if output is not None and saved.are_in_use():
+                if output is not None and unit.saved.are_in_use():
                     self._keep(unit)
                 else:
                     unit.hide()
         if torch.is_grad_enabled():
-            if self._needs_backward[unit]:
+            if unit.plan.is_needed_in_backward:
                 self._watch(unit, output)
         elif has_ended and not self._root.running:
             self.settle()  # nothing else would free it before the next forward
@@ -102,8 +93,8 @@ class ParameterGathering:
         """Resets the counts of running forwards, which a forward that was interrupted leaves above zero."""
         for unit in self._units:
             unit.running = 0
-        for saved in self._saved.values():
-            saved.end_all()
+            if unit.saved is not None:
+                unit.saved.end_all()
 
     def settle(self) -> None:
         """Hides all parameters: outside of forward and backward a rank may use only its shards.

@@ -73,7 +73,7 @@ def _gradients_are_views() -> None:
     assert not hasattr(model.module.frozen, "main_grad")
     assert buffer.numel < sum(p.numel() for p in model.parameters()) + 64 * (len(buffer.params) + 2)
     names = [name for name, p in toy().named_parameters() if p.requires_grad]
-    assert buffer.names == names[::-1]
+    assert [slot.name for bucket in buffer.buckets for slot in bucket.slots] == names[::-1]
 
 
 def test_main_grads_are_views_of_one_buffer_unless_frozen():
