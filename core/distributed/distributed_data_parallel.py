@@ -128,7 +128,7 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
             force_sync: return only when all parameters are gathered.
             force_dispatch: Megatron-LM's; ignored, because the gather is always started.
         """
-        self._placement.check_gather(unwrap_model(self))
+        self._placement.check_gather()
         for group in reversed(self._bucket_groups):
             group.start_param_sync(force_sync=force_sync or not self._pre_hooks)
 

@@ -81,9 +81,8 @@ class _FlatDataParallel(_BaseDataParallel):
             for bucket in (buffers[index].buckets[number] for index, number in plan.reduction_order)
         ]
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
-        self._placement = ParamPlacement(
-            (slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots
-        )
+        slots = ((slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots)
+        self._placement = ParamPlacement(unwrap_model(self), slots)
         finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
@@ -157,7 +156,7 @@ class _FlatDataParallel(_BaseDataParallel):
                 "drop it"
             )
         self.settle_parameters()
-        self._placement.check_reduced(unwrap_model(self))
+        self._placement.check_reduced()
         if not self.gradient_state.is_reduced:
             self._shown.take_written()
         self.start_grad_sync()
@@ -166,7 +165,7 @@ class _FlatDataParallel(_BaseDataParallel):
         try:
             self._shown.show()
         except RuntimeError:  # a parameter of another dtype than its gradient
-            self._placement.check(unwrap_model(self))
+            self._placement.check()
             raise
 
     def _open_reduced_gradients(self) -> bool:
@@ -191,7 +190,7 @@ class _FlatDataParallel(_BaseDataParallel):
     def check_may_step(self, optimizer: str) -> None:
         super().check_may_step(optimizer)
         try:
-            self._placement.check_step(unwrap_model(self))
+            self._placement.check_step()
         except WrapError as error:
             raise OptimizerError(str(error)) from None
         if (written := self._shown.find_written()) is not None:

@@ -31,10 +31,12 @@ class ParamPlacement:
     """Remembers the memory of each parameter at wrapping, and compares it later.
 
     Args:
-        params: names and parameters.
+        model: the model inside the wrapper.
+        params: names and parameters of the buffers.
     """
 
-    def __init__(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, model: nn.Module, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._model = model
         # Name of each, and its address and dtype. `note_moved` replaces those of parameters that an engine has moved.
         self._names: dict[nn.Parameter, str] = {}
         self._places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
@@ -48,20 +50,20 @@ class ParamPlacement:
         for name, param in params:
             self._names[param], self._places[param] = name, (param.data_ptr(), param.dtype)
 
-    def check_reduced(self, module: nn.Module) -> None:
+    def check_reduced(self) -> None:
         """Checks when gradients are finished, unless an optimizer will."""
         if self._checks is _Checks.WHEN_REDUCED:
-            self.check(module)
+            self.check()
 
-    def check_step(self, module: nn.Module) -> None:
+    def check_step(self) -> None:
         """Checks before an optimizer steps."""
-        self.check(module)
+        self.check()
         self._checks = _Checks.DONE
 
-    def check_gather(self, module: nn.Module) -> None:
+    def check_gather(self) -> None:
         """Checks before updated parameters are gathered, unless the optimizer that updated them has."""
         if self._checks is not _Checks.DONE:
-            self.check(module)
+            self.check()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -69,14 +71,14 @@ class ParamPlacement:
         if self._checks is _Checks.DONE:
             self._checks = _Checks.BY_OPTIMIZER
 
-    def check(self, module: nn.Module) -> None:
-        """Compares the module's parameters with those at wrapping.
+    def check(self) -> None:
+        """Compares the model's parameters with those at wrapping.
 
         Raises:
             WrapError: a parameter was moved, replaced, added, removed or made trainable since.
         """
-        reject_changed(module, self._names)
-        for param in module.parameters():
+        reject_changed(self._model, self._names)
+        for param in self._model.parameters():
             if param in self._places and self._places[param] != (param.data_ptr(), param.dtype):
                 raise WrapError(
                     f"the storage of parameter {self._names[param]} was replaced after the model was wrapped (a move "

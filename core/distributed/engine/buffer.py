@@ -131,8 +131,8 @@ class Bucket:
         offset: the bucket's first element in the buffer.
         numel: number of elements, padding included; a multiple of the number of shards.
         param_data: `[numel]`, the memory that parameters are views of; empty where they keep their own. A view of the
-            buffer's ``param_data``; under ZeRO-3 the memory that its unit is gathered into, which `place_params` sets,
-            in the dtype of computation, or `local_param_shard` itself if a single rank has all in that dtype.
+            buffer's ``param_data``; under ZeRO-3 memory of its unit's slot, in the dtype of computation, set by
+            the unit when it gets a slot, or `local_param_shard` itself if a single rank has all in that dtype.
         local_param_shard: `[numel / shards]`, this rank's part of the parameters, which its optimizer updates; fixed.
         grad_data: `[numel]`, whole gradients. Without `releases_grads` a view of the buffer's ``grad_data``; fixed.
             With `releases_grads` memory of the bucket: allocated for the first gradient of a step or to send the
