@@ -15,13 +15,13 @@ from ...distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
     _BaseDataParallel,
-    engine,
     wrap_model,
 )
 from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
 from ...distributed.gradient_state import Phase
 from ...distributed.groups import Ranks
 from ...distributed.plan.units import UnitChoice
+from ...distributed.torch_fully_sharded_data_parallel_config import config_class as class_for_strategy
 
 FSDP2 = "fsdp2"
 STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
@@ -30,7 +30,7 @@ STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)
 
 def config_class(strategy: str) -> type[DistributedDataParallelConfig]:
     """Returns the class of the config of a strategy's wrapper."""
-    return engine.config_class(strategy == FSDP2, strategy)
+    return class_for_strategy(strategy == FSDP2, strategy)
 
 
 def config_of(strategy: str, **settings: Any) -> DistributedDataParallelConfig:
