@@ -16,7 +16,7 @@ from ..model.rewrapping import note_sharded, reject_wrapped
 from ..model.unfit_models import reject_unfit, reject_unfit_for_fsdp2
 from ..plan import FSDP2Plan, GradientReduction
 from .collectives import set_direct_collectives
-from .torch_private import PartialReshard, allow_ungathered_units, as_fsdp, keep_changes_of_parameters
+from .torch_private import as_fsdp
 
 
 def shard_model(plan: FSDP2Plan) -> None:
@@ -33,7 +33,6 @@ def shard_model(plan: FSDP2Plan) -> None:
     module, mesh = plan.root.modules[0], plan.groups.mesh
     _reject_what_cannot_be_sharded(module)
     offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.offloads else OffloadPolicy()
-    partial: dict[int, PartialReshard] = {}
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
         for unit in (*plan.units, plan.root):
             fully_shard(
@@ -43,13 +42,7 @@ def shard_model(plan: FSDP2Plan) -> None:
                 mp_policy=unit.precision,
                 offload_policy=offload_policy,
             )
-            if (size := unit.kept_among) is not None:
-                if size not in partial:
-                    partial[size] = PartialReshard(plan.groups.shard, size, mesh.device_type)
-                partial[size].apply_to(unit.modules[0])
     note_sharded(fsdp_modules(module))
-    allow_ungathered_units(module)
-    keep_changes_of_parameters(module)
     for unit in plan.units:
         if not unit.is_needed_in_backward:
             for member in unit.modules:
