@@ -2,13 +2,16 @@
 
 With ``reproducible_across_ranks`` torch reduces after every micro-batch. The reduce-scatter keeps the whole gradients
 of a micro-batch, adds what the tree adds, and hands torch negative zeros, which change no number that torch adds them
-to. After the last micro-batch it reduces the sum of all. With ``reduce_every_micro_batch`` ranks are the lower levels
-of the tree: whole gradients are reduced, and their shards are kept and added.
+to. After the last micro-batch it reduces the sum of all, over replicas too: torch knows one optimizer instance. With
+``reduce_every_micro_batch`` ranks are the lower levels of the tree: whole gradients are reduced, and their shards are
+kept and added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -63,11 +66,9 @@ class GradientSums:
     def _begin(self, additions: int | None, reduces: bool) -> None:
         if self._of_shards and reduces:
             self._state.complete_accumulated_gradients()
-        for module in self._modules:
-            if self._of_shards:  # torch adds up the whole gradients of the micro-batches that are reduced together
+        if self._of_shards:  # torch adds up the whole gradients of the micro-batches that are reduced together
+            for module in self._modules:
                 module.set_requires_gradient_sync(reduces, recurse=False)
-            else:
-                module.set_requires_all_reduce(reduces, recurse=False)
         if additions is not None:
             for unit in self._units:
                 unit.set_aside(additions)
@@ -101,28 +102,29 @@ class _TreeReduceScatter(DirectReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        is_late = current_backward() == NO_BACKWARD  # a gradient that its unit's backward has left
-        if not is_late:
-            self._reject_what_adds_by_itself()
-        total = input_tensor if is_late or self._of_shards else self._add(input_tensor)
-        if total is None:
-            output_tensor.fill_(_NOTHING)
-            return None
-        super().__call__(output_tensor, total, group, op)
-        if self._replicas is not None:
-            order = (range(self._replicas.size()),)
-            collectives.all_reduce(output_tensor, self._replicas, what=f"the gradients of {self.unit}", order=order)
-        if self._of_shards and not is_late:
-            self._store(output_tensor, self._add(output_tensor.clone()))
-        if self._replicas is not None and self._replicas.rank() > 0:
-            output_tensor.fill_(_NOTHING)  # torch adds up replicas, in any order
+        self._sum(input_tensor, output_tensor, partial(super().__call__, group=group, op=op))
         return None
 
     def add_alone(self, gradient: Tensor) -> None:
-        """Replaces the gradient of a rank that is alone, as `__call__` does among several."""
-        if current_backward() != NO_BACKWARD:
+        """Does in place for a rank that is alone among shards what `__call__` does for several."""
+        self._sum(gradient.clone(), gradient, Tensor.copy_)
+
+    def _sum(self, whole: Tensor, shard: Tensor, reduce: Callable[[Tensor, Tensor], Any]) -> None:
+        """Makes `shard` this rank's part of the sum over the step, once it is complete; `reduce` fills it from whole
+        gradients."""
+        is_late = current_backward() == NO_BACKWARD  # a gradient that its unit's backward has left
+        if not is_late:
             self._reject_what_adds_by_itself()
-            self._store(gradient, self._add(gradient.clone()))
+        total = whole if is_late or self._of_shards else self._add(whole)
+        if total is not None:
+            reduce(shard, total)
+            if self._replicas is not None:
+                order = (range(self._replicas.size()),)
+                collectives.all_reduce(shard, self._replicas, what=f"the gradients of {self.unit}", order=order)
+            if self._of_shards and not is_late and (total := self._add(shard.clone())) is not None:
+                shard.copy_(total)
+        if total is None:
+            shard.fill_(_NOTHING)
 
     def set_aside(self, additions: int) -> None:
         """Ends the sum that is added in place, and adds it to the newest `additions` sums before it."""
@@ -150,13 +152,6 @@ class _TreeReduceScatter(DirectReduceScatter):
         (total,) = self._sums.added_to([self._current])
         self._current = None
         return total
-
-    @staticmethod
-    def _store(gradient: Tensor, total: Tensor | None) -> None:
-        if total is None:
-            gradient.fill_(_NOTHING)
-        else:
-            gradient.copy_(total)
 
     def _reject_what_adds_by_itself(self) -> None:
         if not self._is_alone and has_all_reduce_hook(self._module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -23,14 +24,16 @@ def shard_model(plan: FSDP2Plan) -> None:
     """Shards a model in place, unit by unit and then the root.
 
     Parameters become DTensors, cut on dim 0 over the mesh's last axis and replicated over its first where it has two,
-    with the custom attributes that they had. A parameter that no backward reached has a zero gradient, as under
-    replication. Parameters on the meta device stay there, sharded; others have to be equal on all ranks already
-    (`InitialValues`).
+    with the custom attributes that they had; ``reproducible_across_ranks`` leaves out the first axis. A parameter
+    that no backward reached has a zero gradient, as under replication. Parameters on the meta device stay there,
+    sharded; others have to be equal on all ranks already (`InitialValues`).
 
     Raises:
         WrapError: the model is sharded already, or has a parameter that cannot be cut.
     """
     module, mesh = plan.root.modules[0], plan.groups.mesh
+    if plan.is_reproducible and plan.groups.replicate is not None:  # `GradientSums` adds up replicas, in order
+        mesh = DeviceMesh.from_group(plan.groups.shard, mesh.device_type, mesh_dim_names=("dp_cp",))
     _reject_what_cannot_be_sharded(module)
     offload_policy = CPUOffloadPolicy(pin_memory=plan.pins_memory) if plan.offloads else OffloadPolicy()
     with parameter_attributes_kept(module), replaced_parameters_marked(module):
