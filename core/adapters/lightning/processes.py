@@ -1,9 +1,11 @@
-"""The common base of the strategies for Trainer and Fabric: arguments, starting ranks, and collectives."""
+"""The common base of the strategies for Trainer and Fabric: arguments, wrapping, starting ranks, and collectives."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +18,21 @@ from lightning_utilities.core.rank_zero import rank_zero_only as rank_zero_only_
 from torch import nn
 
 from ... import device
-from ...distributed import DistributedDataParallelConfig
-from ...errors import ConfigError
-from ..bridge.wrapping import FSDP2
-from .sharding import Units, sharding_config
+from ...distributed import DistributedDataParallelConfig, _BaseDataParallel, wrap_model
+from ...distributed.parameter_owner import owner_of
+from ...distributed.plan.units import UnitChoice
+from ...errors import ConfigError, WrapError
+from ...text import choices
+from ...warn import warn_once
+from ..bridge.meshes import world_mesh
+from ..bridge.trained import Trained
+from ..bridge.units import units_by_class
+from ..bridge.wrapping import FSDP2, STRATEGIES, config_of
 
 T = TypeVar("T")
+
+Units = Sequence[type[nn.Module] | str]
+"""Classes, or their names, plain or dotted."""
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -151,3 +162,72 @@ class Processes:
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Calls `all_reduce`, by the Trainer's name."""
         return self.all_reduce(tensor, group, reduce_op)
+
+
+def sharding_config(sharding: str | DistributedDataParallelConfig) -> DistributedDataParallelConfig:
+    """Returns the wrapper's settings for the name of a sharding; settings as they are.
+
+    Raises:
+        ConfigError: no such name, or settings that a trainer cannot honour.
+    """
+    if isinstance(sharding, DistributedDataParallelConfig):
+        if sharding.reproducible_across_ranks:
+            raise ConfigError(
+                "reproducible_across_ranks is set, which needs samples dealt out by micro_batch_index, and "
+                "Lightning's sampler deals them out by rank; drop it, or use core.training"
+            )
+        return sharding
+    if sharding not in STRATEGIES:
+        raise ConfigError(
+            f"sharding is {sharding!r}; {choices(str(sharding), STRATEGIES)}, or a config of core.distributed"
+        )
+    return config_of(sharding)
+
+
+def wrap(module: nn.Module, settings: DistributedDataParallelConfig, units: Units | None) -> Trained:
+    """Wraps a model over all ranks, or takes the wrapper that it has, if that has equal settings.
+
+    Args:
+        module: on this rank's device, or on the meta device.
+        units: by default the layers that the model repeats.
+
+    Raises:
+        WrapError: the model is wrapped with other settings, or has no module of a class in `units`.
+    """
+    wrapper = owner_of(next(module.parameters(), None))
+    if isinstance(wrapper, _BaseDataParallel) and wrapper.module is module:
+        if wrapper.ddp_config != settings:
+            raise WrapError(
+                f"{type(module).__name__} is wrapped already, with another sharding than this strategy's; give it a "
+                "strategy of equal settings, or build the model again"
+            )
+        return Trained(wrapper)
+    mesh = world_mesh(settings.num_distributed_optimizer_instances)
+    chosen = _units(module, settings, units)
+    return Trained(wrap_model(module, SimpleNamespace(), settings, process_group=mesh, sub_modules_to_wrap=chosen))
+
+
+def _units(module: nn.Module, settings: DistributedDataParallelConfig, units: Units | None) -> list[UnitChoice]:
+    if units is not None:
+        listed = ([unit] if isinstance(unit, type) else units_by_class(module, unit, "units") for unit in units)
+        return [kind for kinds in listed for kind in kinds]
+    try:
+        return list(units_by_class(module, None, "units"))
+    except WrapError as error:
+        if settings.shards_parameters:
+            warn_once(f"{error}. Until then the whole model is one unit, gathered at once")
+        return []
+
+
+def trained_of(module: nn.Module) -> Trained:
+    """Returns a wrapped model, by its wrapper or the module inside.
+
+    Raises:
+        ConfigError: it is not wrapped.
+    """
+    wrapper = module if isinstance(module, _BaseDataParallel) else owner_of(next(module.parameters(), None))
+    if not isinstance(wrapper, _BaseDataParallel):
+        raise ConfigError(
+            f"{type(module).__name__} is not wrapped; give it to fabric.setup or fabric.setup_module first"
+        )
+    return Trained.of(wrapper) or Trained(wrapper)

@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 from ...distributed import _BaseDataParallel, finalize_model_grads
 from ...errors import CheckpointError, ConfigError
 from ...optimizer import MegatronOptimizer
-from ..bridge.gradients import GradientNorm
-from .checkpoint import Trained, load_folder, save_folder
-from .optimizers import Updates, updates_of
+from ..bridge.trained import Trained
+from .checkpoint import load_folder, save_folder
+from .optimizers import updates_of
 from .precision import of_strategy
-from .processes import Processes
-from .sharding import wrap
+from .processes import Processes, wrap
 
 
 class ShardstackStrategy(Processes, ParallelStrategy):
@@ -107,7 +106,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
                 self._layer_sync.apply(module)  # Trainer(sync_batchnorm=True)
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
-            self._trained = Trained(wrap(module, self.settings, self.units))
+            self._trained = wrap(module, self.settings, self.units)
         self.model = self._trained.wrapper  # Lightning's attribute: the model that it runs, from here on
         if is_fitting:
             self.setup_optimizers(trainer)
@@ -131,7 +130,8 @@ class ShardstackStrategy(Processes, ParallelStrategy):
             raise ConfigError(
                 f"configure_optimizers gave {names or 'nothing'}; this strategy takes one torch optimizer"
             )
-        self._trained = Trained(self.wrapper, self.optimizers[0], updates_of(self.optimizers[0], self.wrapper))
+        trained = self._trained_model()
+        trained.optimizer, trained.updates = self.optimizers[0], updates_of(self.optimizers[0], self.wrapper)
 
     # ---- a step
 
@@ -156,7 +156,8 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         Raises:
             ConfigError: the optimizer clips too, by another norm.
         """
-        updates = self._updates()
+        trained = self._trained_model()
+        updates = trained.updates
         own = updates.config.clip_grad if isinstance(updates, MegatronOptimizer) else 0.0
         if own and own != max_norm:
             raise ConfigError(
@@ -164,19 +165,17 @@ class ShardstackStrategy(Processes, ParallelStrategy):
                 "alone (clip_grad=0.0 turns the optimizer's off)"
             )
         if not own:
-            self._clipped_norm = GradientNorm.of(self.wrapper).clip(max_norm)
+            self._clipped_norm = trained.norm.clip(max_norm)
 
     def clip_by_value(self, limit: float) -> None:
         """Clamps each element of the gradient."""
-        GradientNorm.of(self.wrapper).clamp(limit)
+        self._trained_model().norm.clamp(limit)
 
     def make_step(self, optimizer: Optimizer) -> None:
-        """Updates the parameters, and zeroes gradients, which have to be gone before the next forward."""
-        _, measured, _ = self._updates().step()
+        """Updates the parameters, and zeroes gradients."""
+        measured = self._trained_model().step()
         norm, self._clipped_norm = self._clipped_norm, None
         self.grad_norm = torch.tensor(measured) if norm is None and measured is not None else norm
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look whether `step` was called
-        self.wrapper.zero_grad_buffer()
 
     # ---- checkpoints
 
@@ -262,12 +261,6 @@ class ShardstackStrategy(Processes, ParallelStrategy):
         if self._trained is None:
             raise ConfigError("the model is wrapped when fit, validate, test or predict begins; ask for it after that")
         return self._trained
-
-    def _updates(self) -> Updates:
-        updates = self._trained_model().updates
-        if updates is None:
-            raise ConfigError("the optimizer is set up when fit begins; step and clip after that")
-        return updates
 
 
 def _check_is_supported(trainer: Trainer, module: LightningModule) -> None:
