@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..bridge.checkpoints import load_trained, save_trained, whole_state_dict
-from ..bridge.trained import Trained
+from ..bridge.trained import Trained, wrapper_of
 from .optimizer import PreparedOptimizer, prepare_optimizer
 from .plugin import ShardstackPlugin
 
@@ -117,15 +117,9 @@ class ShardstackAccelerator(Accelerator):
 
     # ---- a step
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Lets a backward inside it accumulate on this rank alone."""
-        if isinstance(model, _BaseDataParallel):
-            with model.no_sync():
-                yield
-            return
-        with super().no_sync(model):
-            yield
+        return model.no_sync() if isinstance(model, _BaseDataParallel) else super().no_sync(model)
 
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter] | Tensor, max_norm: float, norm_type: float = 2
@@ -177,17 +171,10 @@ class ShardstackAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Returns the whole model's tensors on the first rank of each machine, else an empty dict; all ranks call
         it."""
-        wrapper = self._wrapper_of(model)
-        if wrapper is None:
+        wrapper = wrapper_of(model)
+        if wrapper is None or model not in (wrapper, wrapper.module):
             return super().get_state_dict(model, unwrap)
         return whole_state_dict(wrapper, keep=self.is_local_main_process)
-
-    def _wrapper_of(self, model: nn.Module) -> _BaseDataParallel | None:
-        if isinstance(model, _BaseDataParallel):
-            return model
-        found = {owner_of(parameter) for parameter in model.parameters()} - {None}
-        wrappers = [owner for owner in found if isinstance(owner, _BaseDataParallel)]
-        return wrappers[0] if len(wrappers) == 1 and wrappers[0].module is model else None
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Saves as accelerate's, the whole weights included; wrapped models and optimizers with hashes, in folders

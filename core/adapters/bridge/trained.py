@@ -13,6 +13,7 @@ from ...dist_checkpointing import model_state_dict
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.flat_data_parallel import shards_buffers
+from ...distributed.parameter_owner import owner_of
 from ...errors import ConfigError, OptimizerError
 from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from ...optimizer.distrib_optimizer import collect_main_ranges
@@ -22,6 +23,14 @@ from .optimizers import Updates
 
 _TRAINED = "_trained"
 """Attribute of a wrapper, with its `Trained`. The last one that was made of it sets it; never removed."""
+
+
+def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
+    """Returns the wrapper of a model or of a part of it, or `module` if it is one; None without one."""
+    if isinstance(module, _BaseDataParallel):
+        return module
+    owners = map(owner_of, module.parameters())
+    return next((owner for owner in owners if isinstance(owner, _BaseDataParallel)), None)
 
 
 class GradientNorm:

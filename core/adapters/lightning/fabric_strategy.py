@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning.fabric.strategies import ParallelStrategy
-from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
+from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,11 +19,10 @@ from ...distributed.gradient_state import Phase
 from ...distributed.parameter_owner import owner_of
 from ...errors import CheckpointError, ConfigError, OptimizerError
 from ..bridge.trained import Trained
-from ..bridge.wrapping import FSDP2
+from ..bridge.translation import FSDP2
 from .checkpoint import load_folder, save_folder
 from .optimizers import ShardstackOptimizer, updates_of, zero_through_wrapper
-from .precision import unsupported
-from .processes import Processes, trained_of, wrap
+from .processes import Processes, trained_of, unsupported, wrap
 
 
 class NoSync(_BackwardSyncControl):
@@ -48,7 +46,7 @@ class NoSync(_BackwardSyncControl):
             self.accumulating.discard(module)
 
 
-class ShardstackFabricStrategy(Processes, ParallelStrategy):
+class ShardstackFabricStrategy(Processes, DDPStrategy):
     """Trains modules under any wrapper of `core.distributed`, in a loop of the user's.
 
     `fabric.backward` reduces gradients, once a step where the others run in `fabric.no_backward_sync`; the optimizer's
@@ -61,8 +59,6 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
     Raises:
         ConfigError: an unknown sharding.
     """
-
-    launcher_class = _SubprocessScriptLauncher
 
     def __init__(self, sharding: str | DistributedDataParallelConfig = FSDP2, **arguments: Any) -> None:
         super().__init__(sharding, **arguments)
@@ -90,10 +86,6 @@ class ShardstackFabricStrategy(Processes, ParallelStrategy):
         stack.enter_context(torch.device("meta") if empty_init else self.root_device)
         stack.enter_context(self.precision.module_init_context())
         return stack
-
-    def module_to_device(self, module: nn.Module) -> None:
-        """Moves a module, unless it is on the meta device, from which wrapping takes it."""
-        self.move(module)
 
     def setup_module(self, module: nn.Module) -> _BaseDataParallel:
         """Wraps a module."""

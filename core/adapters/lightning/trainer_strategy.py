@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,11 +21,65 @@ from ...optimizer import MegatronOptimizer
 from ..bridge.trained import Trained
 from .checkpoint import load_folder, save_folder
 from .optimizers import updates_of
-from .precision import of_strategy
-from .processes import Processes, wrap
+from .processes import Processes, unsupported, wrap
 
 
-class ShardstackStrategy(Processes, ParallelStrategy):
+class _StepsThroughStrategy(Precision):
+    """Clips and steps through the strategy; mixed in before one of Lightning's plugins."""
+
+    strategy: ShardstackStrategy
+    """The `ShardstackStrategy`. Set by `of_strategy`, once, before Lightning gets the plugin."""
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Runs forward and backward, clips, and makes the step; none where ``training_step`` returned None."""
+        result = self._wrap_closure(model, optimizer, closure)
+        if result is not None:
+            self.strategy.make_step(optimizer)
+        return result
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips the gradient of the model by its global norm."""
+        self.strategy.clip_by_norm(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clamps every element of the gradient."""
+        self.strategy.clip_by_value(float(clip_val))
+
+
+class FullPrecision(_StepsThroughStrategy, Precision):
+    """``32-true``."""
+
+
+class BFloat16Autocast(_StepsThroughStrategy, MixedPrecision):
+    """``bf16-mixed``: fp32 parameters, and `torch.autocast` around forward."""
+
+
+class BFloat16(_StepsThroughStrategy, HalfPrecision):
+    """``bf16-true``: bf16 parameters."""
+
+
+def of_strategy(plugin: Precision | None, strategy: ShardstackStrategy) -> Precision:
+    """Returns the counterpart of one of Lightning's plugins.
+
+    Raises:
+        ConfigError: a precision without a counterpart.
+    """
+    made: _StepsThroughStrategy
+    if plugin is None or type(plugin) is Precision:
+        made = FullPrecision()
+    elif type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
+        made = BFloat16Autocast("bf16-mixed", plugin.device)
+    elif type(plugin) is HalfPrecision and plugin.precision == "bf16-true":
+        made = BFloat16("bf16-true")
+    else:
+        raise unsupported(plugin)
+    made.strategy = strategy
+    return made
+
+
+class ShardstackStrategy(Processes, DDPStrategy):
     """Trains a LightningModule under any wrapper of `core.distributed`.
 
     A step: micro-batches accumulate on their rank; the last one's backward reduces gradients, once; they are clipped
@@ -46,7 +99,6 @@ class ShardstackStrategy(Processes, ParallelStrategy):
     """
 
     strategy_name = "shardstack"
-    launcher_class = _SubprocessScriptLauncher
     _precision_plugin: Precision | None
     """Lightning's. Its constructor and the setter of `precision_plugin` set it; always from `of_strategy` or None."""
 
@@ -114,7 +166,7 @@ class ShardstackStrategy(Processes, ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Moves the model, unless it is on the meta device, from which wrapping takes it."""
-        self.move(self._connected_module())
+        self.module_to_device(self._connected_module())
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Calls ``configure_optimizers``.
