@@ -14,9 +14,8 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from .. import device
 from ..distributed import _BaseDataParallel
-from ..errors import ConfigError
+from ..errors import ConfigError, warn_once
 from ..text import choices
-from ..warn import warn_once
 from .bridge.meshes import data_parallel_mesh
 from .bridge.translation import FSDP2, config_of, honoured, ignored, translate
 from .bridge.units import CONTAINERS

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import device
 from ..dist_checkpointing import load_model_state_dict as load_whole_or_sharded
 from ..dist_checkpointing import model_state_dict as global_state_dict
-from ..dist_checkpointing.views.global_view import local_tensor
+from ..dist_checkpointing.global_view import local_tensor
 from ..distributed import _BaseDataParallel
 from ..distributed.data_parallel_base import unwrap_model
 from ..distributed.plan.units import UnitChoice

@@ -32,7 +32,7 @@ _ALGORITHM = 1  # part of the cache's key; increase it when the same inputs give
 
 @dataclass(frozen=True, kw_only=True)
 class GPTDatasetConfig:
-    """Settings of a dataset; field names are Megatron-LM's where it has them.
+    """Settings of a dataset. Field names are Megatron-LM's where it has them.
 
     Raises:
         ConfigError: a value is out of range, or an option needs `eod` and it is None.
@@ -176,7 +176,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 def document_range(num_documents: int, split: SplitName, shares: str) -> tuple[int, int]:
-    """Returns the documents `[first, last)` of a split; rounds shares as Megatron-LM does."""
+    """Returns the documents `[first, last)` of a split. Rounds shares as Megatron-LM does."""
     parsed = parse_shares(shares)
     bounds = [0.0]
     for share in parsed:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ...dist_checkpointing import load, load_model_state_dict, model_state_dict, save
 from ...dist_checkpointing.agreement import Ranks
+from ...dist_checkpointing.flat_range import whole
 from ...dist_checkpointing.format.folders import existing_folder
 from ...dist_checkpointing.format.reader import read_index
-from ...dist_checkpointing.views.flat_range import whole
 from ...distributed import _BaseDataParallel
 from ...distributed.data_parallel_base import unwrap_model
 from ...errors import CheckpointError

@@ -13,8 +13,7 @@ from torch.torch_version import TorchVersion
 
 from ...distributed import DistributedDataParallelConfig, engine
 from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
-from ...errors import ConfigError, MissingExtraError, ParallelConfigError
-from ...warn import warn_once
+from ...errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 
 FSDP2 = "fsdp2"
 STRATEGIES = (*SHARDING_STRATEGIES, FSDP2)

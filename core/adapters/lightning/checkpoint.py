@@ -17,7 +17,7 @@ from ...dist_checkpointing import load_metadata
 from ...dist_checkpointing.agreement import Ranks
 from ...dist_checkpointing.format.reader import read_index
 from ...errors import CheckpointError
-from ...tensor_parallel.random_streams import pack, rng_layout, rng_state, set_rng_state, unpack
+from ...tensor_parallel.random import pack, rng_layout, rng_state, set_rng_state, unpack
 from ..bridge.checkpoints import decode, encode, load_trained, save_trained
 from ..bridge.trained import Trained
 

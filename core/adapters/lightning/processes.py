@@ -16,9 +16,8 @@ from torch import nn
 from ... import device
 from ...distributed import DistributedDataParallelConfig, wrap_model
 from ...distributed.plan.units import UnitChoice
-from ...errors import ConfigError, WrapError
+from ...errors import ConfigError, WrapError, warn_once
 from ...text import choices
-from ...warn import warn_once
 from ..bridge.meshes import world_mesh
 from ..bridge.trained import Trained, wrapper_of
 from ..bridge.translation import FSDP2, STRATEGIES, config_of

@@ -32,9 +32,8 @@ from ...distributed.distributed_data_parallel_config import (
 from ...distributed.fully_sharded_data_parallel_config import Reshard
 from ...distributed.model.rewrapping import reject_wrapped
 from ...dtypes import LOW_PRECISION
-from ...errors import ParallelConfigError
+from ...errors import ParallelConfigError, warn_once
 from ...text import choices
-from ...warn import warn_once
 from ..bridge.meshes import mesh_axes
 from ..bridge.translation import FSDP2, config_of, honoured, ignored
 from ..bridge.units import CONTAINERS, check_classes_are_in, import_classes_from_paths

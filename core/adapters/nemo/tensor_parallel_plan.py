@@ -23,9 +23,8 @@ from torch.distributed.tensor.parallel import (
 
 from ...distributed.model.broadcast import broadcast_tensors
 from ...distributed.model.parameter_attributes import parameter_attributes_kept
-from ...errors import ParallelConfigError, WrapError
+from ...errors import ParallelConfigError, WrapError, warn_once
 from ...text import choices
-from ...warn import warn_once
 from ..bridge.meshes import TENSOR_AXES, MeshAxes, axis_sizes
 
 Plan = Mapping[str, ParallelStyle]

@@ -14,8 +14,7 @@ import pytest
 from core.adapters.bridge import translation
 from core.adapters.bridge.translation import config_of, honoured, ignored, refused, translate
 from core.distributed import DistributedDataParallelConfig, TorchFullyShardedDataParallelConfig
-from core.errors import ConfigError, MissingExtraError, ParallelConfigError
-from core.warn import warn_once
+from core.errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 
 ROOT = Path(__file__).resolve().parents[4]
 
