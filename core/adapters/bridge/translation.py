@@ -65,18 +65,20 @@ def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[st
         ParallelConfigError: a setting that is refused.
     """
     values = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
-    is_default = dataclasses.is_dataclass(settings)
-    defaults = {f.name: f.default for f in dataclasses.fields(settings)} if is_default else {}
+    has_defaults = dataclasses.is_dataclass(settings)
+    defaults = {f.name: f.default for f in dataclasses.fields(settings)} if has_defaults else {}
     found: dict[str, Any] = {}
     for row in rows:
         value = values[row.name]
         if row.field:
             found[row.field] = row.value(value)
-        elif row.concerns(value) if row.concerns else value != defaults.get(row.name, value if not value else None):
+            continue
+        is_given = value != defaults[row.name] if row.name in defaults else bool(value)
+        if row.concerns(value) if row.concerns else is_given:
             shown = value.name if isinstance(value, Enum) else value
             if row.is_refused:
                 raise ParallelConfigError(f"{row.name} is {shown!r}{where}: {row.reason}")
-            warn_once(f"{row.name}={shown} changes nothing: {row.reason}. No number changes")
+            warn_once(f"{row.name}={shown} changes nothing: {row.reason}")
     return found
 
 

@@ -54,7 +54,7 @@ class ShardstackFabricStrategy(Processes, DDPStrategy):
 
     Args:
         sharding: as in `ShardstackStrategy`.
-        **arguments: ``units``, ``process_group_backend`` and ``timeout``, as there; and Lightning's.
+        **arguments: ``units``, and Lightning's, as there.
 
     Raises:
         ConfigError: an unknown sharding.

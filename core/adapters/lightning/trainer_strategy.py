@@ -90,9 +90,8 @@ class ShardstackStrategy(Processes, DDPStrategy):
             wrapper, a config of `core.distributed`.
         units: classes, or their names, whose modules are gathered and freed together; by default those of the layers
             that the model repeats.
-        process_group_backend: by default gloo on CPU, NCCL on CUDA.
-        timeout: of collectives.
-        **lightning: arguments of Lightning's `ParallelStrategy`, for a Trainer's parts that are given here.
+        **lightning: arguments of Lightning's `DDPStrategy` that are not torch's: ``process_group_backend``, by default
+            gloo on CPU and NCCL on CUDA; ``timeout`` of collectives; and a Trainer's parts that are given here.
 
     Raises:
         ConfigError: an unknown sharding.
