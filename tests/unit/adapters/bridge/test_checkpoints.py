@@ -69,7 +69,7 @@ def _step(trained: Trained) -> None:
 
 def _masters(trained: Trained) -> dict[str, torch.Tensor]:
     state = trained.optimizer_tensors().items()
-    return {name: torch.cat([t.flatten() for _, t in value.pieces()]).clone() for name, value in state}
+    return {name: value.held.clone() for name, value in state}
 
 
 def _continues(folder: str) -> None:
