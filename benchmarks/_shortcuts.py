@@ -89,14 +89,14 @@ def _inboxes_kept(run: Callable[[], None]) -> int:
 
 def _zeroing() -> AbstractContextManager[Any]:
     """Makes gradients zero at the beginning of a step, and the first one is added: no layer is lent memory then."""
-    from core.distributed.buffers.grad_slot import GradSlot
+    from core.distributed.engine.grad_slot import Content, GradSlot
 
     clear = GradSlot.clear
 
     def clear_and_zero(slot: GradSlot) -> None:
         clear(slot)
         slot.show().zero_()
-        slot.content = slot.content.zeroed()
+        slot.content = Content.ZEROS
 
     return mock.patch.object(GradSlot, "clear", clear_and_zero)
 
@@ -147,8 +147,8 @@ SHORTCUTS = {
     # Each of its two parts alone.
     "lent memory": Shortcut(
         FLAT,
-        _counted("core.distributed.buffers.grad_slot.GradSlot.lend", lambda memory, *unused: memory is not None),
-        _replaced("core.distributed.buffers.grad_slot.GradSlot.lend", lambda slot: None),
+        _counted("core.distributed.engine.grad_slot.GradSlot.lend", lambda memory, *unused: memory is not None),
+        _replaced("core.distributed.engine.grad_slot.GradSlot.lend", lambda slot: None),
     ),
     "rows in use": Shortcut(
         (*FLAT, "FSDP2"),
@@ -158,14 +158,14 @@ SHORTCUTS = {
     # The first gradient of a step is copied, rather than added to zeros.
     "no zeroing": Shortcut(
         ("DDP", "ZeRO-1"),
-        _counted("core.distributed.buffers.grad_slot.GradSlot.clear", lambda _, slot: not slot.content.counts),
+        _counted("core.distributed.engine.grad_slot.GradSlot.clear", lambda _, slot: not slot.counts),
         _zeroing,
     ),
     # Memory of a whole gradient serves the next bucket of its size. ZeRO-2 keeps none.
     "kept gradients": Shortcut(
         ("ZeRO-3",),
-        _counted("core.distributed.buffers.grad_memory.GradMemory.keeps", _is_true),
-        _replaced("core.distributed.buffers.grad_memory.GradMemory.keeps", lambda memory, numel: False),
+        _counted("core.host_memory.ReusedMemory.keeps", _is_true),
+        _replaced("core.host_memory.ReusedMemory.keeps", lambda memory, numel: False),
     ),
     # Memory that comes and goes is the system's, rather than the C allocator's.
     "pages of the system": Shortcut(("ZeRO-2", "ZeRO-3"), _counted("core.host_memory.host_pages"), _torchs_memory),

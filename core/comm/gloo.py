@@ -72,7 +72,7 @@ CHUNK_BYTES, LEAST_CHUNK_BYTES = 4 * 2**20, 2**18
 cache; it shrinks as the group grows, so that the inboxes take the same memory in a group of any size."""
 
 LEAST_BYTES_ALONE = 64 * 2**10
-"""Smaller shards, such as those of norms, share a message: what each costs is then more than a copy."""
+"""Shards below this size, such as those of norms, share a message, because a message costs more than a copy."""
 
 REDUCE_TAG, GATHER_TAG = 0x5A4D, 0x5A4E
 """Tags of this file's messages, so that no other send or receive matches them."""
@@ -120,22 +120,23 @@ class _Messages(dist.Work):
     """The messages of running all-gathers, as one piece of work.
 
     Args:
-        messages: what is waited for.
-        sent: tensors that are sent, kept until then.
-        together: `[ranks, bytes]`, into which small tensors arrive side by side.
-        parts: `[ranks, bytes of one]` each, views of the small tensors' own memory, which `wait` copies them into.
+        messages: sends and receives to wait for.
+        inputs: tensors being sent, kept alive until then.
+        together: `[ranks, bytes]`, where small tensors arrive side by side.
+        parts: views of the small outputs, `[ranks, bytes of one]` each; `wait` copies from `together` into them.
     """
 
     def __init__(
         self,
         messages: Sequence[dist.Work],
-        sent: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         together: Tensor | None = None,
         parts: Sequence[Tensor] = (),
     ) -> None:
         super().__init__()
-        # The memory of a running gather, owned here until `wait`, which drops all four; waiting again does nothing.
-        self._messages, self._sent, self._together, self._parts = messages, sent, together, parts
+        # The memory of a running gather, kept alive here. `wait` drops all four, on the thread that waits first;
+        # waiting again does nothing.
+        self._messages, self._inputs, self._together, self._parts = messages, inputs, together, parts
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         _wait_for(self._messages)
@@ -143,13 +144,16 @@ class _Messages(dist.Work):
             sizes = [part.shape[1] for part in self._parts]
             with writing_beneath_autograd(self._parts):
                 torch.split_with_sizes_copy(self._together, sizes, dim=1, out=list(self._parts))
-        self._messages, self._sent, self._together, self._parts = (), (), None, ()
+        self._messages, self._inputs, self._together, self._parts = (), (), None, ()
         return True
 
 
 @contextmanager
 def writing_beneath_autograd(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Writes into tensors without autograd's notice, to bring back what they held when a forward saved them."""
+    """Lets the block write into tensors without raising autograd's version counters.
+
+    The block must restore the values that a forward saved.
+    """
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):  # type: ignore[attr-defined]
         yield
@@ -207,10 +211,10 @@ def _exchange_through(
     in_fp32: bool,
     order: SumOrder | None,
 ) -> None:
-    """Sends other ranks their parts and adds what arrives in `inboxes`, `[2, n - 1, elements of a message]`."""
+    """Sends other ranks their parts and adds the parts received in `inboxes`, `[2, n - 1, elements of a message]`."""
     own, parts, peers, chunk = group.rank(), input_.chunk(group.size()), _peers(group), inboxes.size(-1)
     totals = input_.new_empty(chunk, dtype=torch.float32) if in_fp32 else None
-    sends: list[dist.Work] = []
+    sends: list[dist.Work] = []  # all sends of this exchange, waited for at the end; `input_` must live until then
 
     def post(start: int, inbox: Tensor) -> tuple[list[dist.Work], dict[int, Tensor]]:
         stop = min(start + chunk, len(output))

@@ -48,7 +48,7 @@ class GPTDatasetConfig:
     """Shares of the documents for training (the first ones), validation (the next ones) and test (the last ones)."""
 
     vocab_size: int | None = None
-    """Entries of the model's embedding; a corpus with a larger token is refused. None: not checked."""
+    """Entries of the model's embedding. A corpus with a larger token is refused. None means no check."""
 
     eod: int | None = None
     """Id of the end-of-document token, for the three options below."""
@@ -86,8 +86,8 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
     which each token's document begins. An end of document is the last token of its document.
 
     Args:
-        corpus: each of its sequences is a document.
-        num_samples: at least this many items, over as many epochs as needed. None: one epoch.
+        corpus: token file whose sequences are documents.
+        num_samples: minimum number of items, over as many epochs as needed. None means one epoch.
 
     Raises:
         DataError: the split has no document or too few tokens for one sample, a token exceeds the vocabulary, or the
@@ -122,6 +122,7 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
                 corpus.sequence_lengths, first, last, config.sequence_length, num_samples, config.random_seed
             ),
         )
+        # Memory-mapped from the cache, or built in memory if the disk is full; fixed. See `sample_index`.
         self._document_index = arrays["document_index"]
         self._sample_index = arrays["sample_index"]
         self._shuffle_index = arrays["shuffle_index"]
@@ -161,16 +162,16 @@ class GPTDataset(Dataset[dict[str, torch.Tensor]]):
         return sample
 
     def _read(self, sample: int) -> NDArray[np.int64]:
-        """Returns the `sequence_length + 1` tokens of a sample, numbered as before shuffling."""
+        """Returns the `sequence_length + 1` tokens of a sample, given its index before shuffling."""
         position, offset = (int(value) for value in self._sample_index[sample])
         text = np.empty(self.config.sequence_length + 1, np.int64)
-        filled = 0
-        while filled < len(text):
+        stop = 0
+        while stop < len(text):
             document = int(self._document_index[position])
             available = int(self.corpus.sequence_lengths[document]) - offset
-            part = self.corpus.get(document, offset, min(available, len(text) - filled))
-            text[filled : filled + len(part)] = part
-            filled += len(part)
+            part = self.corpus.get(document, offset, min(available, len(text) - stop))
+            text[stop : stop + len(part)] = part
+            stop += len(part)
             position, offset = position + 1, 0
         return text
 

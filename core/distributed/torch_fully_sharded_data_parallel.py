@@ -20,7 +20,6 @@ from ..tensor_parallel.layers import ColumnParallelLinear
 from ..transformer.transformer_layer import TransformerLayer
 from .data_parallel_base import _BaseDataParallel, reject_assign, unwrap_model
 from .distributed_data_parallel_config import DistributedDataParallelConfig
-from .engine import Engine
 from .fsdp2.sharded_model import ShardedModel
 from .fsdp2.torch_private import (
     MicroBatchSums,
@@ -40,6 +39,7 @@ from .model.parameter_attributes import parameter_attributes_kept
 from .model.rewrapping import reject_changed
 from .parameter_owner import local_gradient
 from .plan.units import UnitChoice
+from .torch_fully_sharded_data_parallel_config import Engine
 
 DEFAULT_UNIT_CLASSES: tuple[type[nn.Module], ...] = (
     TransformerLayer,

@@ -23,11 +23,11 @@ from .spec_utils import Builder, ModuleSpec, build_module
 from .transformer_config import TransformerConfig
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosine and sine of every angle, `[s, b or 1, 1, r]` each, in fp32; channels i and i + r / 2 have one angle."""
+"""Cosine and sine of every angle, `[s, b or 1, 1, r]` each, in fp32. Channels i and i + r / 2 have one angle."""
 
 
 def apply_rotary_pos_emb(tensor: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates the first r of the d channels of `tensor` `[s, b, ..., d]`; the others are unchanged.
+    """Rotates the first r of the d channels of `tensor` `[s, b, ..., d]`, and leaves the others unchanged.
 
     Channel i is rotated together with channel i + r / 2. Angles are in fp32; products are in the tensor's dtype, as in
     Megatron-LM.
@@ -57,7 +57,7 @@ class SelfAttentionSubmodules:
     q_layernorm: ModuleSpec | Builder | None = None
     """Norm of each head's query. None or `IdentityOp` means the config's `qk_layernorm`."""
     k_layernorm: ModuleSpec | Builder | None = None
-    """Norm of each head's key, likewise."""
+    """Norm of each head's key. None or `IdentityOp` means the config's `qk_layernorm`."""
 
 
 class SelfAttention(MegatronModule):
@@ -72,9 +72,9 @@ class SelfAttention(MegatronModule):
         submodules: other classes, constructed as these are.
         layer_number: from 1; given to the core of attention.
         attn_mask_type: None or causal, which are the same.
-        cp_comm_type: Megatron-LM's; ignored.
+        cp_comm_type: Megatron-LM's argument; ignored.
         pg_collection: must be the groups of `core.parallel_state`.
-        pp_layer_offset: Megatron-LM's; ignored, as there is one pipeline stage.
+        pp_layer_offset: Megatron-LM's argument; ignored, as there is one pipeline stage.
         name: a label, which nothing reads.
 
     Raises:
@@ -135,10 +135,10 @@ class SelfAttention(MegatronModule):
         rotary_pos_emb: Rotation | None = None,
         documents: PackedDocuments | None = None,
     ) -> torch.Tensor:
-        """`[s, b, h]` to `[s, b, h]`; with sequence parallelism both are this rank's `[s / tp, b, h]`.
+        """Maps `[s, b, h]` to `[s, b, h]`, or this rank's `[s / tp, b, h]` each with sequence parallelism.
 
         Args:
-            attention_mask, documents: as in `DotProductAttention`.
+            attention_mask, documents: arguments of `DotProductAttention`.
             rotary_pos_emb: rotates queries and keys.
         """
         query, key, value = self._query_key_value(hidden_states, rotary_pos_emb)
@@ -192,7 +192,7 @@ def packing(documents: PackedDocuments | None) -> dict[str, PackedDocuments]:
     return {} if documents is None else {"documents": documents}
 
 
-def _norm_of_heads(config: TransformerConfig, given: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:
-    if given is None or given is IdentityOp:
+def _norm_of_heads(config: TransformerConfig, norm: ModuleSpec | Builder | None) -> ModuleSpec | Builder | None:
+    if norm is None or norm is IdentityOp:
         return build_norm if config.qk_layernorm else None
-    return given
+    return norm

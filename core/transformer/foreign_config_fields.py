@@ -1,4 +1,4 @@
-"""Fields of Megatron-LM's TransformerConfig that the one here does not have; see `core.foreign_arguments`."""
+"""Fields of Megatron-LM's TransformerConfig that the one here does not have. See `core.foreign_arguments`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,15 +16,15 @@ import torch.distributed as dist
 
 import core.optimizer.optimizer
 from core.distributed import TorchFullyShardedDataParallel, _BaseDataParallel, finalize_model_grads
-from core.distributed.buffers.bucket_group import BucketGroup
-from core.distributed.buffers.reduction import BucketReduction
+from core.distributed.engine.bucket_group import BucketGroup
+from core.distributed.engine.reduction import BucketReduction
+from core.distributed.engine.unit import Unit
 from core.distributed.fsdp2.collectives import (
     DirectAllGather,
     DirectReduceScatter,
     _RecordedAllGather,
     _RecordedReduceScatter,
 )
-from core.distributed.fully_sharded.unit import Unit
 from core.optimizer.distrib_optimizer import MainRange
 from core.optimizer.grad_scaler import DynamicGradScaler
 from core.optimizer.main_params import MainParam
@@ -107,7 +108,9 @@ def _one_instance_only(reduce: Any, reached: Reached) -> Any:
     def patched(self: BucketReduction, *args: Any) -> None:
         if self.replica_group is not None:
             reached()
-        reduce(replace(self, replica_group=None), *args)
+        of_instance = copy(self)
+        of_instance.replica_group = None
+        reduce(of_instance, *args)
 
     return patched
 
@@ -187,7 +190,7 @@ def _stale_parameter(start: Any, reached: Reached) -> Any:
     def patched(self: BucketGroup, force_sync: bool = False) -> None:
         if self.bucket.offset != 0:
             start(self, force_sync)
-        elif self.bucket.param_data is not None:
+        elif len(self.bucket.param_data):
             reached()
 
     return patched

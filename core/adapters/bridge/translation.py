@@ -11,8 +11,9 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
-from ...distributed import DistributedDataParallelConfig, engine
+from ...distributed import DistributedDataParallelConfig
 from ...distributed.distributed_data_parallel_config import SHARDING_STRATEGIES
+from ...distributed.torch_fully_sharded_data_parallel_config import config_class as class_for_strategy
 from ...errors import ConfigError, MissingExtraError, ParallelConfigError, warn_once
 
 FSDP2 = "fsdp2"
@@ -84,7 +85,7 @@ def translate(settings: Any, rows: Iterable[Row], *, where: str = "") -> dict[st
 
 def config_class(strategy: str) -> type[DistributedDataParallelConfig]:
     """Returns the class of the config of a strategy's wrapper."""
-    return engine.config_class(strategy == FSDP2, strategy)
+    return class_for_strategy(strategy == FSDP2, strategy)
 
 
 def config_of(

@@ -59,7 +59,7 @@ class BufferPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPlan(ShardingPlan):
-    """The plan that `core.distributed.buffers` carries out."""
+    """The plan that `core.distributed.engine` carries out."""
 
     buffers: tuple[BufferPlan, ...]
     reduction_order: tuple[tuple[int, int], ...]

@@ -14,7 +14,7 @@ from tests.unit.datasets._corpus import random_documents, write_corpus
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_samples_are_the_shuffled_documents_cut_in_pieces(tmp_path: Path, seed: int):
+def test_samples_are_cut_from_shuffled_documents(tmp_path: Path, seed: int):
     documents = random_documents(seed, 40, 15)
     corpus = write_corpus(tmp_path / "c", documents)
     config = GPTDatasetConfig(sequence_length=7, random_seed=seed, split="100")
@@ -152,7 +152,7 @@ def test_splits_that_hold_no_sample_are_refused(tmp_path: Path):
         ({"reset_attention_mask": True}, "reset_attention_mask needs"),
     ],
 )
-def test_settings_that_cannot_be_honoured(fields: dict[str, object], message: str):
+def test_unsupported_settings_are_refused(fields: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         GPTDatasetConfig(**{"sequence_length": 4, **fields})
 
@@ -168,13 +168,13 @@ def test_indices_outside_the_split_end_an_iteration(tmp_path: Path):
         GPTDataset(dataset.corpus, "train", dataset.config, 0)
 
 
-def test_an_order_too_large_for_memory_is_refused_early(tmp_path: Path):
+def test_too_large_order_is_refused_early(tmp_path: Path):
     corpus = write_corpus(tmp_path / "c", [list(range(20))])
     with pytest.raises(ConfigError, match=r"99999999999999 samples of 4 tokens .* their order alone takes \d+ GiB"):
         GPTDataset(corpus, "train", GPTDatasetConfig(sequence_length=4, split="1"), 99999999999999)
 
 
-def test_a_corpus_of_equal_name_size_and_time_has_its_own_order(tmp_path: Path):
+def test_corpora_with_equal_file_stats_have_their_own_order(tmp_path: Path):
     config = GPTDatasetConfig(sequence_length=4, split="1", vocab_size=100)
     first = write_corpus(tmp_path / "c", [list(range(9)), list(range(4))])
     times = [(path, path.stat()) for path in (tmp_path / "c.idx", tmp_path / "c.bin")]

@@ -28,8 +28,8 @@ from core.distributed import (
     TorchFullyShardedDataParallelConfig,
     _BaseDataParallel,
 )
+from core.distributed.engine.unit import POISONS
 from core.distributed.flat_data_parallel import _FlatDataParallel
-from core.distributed.fully_sharded.unit import POISONS
 from core.local_parts import kept_range
 
 BUFFERED = {
@@ -207,7 +207,7 @@ def _gather_shards(model: _FlatDataParallel) -> dict[nn.Parameter, torch.Tensor]
             dist.all_gather(parts, whole, group=group)
             whole = torch.cat(parts)
         for parameter in bucket.params:
-            start, end = bucket.range_of(parameter)
+            start, end = bucket.param_to_index[parameter]
             found[parameter] = whole[start:end].view(parameter.shape)
     return found
 

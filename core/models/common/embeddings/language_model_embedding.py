@@ -53,7 +53,7 @@ class LanguageModelEmbedding(MegatronModule):
 
     Args:
         position_embedding_type: "learned_absolute" adds a table of positions; "rope" none.
-        num_tokentypes, scatter_to_sequence_parallel: Megatron-LM's; refused unless at their defaults.
+        num_tokentypes, scatter_to_sequence_parallel: Megatron-LM's arguments; refused unless at their defaults.
         tp_group: the tensor-parallel group of `core.parallel_state`.
 
     Raises:
@@ -101,11 +101,11 @@ class LanguageModelEmbedding(MegatronModule):
         position_ids: torch.Tensor | None = None,
         tokentype_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Maps ids `[b, s]` to `[s, b, h]`; with sequence parallelism to this rank's `[s / tp, b, h]`.
+        """Maps ids `[b, s]` to `[s, b, h]`, or to this rank's `[s / tp, b, h]` with sequence parallelism.
 
         Args:
             position_ids: `[b, s]`, for learned positions; None is 0 to s - 1 in every row.
-            tokentype_ids: Megatron-LM's; only None is allowed.
+            tokentype_ids: Megatron-LM's argument; only None is allowed.
         """
         refuse("LanguageModelEmbedding", tokentype_ids=(tokentype_ids, None, "tokens have one type"))
         if self.word_embeddings.reduce_scatter_embeddings:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from core.distributed.buffers.bucket_group import BucketGroup
+from core.distributed.engine.bucket_group import BucketGroup
 from tests.unit._rounding import assert_same
 from tests.unit._spawn import run_distributed
 from tests.unit.distributed._toys import (
@@ -73,7 +73,7 @@ def _gradients_are_views() -> None:
     assert not hasattr(model.module.frozen, "main_grad")
     assert buffer.numel < sum(p.numel() for p in model.parameters()) + 64 * (len(buffer.params) + 2)
     names = [name for name, p in toy().named_parameters() if p.requires_grad]
-    assert buffer.names == names[::-1]
+    assert [slot.name for bucket in buffer.buckets for slot in bucket.slots] == names[::-1]
 
 
 def test_main_grads_are_views_of_one_buffer_unless_frozen():
@@ -83,7 +83,7 @@ def test_main_grads_are_views_of_one_buffer_unless_frozen():
 def _parameters_are_views(kind: str) -> None:
     model = build(kind, toy())
     for buffer in model.buffers:
-        for parameter, (start, end) in buffer.ranges.items():
+        for parameter, (start, end, _) in buffer.param_index_map.items():
             assert torch.equal(buffer.param_data[start:end].view(parameter.shape), parameter)
             assert parameter.data_ptr() == buffer.param_data[start:end].data_ptr()
     assert_same(model.state_dict(), toy().state_dict())
@@ -94,7 +94,7 @@ def _parameters_are_views(kind: str) -> None:
     for group in model.bucket_groups:
         expected = torch.arange(1.0, 3.0).repeat_interleave(group.bucket.numel // 2)
         for parameter in group.bucket.params:
-            start, end = group.bucket.range_of(parameter)
+            start, end = group.bucket.param_to_index[parameter]
             moved = (
                 parameter.detach().flatten()
                 - dict(zip(model.parameters(), toy().parameters(), strict=True))[parameter].detach().flatten()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..._torch_compat import NO_BACKWARD, current_backward
@@ -15,7 +15,6 @@ from ...comm.lane import CommLane
 from ...errors import UnitError, warn_once
 from ..plan import FullyShardedPlan
 from ..saved_weights import SavedWeights, in_use_message
-from .memory import ShardedBuffer
 from .unit import Unit
 
 
@@ -26,7 +25,7 @@ class ParameterGathering:
 
     Args:
         units: in the plan's order, the root last.
-        buffers: own the units' shards.
+        shards: this rank's shards of all parameters.
         lane: runs the gathers, in the order in which they are started.
         note_moved: called with names and parameters when a unit gets other memory.
     """
@@ -35,11 +34,11 @@ class ParameterGathering:
         self,
         plan: FullyShardedPlan,
         units: Sequence[Unit],
-        buffers: Sequence[ShardedBuffer],
+        shards: Sequence[Tensor],
         lane: CommLane,
         note_moved: Callable[[Iterable[tuple[str, nn.Parameter]]], None],
     ) -> None:
-        self._units, self._buffers, self._lane = units, buffers, lane
+        self._units, self._shards, self._lane = units, shards, lane
         self._note_moved = note_moved
         self._root = units[-1]
         # Number of units to prefetch in forward (False) and in backward (True); fixed.
@@ -48,58 +47,45 @@ class ParameterGathering:
         # during a pass, and `_prefetch` reads the order of the pass before. Never cleared.
         self._next: dict[tuple[bool, Unit], Unit] = {}
         # The last unit, except the root, that `ensure_gathered` gathered in this forward or backward; None before the
-        # first one. `_begin` clears it for each forward of the model, `ensure_gathered` for each backward.
+        # first one. `before_call` clears it for each forward of the model, `ensure_gathered` for each backward.
         self._last: Unit | None = None
         # The backward that `_last` belongs to, or NO_BACKWARD. `ensure_gathered` sets it.
         self._pass = NO_BACKWARD
         # Count of writes to the shards when gathered units last had their values. `forget` sets it.
         # `ensure_gathered` compares it in each forward, and calls `forget` if an optimizer or load has written since.
         self._version = self._count_writes()
-        # Whether each unit's backward reads its weights; fixed.
-        self._needs_backward = {
-            unit: planned.is_needed_in_backward for unit, planned in zip(units, plan.units, strict=True)
-        }
         for unit in units:
             unit.on_use = partial(self._on_use, unit)
-        # What autograd saves in forwards of the units that are freed after it; fixed.
-        self._saved = {
-            unit: SavedWeights(unit.memory, partial(self._gather_saved, unit))
-            for unit, planned in zip(units, plan.units, strict=True)
-            if planned.is_freed and unit.slot is not None
-        }
+            if unit.plan.is_freed and unit.slot is not None:
+                unit.saved = SavedWeights(unit.memory, partial(self._gather_saved, unit))
 
     # ---- calls of modules
 
     def before_call(self, unit: Unit) -> None:
         """Gathers a unit before a module of it runs its forward or another method."""
-        if unit is self._root:
-            self._begin()
-        else:
-            unit.running += 1
-            self.ensure_gathered(unit)
-            if unit in self._saved:
-                self._saved[unit].begin()
+        if unit is self._root and not unit.running and current_backward() == NO_BACKWARD:
+            self._last = None  # a forward of the model begins
+        unit.running += 1
+        self.ensure_gathered(unit)
+        if unit.saved is not None:
+            unit.saved.begin()
 
     def after_call(self, unit: Unit, output: Any) -> None:
         """Ends a call, which returned `output` or raised (None); makes backward through `output` gather the unit."""
-        if unit is self._root:
-            self._end(output)
-        else:
-            self._after_forward(unit, output)
-
-    def _begin(self) -> None:
-        """Begins a forward of the model."""
-        if current_backward() == NO_BACKWARD and not self._root.running:
-            self._last = None
-        self._root.running += 1
-        self.ensure_gathered(self._root)
-
-    def _end(self, output: Any) -> None:
-        self._root.running -= 1
-        if not self._root.running and current_backward() == NO_BACKWARD and not torch.is_grad_enabled():
-            self.settle()
-        elif torch.is_grad_enabled():
-            self._watch(self._root, output)
+        unit.running = max(unit.running - 1, 0)
+        has_ended = not unit.running and current_backward() == NO_BACKWARD
+        if unit.saved is not None:
+            unit.saved.end()
+            if has_ended and unit.takes_turns:
+                if output is not None and unit.saved.are_in_use():
+                    self._keep(unit)
+                else:
+                    unit.hide()
+        if torch.is_grad_enabled():
+            if unit.plan.is_needed_in_backward:
+                self._watch(unit, output)
+        elif has_ended and not self._root.running:
+            self.settle()  # nothing else would free it before the next forward
 
     # ---- the whole model
 
@@ -107,8 +93,8 @@ class ParameterGathering:
         """Resets the counts of running forwards, which a forward that was interrupted leaves above zero."""
         for unit in self._units:
             unit.running = 0
-        for saved in self._saved.values():
-            saved.end_all()
+            if unit.saved is not None:
+                unit.saved.end_all()
 
     def settle(self) -> None:
         """Hides all parameters: outside of forward and backward a rank may use only its shards.
@@ -131,7 +117,7 @@ class ParameterGathering:
         self._version = self._count_writes()
 
     def _count_writes(self) -> int:
-        return sum(buffer.shards._version for buffer in self._buffers)
+        return sum(shards._version for shards in self._shards)
 
     # ---- one unit
 
@@ -175,26 +161,10 @@ class ParameterGathering:
                 f"keep one of them apart, with reshard_overrides=({owner.name + '=False'!r},)"
             )
 
-    def _after_forward(self, unit: Unit, output: Any) -> None:
-        unit.running = max(unit.running - 1, 0)
-        saved = self._saved.get(unit)
-        if saved is not None:
-            saved.end()
-        if saved is not None and current_backward() == NO_BACKWARD and unit.takes_turns and not unit.running:
-            if output is not None and saved.are_in_use():
-                self._keep(unit)
-            else:
-                unit.hide()
-        if torch.is_grad_enabled():
-            if self._needs_backward[unit]:
-                self._watch(unit, output)
-        elif not self._root.running and not unit.running and current_backward() == NO_BACKWARD:
-            self.settle()  # called on its own
-
     def _watch(self, unit: Unit, output: Any) -> None:
         """Makes a backward gather the unit when it reaches one of the unit's outputs."""
         for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, unit))
 
     def _on_use(self, unit: Unit) -> None:
@@ -221,6 +191,6 @@ class ParameterGathering:
         if not unit.is_ready or unit.used_in != current_backward():
             self.ensure_gathered(unit)
 
-    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+    def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
         """Gathers a unit for its backward; autograd calls it with the gradient of each of its outputs."""
         self.ensure_gathered(unit)

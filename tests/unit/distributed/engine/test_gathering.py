@@ -17,7 +17,7 @@ from torch import nn
 
 from core.comm import collectives
 from core.distributed import FullyShardedDataParallel, finalize_model_grads
-from core.distributed.fully_sharded.unit import POISONS
+from core.distributed.engine.unit import POISONS
 from core.distributed.report.facts import model_facts
 from core.errors import ParallelConfigError, UnitError, WrapError, warn_once
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -279,7 +279,7 @@ def _allocations() -> list[int]:
     found: list[int] = []
     for _ in range(3):
         taken = mock.Mock(side_effect=lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
-        for buffer in model._buffers_of_shards:
+        for buffer in model._flat_buffers:
             buffer.grad_memory._allocate = taken
         model.zero_grad_buffer()
         model(torch.ones(2, 6)).sum().backward()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,10 +14,29 @@ from ...comm.lane import CommLane, Handle
 from ...errors import GradSyncError, ShardstackError
 from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ..gradient_tree import GradientTree
-from .bucket import Bucket
-from .bucket_sums import BucketSums
-from .life_cycle import BucketPhase
-from .reduction import BucketReduction
+from ..plan import FlatPlan
+from .buffer import Bucket
+from .reduction import BucketReduction, BucketSums
+
+
+class BucketPhase(Enum):
+    """The state of one bucket in a step::
+
+        FILLING ---> SENT <---> REFILLING
+
+    Each step begins with FILLING. REFILLING exists only where each micro-batch is reduced. Autograd's thread changes
+    it during a backward, the main thread between steps, never both at once.
+    """
+
+    FILLING = "filling"
+    """Gradients accumulate on this rank. The shard counts as zeros: its memory has values of an earlier step."""
+
+    SENT = "sent"
+    """This rank's sum was sent. The shard is valid once `wait_for_grads` has returned."""
+
+    REFILLING = "refilling"
+    """A further micro-batch computes gradients, which will be added to the shard. Begins for all buckets with the
+    first gradient of a backward, so that all ranks send each bucket once per backward."""
 
 
 class BucketGroup:
@@ -25,15 +44,14 @@ class BucketGroup:
 
     A backward adds gradients (`add_gradient`, `note_grad_ready`), `start_grad_sync` sends them, and after
     `finish_grad_sync` this rank's shard is global. The optimizer updates this rank's shard of the parameters, and
-    `start_param_sync` and `finish_param_sync` gather them. `life_cycle.BucketPhase` lists the phases. Megatron-LM's
-    class of this name may hold several buckets; here it always holds one.
+    `start_param_sync` and `finish_param_sync` gather them. Megatron-LM's class of this name may hold several buckets.
 
     Args:
+        plan: of the model; says whether collectives run during backward and forward, or before `start_grad_sync` and
+            `start_param_sync` return, and whether each micro-batch is reduced and added to the shard.
+        reduction: reduces the gradient.
         inspect: called with the bucket before its gradient is sent, to raise on invalid gradients.
         lane: runs the collectives: a thread on CPU, a stream on CUDA.
-        overlaps_grads: reductions run during backward, instead of before `start_grad_sync` returns.
-        overlaps_params: parameters are gathered during forward, instead of before `start_param_sync` returns.
-        reduces_every_micro_batch: each backward's gradient is reduced and added to the shard.
         tree: the order of additions over micro-batches, where there is one.
 
     Attributes:
@@ -42,32 +60,22 @@ class BucketGroup:
         sums: sums of earlier micro-batches; fixed. None without `tree`.
         param_gather_handle: the gather of parameters that is running. `start_param_sync` sets it and
             `finish_param_sync` clears it; None if the gather finished before `start_param_sync` returned.
-        param_gather_dispatched: whether parameters were gathered since gradients were last reduced.
-            `start_param_sync` sets it, `finish_grad_sync` clears it.
     """
 
     def __init__(
         self,
         bucket: Bucket,
+        plan: FlatPlan,
         reduction: BucketReduction,
         inspect: Callable[[Bucket], None],
         lane: CommLane,
-        *,
-        overlaps_grads: bool = False,
-        overlaps_params: bool = False,
-        reduces_every_micro_batch: bool = False,
         tree: GradientTree | None = None,
     ) -> None:
-        self.bucket = bucket
-        self._reduction = reduction
-        self._inspect = inspect
-        self._lane, self._overlaps_grads, self._overlaps_params = lane, overlaps_grads, overlaps_params
-        self._reduces_every_micro_batch = reduces_every_micro_batch
+        self.bucket, self._plan, self._reduction, self._inspect, self._lane = bucket, plan, reduction, inspect, lane
         self.sums: BucketSums | None = None
         if tree is not None:
-            self.sums = BucketSums(bucket, tree, of_shards=reduces_every_micro_batch, wait=self.wait_for_shard)
-        first, last = bucket.slots[0].name, bucket.slots[-1].name
-        self._name = f"bucket {first}" + (f" to {last}" if last != first else "")
+            each = plan.reduces_every_micro_batch
+            self.sums = BucketSums(bucket, tree, of_shards=each, wait=self.wait_for_shard)
         # Parameters whose gradient the running backward has finished. `note_grad_ready` adds; `start_grad_sync` and
         # `reset` clear.
         self._ready: set[nn.Parameter] = set()
@@ -75,17 +83,14 @@ class BucketGroup:
         # backward, because users freeze and thaw parameters between them.
         self._num_awaited = len(bucket.params)
         # Whether a gather may go on while forward runs: the parameters make their first reader wait.
-        self._can_overlap_gather = all(map(can_be_pending, bucket.params))
+        self._overlaps_params = plan.overlaps_params and all(map(can_be_pending, bucket.params))
         # A reduction in the lane: set by `start_grad_sync` in the phase SENT, cleared by `wait_for_grads`.
         self._grad_handle: Handle | None = None
         # The whole gradient that `_grad_handle` reads, where the buffer reuses such memory. Set by `start_grad_sync`;
         # `_give_back` returns it to the buffer once the reduction has ended. Otherwise only the reduction holds it.
         self._sent: Tensor | None = None
         self.param_gather_handle: Handle | None = None
-        self.param_gather_dispatched = False
         self.phase = BucketPhase.FILLING
-        # The parameter whose gradient came too late, in the phase LATE; set by `add_gradient`, cleared by `reset`.
-        self._late: str | None = None
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -100,44 +105,46 @@ class BucketGroup:
     @property
     def has_reduced(self) -> bool:
         """Whether the shard has gradients of this step; otherwise its values are from an earlier step."""
-        return self.phase.has_reduced
+        return self.phase is not BucketPhase.FILLING
 
     @property
     def has_left(self) -> bool:
         """Whether the gradients were sent, and no further micro-batch is being added to them."""
-        return self.phase.has_left
+        return self.phase is BucketPhase.SENT
 
     def begin_backward(self) -> None:
         """Reopens a sent bucket for the next micro-batch, where each micro-batch is reduced."""
-        if self._reduces_every_micro_batch:
-            self.phase = self.phase.begun(reduces_each=True)
+        if self._plan.reduces_every_micro_batch and self.has_left:
+            self.phase = BucketPhase.REFILLING
 
     def lend(self, param: nn.Parameter) -> Tensor | None:
         """Lends memory to compute the parameter's gradient in (`GradSlot.lend`); None if it comes too late."""
         if self.sums is not None:
             self.sums.enter()
-        is_late = self.has_left and not self._reduces_every_micro_batch
+        is_late = self.has_left and not self._plan.reduces_every_micro_batch
         return None if is_late else self.bucket.slot_of(param).lend()
 
-    def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> None:
+    def add_gradient(self, param: nn.Parameter, gradient: Tensor | None) -> bool:
         """Adds a gradient; None records that a layer has added it itself.
 
-        A gradient that arrives after the bucket was sent is dropped, because it can no longer be reduced with the
-        bucket. `finish_grad_sync` then raises, unless `clear_grads` is called first.
+        Returns:
+            False for a gradient that comes after the bucket was sent: it is dropped, because it can no longer be
+            reduced with the bucket.
         """
         if self.sums is not None:
             self.sums.enter()
         slot = self.bucket.slot_of(param)
         slot.take_back()
-        self.phase = self.phase.begun(self._reduces_every_micro_batch)
-        if self.phase is BucketPhase.LATE:
-            self._late = slot.name
-        elif gradient is None:
+        self.begin_backward()
+        if self.has_left:
+            return False
+        if gradient is None:
             if self.sums is not None:
                 self.sums.reject_written_by_layer(slot.name)
             slot.note_written_by_layer()
         else:
             slot.add(gradient)
+        return True
 
     def note_grad_ready(self, param: nn.Parameter) -> None:
         """Notes that this backward has finished the parameter's gradient."""
@@ -148,20 +155,18 @@ class BucketGroup:
     def register_grad_ready(self, param: nn.Parameter) -> None:
         """Notes a gradient, for code that runs backward without the wrapper's hooks; the last one sends the bucket.
 
-        Megatron-LM's name.
-
-        The wrapper itself calls `note_grad_ready`, and lets buckets leave in an order that is equal on all ranks.
+        Megatron-LM's name. The wrapper's hooks call `note_grad_ready`: buckets leave in one order on all ranks.
 
         Raises:
             GradSyncError: gradients are not reduced during backward, or the parameter is not in the bucket.
         """
-        if not self._overlaps_grads:
+        if not self._plan.overlaps_grads:
             raise GradSyncError(
                 "register_grad_ready was called without overlap_grad_reduce, where finish_grad_sync sends all "
                 "gradients; drop the call, or set overlap_grad_reduce"
             )
         if param not in self.bucket.param_to_index:
-            raise GradSyncError(f"register_grad_ready was given a parameter that is not in {self._name}")
+            raise GradSyncError(f"register_grad_ready was given a parameter that is not in {self.bucket.name}")
         self.note_grad_ready(param)
         if self.is_complete and not self.has_left:
             self.start_grad_sync()
@@ -197,7 +202,7 @@ class BucketGroup:
         if len(dropped) == len(self.bucket.params):
             self.clear_grads()
             return
-        self.phase = self.phase.restarted()
+        self.phase = BucketPhase.FILLING
         for param in dropped:
             self.bucket.slot_of(param).show().zero_()
 
@@ -216,16 +221,16 @@ class BucketGroup:
         if self.bucket.releases_grads:
             self.bucket.release_grads()
             self._sent = whole if self.bucket.buffer.grad_memory.keeps(whole.numel()) else None
-        what = f"the gradients of {self._name}"
+        what = f"the gradients of {self.bucket.name}"
         adds = self.has_reduced and self.bucket.separate_shard is not None
         run = partial(self._reduction.reduce, whole, self.bucket.local_grad_shard, adds, what)
         del whole  # from here on only the reduction holds it
-        if self._overlaps_grads:
+        if self._plan.overlaps_grads:
             self._grad_handle = self._lane.submit(run)
         else:
             self._lane.run(run)
             self._give_back()
-        self.phase = self.phase.sent()
+        self.phase = BucketPhase.SENT
         self._ready.clear()
 
     def wait_for_grads(self) -> None:
@@ -248,7 +253,9 @@ class BucketGroup:
             self.wait_for_grads()
         except Exception as error:
             self._sent = None
-            warnings.warn(f"the gradients of {self._name} are dropped; their reduction failed: {error}", stacklevel=2)
+            warnings.warn(
+                f"the gradients of {self.bucket.name} are dropped; their reduction failed: {error}", stacklevel=2
+            )
 
     def _give_back(self) -> None:
         # Callers have waited for the lane, so the next user of this memory runs after the reduction, on CUDA too: the
@@ -260,39 +267,31 @@ class BucketGroup:
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Makes this rank's shard of the gradient global; with `force_all_reduce` the whole gradient.
 
-        With ``overlap_grad_reduce`` the bucket must have been sent. The wrapper's `finish_grad_sync` first sends
-        incomplete buckets, with zeros for gradients that have not arrived.
-
         Raises:
-            ShardstackError: a gradient came after the bucket had left.
-            GradSyncError: the bucket has not left, with ``overlap_grad_reduce``.
+            GradSyncError: the bucket has not left, with ``overlap_grad_reduce``. The wrapper's `finish_grad_sync`
+                first sends incomplete buckets.
         """
-        if self._late is not None:
-            raise ShardstackError(
-                f"parameter {self._late} got a gradient after the gradients of its bucket had been reduced; put every "
-                "backward of a step but the last inside no_sync, and call zero_grad_buffer before the next step"
-            )
-        if not self.has_left and self._overlaps_grads:
+        if not self.has_left and self._plan.overlaps_grads:
             raise GradSyncError(
-                f"finish_grad_sync of {self._name} was called when {len(self._ready)} of {len(self.params)} gradients "
-                "were ready, and none had been sent; call start_grad_sync, or the wrapper's finish_grad_sync"
+                f"finish_grad_sync of {self.bucket.name} was called when {len(self._ready)} of {len(self.params)} "
+                "gradients were ready, and none had been sent; call start_grad_sync, or the wrapper's finish_grad_sync"
             )
         if not self.has_left:
             self.start_grad_sync()
         self.wait_for_shard()
         if self.sums is not None:
             self.sums.finish()
-        self.param_gather_dispatched = False
         if force_all_reduce and self._reduction.shard_group is not None and self.bucket.grad_data is not None:
             whole, kept = self.bucket.grad_data, self.bucket.local_grad_shard
             self._lane.run(partial(self._gather, whole, kept, "gradients"))
-        self.bucket.update_accumulators()
+        for slot in self.bucket.slots:
+            slot.take_reduced()
 
     def reset(self) -> None:
         """Forgets which gradients are ready and reduced, before the next step; keeps their values."""
         self.wait_for_grads()
         self._ready.clear()
-        self.phase, self._late = self.phase.restarted(), None
+        self.phase = BucketPhase.FILLING
         if self.sums is not None:
             self.sums.clear()
 
@@ -300,19 +299,16 @@ class BucketGroup:
         """Makes every gradient zero, before the first backward of a step."""
         self.abandon_reduction()
         self.reset()
-        if self.bucket.releases_grads:
-            self.bucket.release_grads()
         self.bucket.clear_grads()
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Gathers the shards of the bucket's parameters; with `force_sync` they are complete on return."""
         self.finish_param_sync()
-        self.param_gather_dispatched = True
         bucket = self.bucket
-        if bucket.param_data is None or bucket.local_param_shard is None or self._reduction.shard_group is None:
+        if self._reduction.shard_group is None:
             return
         gather = partial(self._gather, bucket.param_data, bucket.local_param_shard, "parameters")
-        if self._overlaps_params and not force_sync and self._can_overlap_gather:
+        if self._overlaps_params and not force_sync:
             self.param_gather_handle = self._lane.submit(gather)
             make_pending(bucket.params, self.finish_param_sync)
         else:
@@ -327,32 +323,7 @@ class BucketGroup:
             finally:
                 end_pending(self.bucket.params)
 
-    def free_overlap_buffers(self) -> None:
-        """Waits for gathers, before a checkpoint is saved while training goes on. Megatron-LM's name.
-
-        Gathers write into the buffer, so there is no memory of theirs to free. Drops a bucket's
-        ``layerwise_gather_list``, which a caller may have set.
-        """
-        self.finish_param_sync()
-        self.bucket.layerwise_gather_list = None
-
     def _gather(self, whole: Tensor, kept: Tensor, what: str) -> None:
         group = self._reduction.shard_group
         if group is not None:
-            collectives.all_gather(whole, kept, group, what=f"the {what} of {self._name}")
-
-
-class GradientLender:
-    """``param.lend_gradient_memory``: returns memory for the parameter's gradient, or None.
-
-    `core.tensor_parallel.weight_gradients` calls it in a layer's backward. A pickled parameter has None instead.
-    """
-
-    def __init__(self, group: BucketGroup, param: nn.Parameter) -> None:
-        self._group, self._param = group, param
-
-    def __call__(self) -> Tensor | None:
-        return self._group.lend(self._param)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+            collectives.all_gather(whole, kept, group, what=f"the {what} of {self.bucket.name}")

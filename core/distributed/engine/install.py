@@ -1,19 +1,54 @@
-"""Gathers parameters, and casts inputs and outputs, around each call of a unit's modules."""
+"""Builds the units of a model; gathers parameters, and casts inputs and outputs, around calls of their modules."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_any, tree_map
 
+from ...comm.collectives import Allocate
+from ...host_memory import transient_memory
+from ..groups import subgroup
 from ..model.forward_methods import find_forward_methods
-from ..plan import FlatUnitPlan, FullyShardedPlan
+from ..plan import FullyShardedPlan
+from .buffer import ParamAndGradBuffer
 from .gathering import ParameterGathering
-from .unit import Unit
+from .unit import Slot, Unit
+
+
+def build_units(
+    plan: FullyShardedPlan, buffers: Sequence[ParamAndGradBuffer], allocate: Allocate = transient_memory
+) -> list[Unit]:
+    """Builds the units of a plan, in its order, and the slots that they share; every rank calls it.
+
+    Args:
+        buffers: one for each buffer of the plan, in the same order.
+        allocate: allocates the memory of slots.
+    """
+    slots, units = dict[int | None, Slot](), list[Unit]()
+    neighbours = _groups_of_neighbours(plan)
+    for planned in plan.units:
+        buckets = [buffers[index].buckets[number] for index, number in planned.buckets]
+        if planned.slot is not None and planned.slot not in slots:
+            sizes = [(bucket.numel, bucket.buffer.plan.gathered_dtype, bucket.buffer.device) for bucket in buckets]
+            slots[planned.slot] = Slot(sizes, allocate)
+        slot, kept_among = slots.get(planned.slot), neighbours.get(planned.kept_among)
+        units.append(Unit(planned, slot, buckets, plan.groups.shard, kept_among))
+    return units
+
+
+def _groups_of_neighbours(plan: FullyShardedPlan) -> Mapping[int | None, ProcessGroup]:
+    """Makes the group of this rank for each number of neighbours that units are kept among."""
+    group, made = plan.groups.shard, dict[int | None, ProcessGroup]()
+    for size in sorted({unit.kept_among for unit in plan.units if unit.kept_among is not None}):
+        first = group.rank() // size * size
+        made[size] = subgroup(group, range(first, first + size))
+    return made
 
 
 def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering: ParameterGathering) -> None:
@@ -30,12 +65,12 @@ def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering:
     (root,) = plan.units[-1].modules
     members = [module for planned in plan.units[:-1] for module in planned.modules]
     methods = find_forward_methods(root, members, plan.forward_methods)
-    shows_ranges = _CallHooks(plan, plan.units[-1], units[-1], gathering).before_state_dict
+    shows_ranges = _CallHooks(plan, units[-1], gathering).before_state_dict
     for module in root.modules():
         module.register_state_dict_pre_hook(shows_ranges)
-    for planned, unit in zip(plan.units, units, strict=True):
-        around = _CallHooks(plan, planned, unit, gathering)
-        for module in planned.modules:
+    for unit in units:
+        around = _CallHooks(plan, unit, gathering)
+        for module in unit.plan.modules:
             module.register_forward_pre_hook(around.before, prepend=True, with_kwargs=True)
             module.register_forward_hook(around.after, always_call=True)
             for name in methods.get(module, ()):
@@ -45,11 +80,8 @@ def install_call_hooks(plan: FullyShardedPlan, units: Sequence[Unit], gathering:
 class _CallHooks:
     """Hooks of one unit's modules; they do nothing in a pickled or copied module, where `_gathering` is None."""
 
-    def __init__(
-        self, plan: FullyShardedPlan, planned: FlatUnitPlan, unit: Unit, gathering: ParameterGathering | None
-    ) -> None:
-        precision = plan.precision
-        is_root = planned is plan.units[-1]
+    def __init__(self, plan: FullyShardedPlan, unit: Unit, gathering: ParameterGathering | None) -> None:
+        precision, is_root = plan.precision, unit.plan is plan.units[-1]
         self._inputs = precision.param_dtype if precision.cast_forward_inputs else None
         self._outputs = precision.output_dtype if is_root else None
         # None in a pickled or copied module (`_do_nothing`): hooks then do nothing. Otherwise fixed.

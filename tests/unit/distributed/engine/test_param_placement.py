@@ -1,7 +1,7 @@
 """The wrapper on buffers and its module's parameters: gathered in time, found where they were, stepped by no other
 optimizer.
 
-With `param_placement.py` this tests the parameter half of `distributed_data_parallel.py` and `parameter_owner.py`.
+With `between_steps.py` this tests the parameter half of `distributed_data_parallel.py` and `parameter_owner.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 
 from core.comm import collectives
 from core.distributed import finalize_model_grads
-from core.distributed.buffers import bucket_group
-from core.distributed.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from core.distributed.buffers.param_placement import ParamPlacement
+from core.distributed.engine import bucket_group
+from core.distributed.engine.between_steps import ParamPlacement
+from core.distributed.engine.buffer import ParamAndGradBuffer
 from core.errors import OptimizerError, ShardstackError, WrapError
 from core.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.optimizer.main_params import MainParam
@@ -276,7 +276,7 @@ def _keeps_its_memory(kind: str) -> None:
         finalize_model_grads([model])
         for buffer in model.buffers:
             used = torch.zeros(buffer.numel, dtype=torch.bool)
-            for start, end in buffer.ranges.values():
+            for start, end, _ in buffer.param_index_map.values():
                 used[start:end] = True
             assert not buffer.grad_data[~used].any(), "padding is not zero"
     assert places[0] == places[1] == places[2]

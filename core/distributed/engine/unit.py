@@ -1,4 +1,4 @@
-"""A unit of sharded parameters, and its slot: the memory that it is gathered into and its parameters are views of."""
+"""Units of sharded parameters, and their slots: the memory that they are gathered into and parameters are views of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from ...errors import UnitError
 from ...host_memory import transient_memory
 from ...pending_parameters import can_be_pending, end_pending, make_pending
 from ...tensor_parallel.allocation import has_no_memory
-from .piece import Piece
+from ..plan import FlatUnitPlan
+from ..saved_weights import SavedWeights
+from .buffer import Bucket
 
 POISONS = "SHARDSTACK_POISON_SLOTS"
 """If 1 in the environment, fills a slot with NaN when its unit is hidden, so that reads which bypass the check (saved
@@ -65,11 +67,14 @@ class Slot:
         return others
 
 
-class _Visibility(Enum):
-    """How the parameters of a unit can be read.
+class UnitPhase(Enum):
+    """The state of a unit's parameters::
 
-    `hide`: READABLE to HIDDEN; `show`: back; `gather_apart`: any to APART; `return_to_slot`: APART to READABLE.
-    Without a slot always READABLE.
+        READABLE <--- show, hide ---> HIDDEN
+           ^                            |
+           +--- return_to_slot --- APART <--- gather_apart, from either
+
+    A unit without a slot is always READABLE. Autograd's thread changes it during a backward, else the main thread.
     """
 
     READABLE = auto()
@@ -84,14 +89,20 @@ class Unit:
     """Parameters that are gathered together.
 
     Args:
-        name: of its modules, for messages.
+        plan: of the unit: its modules, and whether it is freed after their forward.
         slot: its memory while it is gathered; None where one rank has all.
-        pieces: in the order of the slot's parts.
+        buckets: its parameters of each dtype and device, in the order of the slot's parts.
         group: the ranks that have shards.
         neighbours: those of them that together keep all of it between forward and backward; None means all.
 
     Attributes:
+        name: of its modules, for messages.
         name_of: its parameters, each with its name in the model; fixed.
+        part: of each bucket the part that this rank keeps for its neighbours between forward and backward, in memory
+            of its own; else empty. Set when another unit takes the slot in forward; `drop_part` clears it once
+            backward has gathered from it, and when the shards are written.
+        on_use: what a use of a hidden parameter calls, and saved: what autograd saves in its forwards, if it is freed
+            after them. `ParameterGathering` sets both when it is built.
         running: calls of its modules that have begun and not ended, counted by `ParameterGathering`, which resets it
             when gradients are zeroed.
         used_in: the backward that needed it last, or `NO_BACKWARD` for a forward; set by
@@ -100,44 +111,36 @@ class Unit:
 
     def __init__(
         self,
-        name: str,
+        plan: FlatUnitPlan,
         slot: Slot | None,
-        pieces: Sequence[Piece],
+        buckets: Sequence[Bucket],
         group: ProcessGroup,
         neighbours: ProcessGroup | None = None,
     ) -> None:
-        self.name, self.slot, self.pieces, self._group, self._neighbours = name, slot, pieces, group, neighbours
+        self.plan, self.slot, self.buckets, self._group, self._neighbours = plan, slot, buckets, group, neighbours
+        self.name = " + ".join(plan.names) or "of the model itself"
         if slot is not None:
-            slot.units.append(self)
-        self._what = f"the parameters of unit {name}"
+            self._enter(slot)
+        self._what = f"the parameters of unit {self.name}"
         self.running = 0
         self.used_in = NO_BACKWARD
         # The gather that is running in the lane, or None. `start_gather` sets it; `finish_gather` clears it.
         self._handle: Handle | None = None
-        # Of each piece the part that this rank keeps for its neighbours between forward and backward, in memory of its
-        # own. `_keep_part` sets it when another unit takes the slot in forward; `drop_part` clears it once backward
-        # has gathered from it, and when the shards are written.
-        self._part: list[Tensor] = []
-        self.name_of = {param: name for piece in pieces for param, name in zip(piece.params, piece.names, strict=True)}
+        self.part: list[Tensor] = []
+        self.name_of = {slot.param: slot.name for bucket in buckets for slot in bucket.slots}
         # Parameters that can make their reader wait; fixed.
         self._params_to_hide = [param for param in self.name_of if can_be_pending(param)]
         # torch's count of writes to each parameter when it was last hidden, or its memory set; a gather writes the
         # slot and does not count. `hide` compares it: a write in between would be lost.
         self._versions = self._count_writes()
-        # Set by the methods that `_Visibility` names, on the thread that runs forward or backward.
-        self._state = _Visibility.READABLE
-        # What a use of a hidden parameter calls; `ParameterGathering` replaces it once, when it is built.
+        self.phase = UnitPhase.READABLE
         self.on_use: Callable[[], None] = self.show
+        self.saved: SavedWeights | None = None
 
     def local_ranges(self) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
         """Yields each parameter, what this rank keeps of it, flat, and the first of these elements in it."""
-        for piece in self.pieces:
-            yield from piece.local_ranges(self._group.rank())
-
-    @property
-    def part(self) -> Sequence[Tensor]:
-        """This rank's part of each piece, kept for its neighbours between forward and backward; else empty."""
-        return self._part
+        for bucket in self.buckets:
+            yield from bucket.local_ranges(self._group.rank())
 
     @property
     def is_gathered(self) -> bool:
@@ -151,7 +154,7 @@ class Unit:
 
     def memory(self) -> Sequence[Tensor]:
         """Returns the memory that it is gathered into."""
-        return [piece.whole for piece in self.pieces]
+        return [bucket.param_data for bucket in self.buckets]
 
     @property
     def takes_turns(self) -> bool:
@@ -171,18 +174,22 @@ class Unit:
         """
         if with_values:
             self._take_values()
-        for piece in self.pieces:
-            piece.place_params(piece.whole, skip=has_no_memory if with_values else None)
+        for bucket in self.buckets:
+            bucket.place_params(bucket.param_data, skip=has_no_memory if with_values else None)
         self._versions = self._count_writes()
 
     def move_to(self, slot: Slot) -> None:
         """Makes the parameters, which are hidden, views of another slot."""
+        self._enter(slot)
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self.buckets:
+                bucket.place_params(bucket.param_data)
+
+    def _enter(self, slot: Slot) -> None:
         self.slot = slot
         slot.units.append(self)
-        with torch._C.DisableTorchFunctionSubclass():
-            for piece, whole in zip(self.pieces, slot.parts, strict=True):
-                piece.whole = whole
-                piece.place_params(whole)
+        for bucket, part in zip(self.buckets, slot.parts, strict=True):
+            bucket.param_data = part
 
     def _take_values(self) -> None:
         """Copies this rank's part of the values of the parameters into the shards."""
@@ -205,23 +212,24 @@ class Unit:
             self._handle = lane.submit(self._gather)
 
     def _gather(self) -> None:
-        if self._part:
-            for piece, part in zip(self.pieces, self._part, strict=True):
-                collectives.all_gather(piece.whole, part, self._neighbours, what=self._what)  # type: ignore[arg-type]
+        if self.part:
+            for bucket, part in zip(self.buckets, self.part, strict=True):
+                whole, group = bucket.param_data, self._neighbours
+                collectives.all_gather(whole, part, group, what=self._what)  # type: ignore[arg-type]
             return
-        for piece in self.pieces:
-            piece.gather(piece.whole, self._group, self._what)
+        for bucket in self.buckets:
+            bucket.gather_params(bucket.param_data, self._group, self._what)
 
     def _keep_part(self) -> None:
         """Copies this rank's part among its neighbours, for the backward that follows this forward."""
         group = self._neighbours
-        if group is None or self._part or self.used_in != NO_BACKWARD or not torch.is_grad_enabled():
+        if group is None or self.part or self.used_in != NO_BACKWARD or not torch.is_grad_enabled():
             return
-        self._part = [piece.whole.chunk(group.size())[group.rank()].clone() for piece in self.pieces]
+        self.part = [whole.chunk(group.size())[group.rank()].clone() for whole in self.memory()]
 
     def drop_part(self) -> None:
         """Frees the part that this rank keeps for its neighbours between forward and backward."""
-        self._part = []
+        self.part = []
 
     def finish_gather(self) -> None:
         """Waits for the running gather, if any."""
@@ -233,8 +241,8 @@ class Unit:
 
     def show(self) -> None:
         """Makes its parameters readable; they are gathered."""
-        if self._state is _Visibility.HIDDEN:
-            self._state = _Visibility.READABLE
+        if self.phase is UnitPhase.HIDDEN:
+            self.phase = UnitPhase.READABLE
             end_pending(self._params_to_hide)
 
     def hide(self) -> None:
@@ -243,10 +251,10 @@ class Unit:
         Raises:
             UnitError: a parameter was written while it was gathered; the write would be lost.
         """
-        if self._state is not _Visibility.READABLE or self.slot is None:
+        if self.phase is not UnitPhase.READABLE or self.slot is None:
             return
         before, self._versions = self._versions, self._count_writes()
-        self._state = _Visibility.HIDDEN
+        self.phase = UnitPhase.HIDDEN
         make_pending(self._params_to_hide, self.on_use)
         if _poisons():
             self._poison(self.slot)
@@ -263,9 +271,9 @@ class Unit:
         if slot.owner is self:
             slot.owner = None
         if slot.owner is None:
-            for piece in self.pieces:
-                if piece.whole.is_floating_point():
-                    piece.whole.fill_(math.nan)
+            for whole in self.memory():
+                if whole.is_floating_point():
+                    whole.fill_(math.nan)
 
     def gather_apart(self) -> None:
         """Gathers its parameters into memory of their own, until `return_to_slot`."""
@@ -273,11 +281,11 @@ class Unit:
         self.show()
         if self.slot is None:
             return
-        self.slot.owner, self._state = None, _Visibility.APART
-        for piece in self.pieces:
-            apart = transient_memory(piece.whole.numel(), piece.shard.dtype, piece.whole.device)
-            piece.gather(apart, self._group, self._what)
-            piece.place_params(apart)
+        self.slot.owner, self.phase = None, UnitPhase.APART
+        for bucket in self.buckets:
+            apart = transient_memory(bucket.numel, bucket.local_param_shard.dtype, bucket.param_data.device)
+            bucket.gather_params(apart, self._group, self._what)
+            bucket.place_params(apart)
 
     def return_to_slot(self) -> None:
         """Takes what was written since `gather_apart` into this rank's shard, and frees that memory."""
@@ -285,9 +293,9 @@ class Unit:
             return
         with torch.no_grad():
             self._take_values()
-        for piece in self.pieces:
-            piece.place_params(piece.whole)
-        self._versions, self._state = self._count_writes(), _Visibility.READABLE
+        for bucket in self.buckets:
+            bucket.place_params(bucket.param_data)
+        self._versions, self.phase = self._count_writes(), UnitPhase.READABLE
 
     def _count_writes(self) -> list[int]:
         return [param._version for param in self.name_of]

@@ -35,12 +35,12 @@ def _wrapped(model: nn.Module | None = None, **settings: Any) -> DistributedData
 def _layouts() -> None:
     sizes = [3, 21, 7, 35]  # in reverse order of construction
     (replicated,) = _wrapped().buffers
-    assert replicated.numel == replicated.grad_data.numel() == replicated.buckets[0].numel_unpadded == sum(sizes)
+    assert replicated.numel == replicated.grad_data.numel() == sum(sizes)
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     assert [end for _, end, _ in replicated.param_index_map.values()] == ends
     (sharded,) = _wrapped(use_distributed_optimizer=True).buffers
     assert [start for start, _, _ in sharded.param_index_map.values()] == [0, 64, 128, 192]
-    assert sharded.buckets[0].numel_unpadded == 192 + 35 and sharded.numel == 256
+    assert max(end for _, end, _ in sharded.param_index_map.values()) == 192 + 35 and sharded.numel == 256
 
 
 def test_only_sharded_buffers_are_aligned():
@@ -169,14 +169,8 @@ def _handles_of_extra_gradients() -> None:
     model = _wrapped(_model(torch.bfloat16), **{PATTERNS: ("*.weight",)})
     (buffer,) = model.buffers
     weights = [param for param in model.parameters() if param.dim() == 2]
-    assert buffer.buckets[0].params_with_extra_main_grads == weights[::-1]
-    assert [tuple(gradient.shape) for gradient in buffer.extra_main_grads] == [(3, 7), (7, 5)]
-    for gradient in (buffer.grad_data, *buffer.extra_main_grads):
-        gradient.fill_(2.0)
-    buffer.scale_gradients(0.5)
-    assert all(torch.all(gradient == 1) for gradient in (buffer.grad_data, *buffer.extra_main_grads))
-    buffer.reset()
-    assert not any(torch.any(gradient) for gradient in (buffer.grad_data, *buffer.extra_main_grads))
+    assert [param.main_grad is not None and param.main_grad.dtype for param in weights] == [torch.float32] * 2
+    assert [tuple(gradient.shape) for gradient in buffer.buckets[0].accumulators] == [(3, 7), (7, 5)]
     model(torch.ones(1, 5, dtype=torch.bfloat16)).sum().backward()
     model.finish_grad_sync()
     with pytest.raises(ShardstackError, match=r"a gradient was read from param.grad.*keeps it in another dtype"):
@@ -188,7 +182,7 @@ def _handles_of_extra_gradients() -> None:
         TorchFullyShardedDataParallel(SimpleNamespace(), fsdp2, _model())
 
 
-def test_extra_gradients_are_seen_scaled_and_zeroed():
+def test_gradients_in_fp32_memory_are_for_our_optimizers():
     run_distributed(_handles_of_extra_gradients, 2)
 
 
@@ -228,14 +222,12 @@ def test_marked_parameters_have_own_buffers_and_equal_updates(strategy):
 def _gathers() -> None:
     model = _wrapped(overlap_param_gather=True)  # ignored, as nothing is cut
     for group in model.bucket_groups:
-        assert not group.param_gather_dispatched and group.param_gather_handle is None
         group.start_param_sync()
-        assert group.param_gather_dispatched and group.param_gather_handle is None
+        assert group.param_gather_handle is None
         handle = group.param_gather_handle = mock.Mock()
-        group.bucket.layerwise_gather_list = [torch.empty(1)]
     model.free_overlap_buffers()
     handle.wait.assert_called_once()
-    assert group.param_gather_handle is None and group.bucket.layerwise_gather_list is None
+    assert group.param_gather_handle is None
     model.disable_forward_pre_hook()
 
 

@@ -4,16 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from ..._torch_compat import NO_BACKWARD, current_backward
 from ...errors import ShardstackError
-from .life_cycle import Content
 
 _ALLOCATION_ALIGNMENT = 64
-"""Bytes, of every tensor that torch allocates on the CPU. What is aligned to `PARAM_ALIGNMENT` elements is so too."""
+"""Bytes, of every tensor that torch allocates on the CPU. `PARAM_ALIGNMENT` elements are aligned so too."""
+
+
+class Content(Enum):
+    """The contents of the memory of one parameter's gradient on this rank::
+
+        STALE ---> LENT ---> GRADIENT ---> SENT
+          |                   ^    ^
+          +-------------------+    |
+          +---> ZEROS -------------+
+
+    SENT continues as STALE does, and each step begins with STALE. Only methods of `GradSlot` change it: autograd's
+    thread during a backward, the main thread between steps, never both at once.
+    """
+
+    STALE = "stale"
+    """Invalid: no memory, or values of an earlier step. The first gradient overwrites them. ``main_grad`` is None."""
+
+    LENT = "lent"
+    """A layer's backward computes the gradient in the memory (`GradSlot.lend`). Ends when the gradient arrives.
+
+    After a backward that raised no gradient arrives: ends when gradients are cleared, or the bucket is sent.
+    """
+
+    ZEROS = "zeros"
+    """Zeros, to which the first gradient is added: of a new buffer, so that values written before a backward count,
+    for a layer that adds in its own backward, and to send an incomplete bucket."""
+
+    GRADIENT = "gradient"
+    """The sum of the gradients so far, to which the next one is added. Ends with `release` or with the step."""
+
+    SENT = "sent"
+    """Invalid, because the gradient was sent and its memory released. Otherwise like STALE."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +82,7 @@ class GradSlot:
     memory. `hold` sets it when the bucket gets the memory, `release` clears it."""
 
     content: Content = Content.STALE
-    """The state of the gradient in memory. Only methods of this class set it."""
+    """The state of the gradient in memory."""
 
     borrower: int = NO_BACKWARD
     """The backward that computes the gradient in the memory. `lend` sets it; valid only while `content` is LENT."""
@@ -65,32 +97,46 @@ class GradSlot:
         return torch.float32 if self.accumulates_in_fp32 else self.grad_dtype
 
     @property
+    def counts(self) -> bool:
+        """Whether the values in memory are valid: the next gradient is added to them, not copied over them."""
+        return self.content in (Content.ZEROS, Content.GRADIENT)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a gradient has arrived in this step."""
+        return self.content in (Content.GRADIENT, Content.SENT)
+
+    @property
     def has_gradient(self) -> bool:
         """Whether an optimizer has to read a gradient of this parameter.
 
         True for a trainable parameter, whose gradient is zero if no backward reached it. For a frozen parameter true
         if a gradient arrived before it was frozen.
         """
-        return self.param.requires_grad or self.content.has_arrived
+        return self.param.requires_grad or self.has_arrived
 
     # ---- memory
 
+    def view_of(self, memory: Tensor) -> Tensor:
+        """Returns the slot's part of `memory` `[numel]`, in the parameter's shape."""
+        return memory[self.start : self.end].view(self.param.shape)
+
     def hold(self, data: Tensor) -> None:
         """Makes `view` the slot's part of the bucket's whole gradient `data` `[numel]`."""
-        self.view = data[self.start : self.end].view(self.param.shape)
+        self.view = self.view_of(data)
         if self.accumulates_in_fp32:
             self.param.main_grad_copy_in_grad_buffer = self.view  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Drops the memory, after its values were sent."""
-        self.view, self.accumulator, self.content = None, None, self.content.released()
-        self.param.main_grad = None  # type: ignore[attr-defined]
+        self.view = self.accumulator = None
+        self.restart()
         if self.accumulates_in_fp32:
             self.param.main_grad_copy_in_grad_buffer = None  # type: ignore[attr-defined]
 
     def restart(self) -> None:
         """Keeps the memory, whose values were set aside; the next gradient is copied over them."""
-        self.content = self.content.released()
+        self.content = Content.SENT if self.has_arrived else Content.STALE
         self.param.main_grad = None  # type: ignore[attr-defined]
 
     def show(self) -> Tensor:
@@ -121,13 +167,12 @@ class GradSlot:
         if it is less aligned than an allocation of torch: the last bits of a matrix product depend on the alignment,
         and results would differ between sharding strategies, which place parameters at different addresses.
         """
-        is_free = self.content is not Content.LENT and not self.content.counts
-        if not is_free or self.param.dtype != self.main_grad_dtype:
+        if self.content is Content.LENT or self.counts or self.param.dtype != self.main_grad_dtype:
             return None
         memory = self._memory()
         if memory.data_ptr() % _ALLOCATION_ALIGNMENT:
             return None
-        self.content, self.borrower = self.content.lent(), current_backward()
+        self.content, self.borrower = Content.LENT, current_backward()
         return memory.detach()  # autograd copies a gradient that has other references, so not the view
 
     def take_back(self) -> None:
@@ -136,66 +181,72 @@ class GradSlot:
         Raises:
             ShardstackError: another backward has borrowed the memory and has not returned it.
         """
-        if self.content is Content.LENT and self.borrower != current_backward():
+        if self.content is not Content.LENT:
+            return
+        if self.borrower != current_backward():
             raise ShardstackError(
                 f"parameter {self.name} got a gradient while another backward had begun to compute one and has not "
                 "brought it: a checkpoint with use_reentrant=True inside (use False), or a backward that raised (call "
                 "zero_grad_buffer); or set gradient_accumulation_fusion to False"
             )
-        self.content = self.content.returned()
+        self.content = Content.STALE
 
     def add(self, gradient: Tensor) -> None:
         """Adds a dense or sparse `gradient` into ``main_grad``; does nothing if it was computed in that memory."""
         memory = self.show()
         if gradient.is_sparse:
-            if not self.content.counts:
+            if not self.counts:
                 memory.zero_()
             memory.add_(gradient.coalesce())  # each row once, so that it is rounded as if it were dense
         elif gradient.data_ptr() == memory.data_ptr():
             pass
-        elif self.content.counts:
+        elif self.counts:
             memory.add_(gradient)
         else:
             memory.copy_(gradient)
-        self.content = self.content.added()
+        self.content = Content.GRADIENT
 
     def replace(self, gradient: Tensor) -> None:
         """Replaces the accumulated gradient by `gradient`."""
         self.take_back()
-        self.content = self.content.cleared()
+        self.content = Content.STALE
         self.add(gradient)
 
     def note_written_by_layer(self) -> None:
         """Remembers that a layer adds this parameter's gradient itself, from now on into zeroed memory."""
-        self.content, self.is_written_by_layer = self.content.added(), True
+        self.content, self.is_written_by_layer = Content.GRADIENT, True
 
     # ---- steps
 
     def clear(self) -> None:
         """Makes the gradient zero without touching its memory: ``main_grad`` is None until one arrives."""
-        if self.content.counts:  # else it is None already
+        if self.counts:  # else it is None already
             self.param.main_grad = None  # type: ignore[attr-defined]
-        self.content = self.content.cleared()
+        self.content = Content.STALE
 
     def complete(self) -> None:
         """Zeros the gradient if none has arrived, and rounds the accumulator into `view`."""
         memory = self.show()
-        if not self.content.counts:
+        if not self.counts:
             memory.zero_()
-            self.content = self.content.zeroed()
+            self._note_zeroed()
         if self.accumulator is not None:
             self._place().copy_(self.accumulator)
 
     def note_zeros(self) -> None:
         """Exposes zeroed memory as ``main_grad``; the next backward adds to values written there before it."""
         self.show()
-        self.content = self.content.zeroed()
+        self._note_zeroed()
 
     def prepare_for_layer(self) -> None:
         """Zeros ``main_grad`` for a layer that adds into it itself."""
         if self.is_written_by_layer:
             self.show().zero_()
-            self.content = self.content.zeroed()
+            self._note_zeroed()
+
+    def _note_zeroed(self) -> None:
+        # A gradient that was sent is to be sent again, with zeros.
+        self.content = Content.GRADIENT if self.has_arrived else Content.ZEROS
 
     def take_reduced(self) -> None:
         """Copies the reduced gradient into a ``main_grad`` that is not a view of the bucket."""

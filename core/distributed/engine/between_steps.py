@@ -1,14 +1,89 @@
-"""Shows reduced gradients in ``param.grad``, where users and torch's optimizers look."""
+"""What code between steps sees and may change: parameters where they were put, and gradients in ``param.grad``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
 from typing import Any
 
+import torch
 from torch import nn
 
+from ...errors import WrapError
+from ..model.rewrapping import reject_changed
 from ..unreadable_gradient import is_unreadable, make_unreadable_gradient
 from .bucket_group import BucketGroup
+
+
+class _Checks(Enum):
+    """Where parameters are checked in each step: once, by the optimizer where it does so, as it comes last."""
+
+    WHEN_REDUCED = auto()
+    """No optimizer has checked yet; gradients are checked when they are finished, and parameters when they are
+    gathered."""
+    BY_OPTIMIZER = auto()
+    """An optimizer checks before it steps, and has not done so in this step."""
+    DONE = auto()
+    """It has: what it updates now is in place."""
+
+
+class ParamPlacement:
+    """Remembers the memory of each parameter at wrapping, and compares it later.
+
+    Args:
+        model: the model inside the wrapper.
+        params: names and parameters of the buffers.
+    """
+
+    def __init__(self, model: nn.Module, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self._model = model
+        # Name of each, and its address and dtype. `note_moved` replaces those of parameters that an engine has moved.
+        self._names: dict[nn.Parameter, str] = {}
+        self._places: dict[nn.Parameter, tuple[int, torch.dtype]] = {}
+        self.note_moved(params)
+        # `check_step` sets DONE. `begin_step`, which `check_gather` and zeroing gradients call, turns DONE into
+        # BY_OPTIMIZER. Main thread only.
+        self._checks = _Checks.WHEN_REDUCED
+
+    def note_moved(self, params: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Remembers where the engine has moved parameters to."""
+        for name, param in params:
+            self._names[param], self._places[param] = name, (param.data_ptr(), param.dtype)
+
+    def check_reduced(self) -> None:
+        """Checks when gradients are finished, unless an optimizer will."""
+        if self._checks is _Checks.WHEN_REDUCED:
+            self.check()
+
+    def check_step(self) -> None:
+        """Checks before an optimizer steps."""
+        self.check()
+        self._checks = _Checks.DONE
+
+    def check_gather(self) -> None:
+        """Checks before updated parameters are gathered, unless the optimizer that updated them has."""
+        if self._checks is not _Checks.DONE:
+            self.check()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Requires a new check for the next step."""
+        if self._checks is _Checks.DONE:
+            self._checks = _Checks.BY_OPTIMIZER
+
+    def check(self) -> None:
+        """Compares the model's parameters with those at wrapping.
+
+        Raises:
+            WrapError: a parameter was moved, replaced, added, removed or made trainable since.
+        """
+        reject_changed(self._model, self._names)
+        for param in self._model.parameters():
+            if param in self._places and self._places[param] != (param.data_ptr(), param.dtype):
+                raise WrapError(
+                    f"the storage of parameter {self._names[param]} was replaced after the model was wrapped (a move "
+                    "to another device or dtype, or a load with assign=True); wrap it afterwards, or load in place"
+                )
 
 
 class ShownGradients:
