@@ -86,21 +86,16 @@ class DistributedDataParallel(MegatronBuffers, _FlatDataParallel):
     ) -> None:
         model = unwrap_model(module)
         unit_classes = DEFAULT_UNIT_CLASSES if sub_modules_to_wrap is None else sub_modules_to_wrap
-        options = {"disable_bucketing": disable_bucketing}
+        options = {"disable_bucketing": disable_bucketing, "finish_in_backward": finish_in_backward}
         plan = self._make_plan(
             module, model, config, ddp_config, unit_classes, process_group, pg_collection, **options
         )
-        if finish_in_backward and not plan.is_replicated:
-            raise ParallelConfigError(
-                "finish_in_backward leaves whole gradients in param.grad, and the sharding strategy "
-                f"{plan.strategy!r} leaves a rank its shard; drop one of the two"
-            )
         if full_param_layout is not None and full_param_layout != plan.layout:
             raise ParallelConfigError(
                 "full_param_layout is not the layout of this model's buffers; compute it from the same parameters, "
                 "bucket_size, number of ranks and ddp_config, or leave it out"
             )
-        super().__init__(config, module, ddp_config, plan, finish_in_backward=finish_in_backward)
+        super().__init__(config, module, ddp_config, plan)
         reject_different_models(module, plan)
         transform_units(plan.transforms)
         with replaced_parameters_marked(module):

@@ -28,11 +28,10 @@ class _FlatDataParallel(_BaseDataParallel):
     """Backward moves each gradient into its place in a flat bucket, which is reduced in place when it is complete.
 
     The thread that runs a backward calls `_take_gradient`, and at its end `finish_grad_sync` with
-    `finish_in_backward`; the main thread calls everything else, between backwards.
+    `plan.finishes_in_backward`; the main thread calls everything else, between backwards.
 
     Args:
         plan: of the buffers, which are given to `_take_buffers` once they exist.
-        finish_in_backward: finish gradients at the end of each backward outside `no_sync`.
 
     Attributes:
         intra_instance_group: the ranks that share each gradient after it is reduced, by Megatron-LM's name.
@@ -43,24 +42,12 @@ class _FlatDataParallel(_BaseDataParallel):
     checks_placement = True
 
     def __init__(
-        self,
-        config: Any,
-        module: nn.Module,
-        ddp_config: DistributedDataParallelConfig,
-        plan: FlatPlan,
-        *,
-        finish_in_backward: bool = False,
+        self, config: Any, module: nn.Module, ddp_config: DistributedDataParallelConfig, plan: FlatPlan
     ) -> None:
         super().__init__(config, module, ddp_config, plan)
         self._is_sharded = not plan.is_replicated
         self.intra_instance_group = plan.groups.shard if self._is_sharded else plan.groups.whole
         self.inter_instance_group = plan.groups.replicate if self._is_sharded else None
-        self._finishes_in_backward = finish_in_backward
-        if finish_in_backward and plan.is_reproducible:
-            raise ParallelConfigError(
-                "finish_in_backward reduces gradients after each backward, and reproducible_across_ranks when all "
-                "micro-batches of a step are added; drop one of the two"
-            )
 
     def _take_buffers(
         self, buffers: Sequence[ParamAndGradBuffer], group: ProcessGroup | None = None, lane: int = 0
@@ -83,7 +70,7 @@ class _FlatDataParallel(_BaseDataParallel):
         self._group_of = {param: group for group in self._bucket_groups for param in group.bucket.params}
         slots = ((slot.name, slot.param) for group in self._bucket_groups for slot in group.bucket.slots)
         self._placement = ParamPlacement(unwrap_model(self), slots)
-        finish = _weakly(self.finish_grad_sync) if self._finishes_in_backward else None
+        finish = _weakly(self.finish_grad_sync) if self.plan.finishes_in_backward else None
         # Sends buckets and knows which have left; `_drop_gradients` and `_open_reduced_gradients` restart it.
         self._schedule = ReductionSchedule(self._bucket_groups, self.plan, finish, self._tree)
         # Sets ``param.grad`` when gradients are reduced, and clears it after a step.
@@ -121,7 +108,7 @@ class _FlatDataParallel(_BaseDataParallel):
         Raises:
             ShardstackError: the gradient has a graph.
         """
-        if self._finishes_in_backward and self._schedule.has_lost_a_backward:
+        if self.plan.finishes_in_backward and self._schedule.has_lost_a_backward:
             self._drop_gradients()
         gradient = take_added(param.grad) if is_unreadable(param.grad) else param.grad  # type: ignore[arg-type]
         if gradient is None:

@@ -28,7 +28,6 @@ UNNAMED = {
     "comm/": "records them",
     "_torch_compat.py": "says what they are called in this version of torch",
     "dist_checkpointing/agreement.py": "has time limits and messages of its own",
-    "adapters/lightning/processes.py": "is Lightning's interface for objects",
     "verify/lockstep.py": "gathers objects after training",
     "process_groups/make_groups.py": "makes the groups",
     "device.py": "has the barrier",

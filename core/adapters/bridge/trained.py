@@ -1,24 +1,36 @@
-"""Gradients of a trainer's step: reduced once, as a sum or a mean; their norm as one vector, and clipping by it."""
+"""A wrapped model in another library's loop: its gradient reduced once a step, measured and clipped; its optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ...dist_checkpointing import model_state_dict
 from ...distributed import _BaseDataParallel
+from ...distributed.data_parallel_base import unwrap_model
 from ...distributed.flat_data_parallel import shards_buffers
+from ...distributed.parameter_owner import owner_of
 from ...errors import ConfigError, OptimizerError
-from ...optimizer import MegatronOptimizer
 from ...optimizer.clip_grads import GradientStatistics, clip_coefficient, multiply_gradients
 from ...optimizer.distrib_optimizer import collect_main_ranges
 from ...optimizer.main_params import MainParam
 from ...optimizer.param_groups import collect_main_params
+from .optimizers import Updates
 
-_NORM, _STEP = "_gradient_norm", "_step_gradients"
-"""Attributes of a wrapper, with its `GradientNorm` and its `StepGradients`: set once by these, as long-lived as it."""
+_TRAINED = "_trained"
+"""Attribute of a wrapper, with its `Trained`. The last one that was made of it sets it; never removed."""
+
+
+def wrapper_of(module: nn.Module) -> _BaseDataParallel | None:
+    """Returns the wrapper of a model or of a part of it, or `module` if it is one; None without one."""
+    if isinstance(module, _BaseDataParallel):
+        return module
+    owners = map(owner_of, module.parameters())
+    return next((owner for owner in owners if isinstance(owner, _BaseDataParallel)), None)
 
 
 class GradientNorm:
@@ -38,13 +50,6 @@ class GradientNorm:
         else:
             self._params = collect_main_params([wrapper], partial(MainParam, has_master=False))
         self._statistics = GradientStatistics(self._params, is_exact=wrapper.plan.is_reproducible)
-
-    @staticmethod
-    def of(wrapper: _BaseDataParallel) -> GradientNorm:
-        """Returns that of a wrapper, made at its first use."""
-        norm: GradientNorm = vars(wrapper).get(_NORM) or GradientNorm(wrapper)
-        vars(wrapper)[_NORM] = norm
-        return norm
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -83,37 +88,59 @@ class GradientNorm:
         return [param.local_gradient() for param in self._params]
 
 
-class StepGradients:
-    """Gradients of one wrapped model, from the last backward of a step to its update.
+class Trained:
+    """A wrapped model, and what updates it.
 
     Attributes:
-        wrapper: the model's wrapper, which sums gradients over ranks.
-        optimizer: updates the wrapper's parameters. `prepare_optimizer` sets it, once. None before, and if the user's
-            own optimizer updates replicas.
+        wrapper: the model's wrapper.
+        optimizer: the user's optimizer. A trainer sets it with `updates`. None before, and outside of training.
+        updates: what updates the parameters in its place. None before, and if the user's own updates replicas.
         loss_is_global: whether losses of the step are divided by the tokens of all ranks already, so that the sum of
-            gradients is the result. Else each rank's loss is a mean, and the result is the mean of gradients. The
-            trainer sets it before a step's gradients are finished.
+            gradients is the result. Else each rank's loss is a mean, and the result is the mean of gradients. A
+            trainer whose wrapper sums gradients sets it before a step's gradients are finished.
     """
 
     def __init__(self, wrapper: _BaseDataParallel) -> None:
-        vars(wrapper)[_STEP] = self
+        vars(wrapper)[_TRAINED] = self
         self.wrapper = wrapper
-        self.optimizer: MegatronOptimizer | None = None
+        self.optimizer: Optimizer | None = None
+        self.updates: Updates | None = None
         self.loss_is_global = False
 
     @staticmethod
-    def of(wrapper: object) -> StepGradients | None:
-        """Returns those of a wrapper that an accelerator has made, else None."""
-        found: StepGradients | None = getattr(wrapper, "__dict__", {}).get(_STEP)
+    def of(wrapper: object) -> Trained | None:
+        """Returns that of a wrapper that a trainer's adapter has made, else None."""
+        found: Trained | None = getattr(wrapper, "__dict__", {}).get(_TRAINED)
         return found
 
-    def finish(self) -> None:
-        """Makes gradients global, once a step: on every rank the result, or its shard of it."""
+    @cached_property
+    def norm(self) -> GradientNorm:
+        """The gradient as one vector, which is measured and clipped."""
+        return GradientNorm(self.wrapper)
+
+    def finish_sums(self) -> None:
+        """Makes summed gradients global, once a step: on every rank the result, or its shard of it."""
         if self.wrapper.gradient_state.is_reduced:
             return
         self.wrapper.finish_grad_sync()
         if not self.loss_is_global and (ranks := self.wrapper.process_group.size()) > 1:
             self.wrapper.scale_gradients(1.0 / ranks)
+
+    def step(self) -> float | None:
+        """Updates the parameters, and zeroes gradients, which have to be gone before the next forward.
+
+        Returns:
+            The norm of the gradient, if the update measures it.
+
+        Raises:
+            ConfigError: before the optimizer is set up.
+        """
+        if self.optimizer is None or self.updates is None:
+            raise ConfigError("the optimizer is set up when training begins; step and clip after that")
+        _, norm, _ = self.updates.step()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look for it
+        self.wrapper.zero_grad_buffer()
+        return norm
 
     def check_complete(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raises unless these are all trainable parameters of the model.
@@ -129,3 +156,12 @@ class StepGradients:
                 f"gradients are clipped by the norm of the whole model, and {missing} of its {len(trained)} trainable "
                 "parameters were not given; give model.parameters()"
             )
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Returns the model's state by name, as tensors of the whole model that share this rank's storage."""
+        self.wrapper.settle_parameters()
+        return model_state_dict(unwrap_model(self.wrapper))
+
+    def optimizer_tensors(self) -> Mapping[str, Tensor]:
+        """Returns the optimizer's, likewise."""
+        return {} if self.updates is None else self.updates.state_tensors()

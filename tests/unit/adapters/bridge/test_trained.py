@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from core.adapters.bridge.gradients import GradientNorm
-from core.adapters.bridge.wrapping import config_of
+from core.adapters.bridge.trained import GradientNorm
+from core.adapters.bridge.translation import config_of
 from core.distributed import wrap_model
 from tests.unit._spawn import run_distributed
 
