@@ -22,7 +22,6 @@ __getattr__ = absent_names(
         "export": "use core.training.pretrained, which writes Hugging Face checkpoints",
         "resharding": "core.dist_checkpointing loads a checkpoint under any layout",
         "ssm": "models here are transformers; core.models.gpt",
-        "tokenizers": "use core.datasets.tokenizer",
         "packed_seq_params": "give the model's forward document_starts",
         "jit": "use torch.compile",
         "timers": "core.training's log has the time of each step",

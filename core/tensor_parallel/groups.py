@@ -28,9 +28,10 @@ def group_rank(group: Group) -> int:
 
 
 def check_degree(config: ModelParallelConfig, group: Group) -> None:
-    """Raises ParallelConfigError unless the group has as many ranks as the config says."""
+    """Raises ParallelConfigError unless the group has as many ranks as the config says, or the config has 1, the
+    default: layers are split over their group in any case, and Megatron-LM's scripts may leave the degree out."""
     asked, found = config.tensor_model_parallel_size, group_size(group)
-    if asked == found:
+    if asked in (1, found):
         return
     fix = (
         "call initialize_model_parallel with the same size first, or pass tp_group"

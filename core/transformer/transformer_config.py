@@ -194,6 +194,11 @@ class TransformerConfig(ModelParallelConfig):
             if getattr(self, name) == 0:
                 raise ConfigError(f"{name} is 0; it takes a positive number")
 
+    def check_split(self, tensor_parallel_size: int) -> None:
+        """Raises the first ConfigError of sizes that cannot be split over the ranks of a tensor-parallel group."""
+        for violation in self._size_violations(tensor_parallel_size):
+            raise violation
+
     def _violations(self) -> Iterator[ConfigError]:
         negative = [name for name in _SIZES if getattr(self, name) < 0]
         if self.kv_channels is not None and self.kv_channels < 0:
@@ -201,7 +206,7 @@ class TransformerConfig(ModelParallelConfig):
         for name in negative:
             yield ConfigError(f"{name} is {getattr(self, name)}; it takes a positive number")
         if not negative and all(getattr(self, name) for name in _SIZES):
-            yield from self._size_violations()
+            yield from self._size_violations(max(1, self.tensor_model_parallel_size))
         chance, share = "a probability from 0 to below 1", "a share above 0 and up to 1"
         problems = [
             *out_of_range(self, "hidden_dropout", "attention_dropout", least=0, below=1, takes=chance),
@@ -220,8 +225,8 @@ class TransformerConfig(ModelParallelConfig):
             )
         yield from self._recompute_violations()
 
-    def _size_violations(self) -> Iterator[ConfigError]:
-        heads, groups, tp = self.num_attention_heads, self.num_query_groups, max(1, self.tensor_model_parallel_size)
+    def _size_violations(self, tp: int) -> Iterator[ConfigError]:
+        heads, groups = self.num_attention_heads, self.num_query_groups
         if self.kv_channels is None:
             yield ConfigError(
                 f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}; "

@@ -198,3 +198,8 @@ def test_the_first_field_may_be_given_by_position():
         ModelParallelConfig(2, 2)
     with pytest.raises(TypeError, match="no_such_field"):
         config(no_such_field=1)
+
+
+def test_a_group_that_sizes_do_not_divide_is_refused_without_a_degree():
+    with pytest.raises(ParallelConfigError, match=r"num_attention_heads 4 cannot be split over .* 3"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=4).check_split(3)
